@@ -1,0 +1,240 @@
+"""Every touch of torch's private API, one small function each, with what would make it obsolete.
+
+Nothing else in lowtide may import or name a private torch attribute; a test enforces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint_module
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.errors import LowtideError
+
+# Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
+torch_checkpoint = torch_checkpoint_module.checkpoint
+TorchCheckpointError = torch_checkpoint_module.CheckpointError
+
+try:  # torch >= 2.13; the branch goes when 2.13 is the oldest torch we allow
+    from torch._C._autograd import _make_saved_tensor as make_saved_tensor
+except ImportError:
+    make_saved_tensor = None  # type: ignore[assignment]
+
+
+def under_functorch() -> bool:
+    """Whether a torch.func transform is running. Obsolete when torch.func supports saved-tensor hooks (#122729)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def version_of(tensor: Tensor) -> int:
+    """Autograd's count of in-place changes. Inference tensors have none and read as 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Undo the count of a change whose bytes were undone too. Obsolete with a public `preserve_version_counter`."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def sequence_number() -> int:
+    """The number the next autograd node will get. Obsolete with a public one."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def autograd_nodes_since(sequence: int, roots: Sequence[Any] | None = None) -> list[Any]:
+    """Nodes numbered `sequence` or later, reachable from `roots` (default: the node that is running), oldest first.
+
+    Accumulators of leaves carry the highest number of all, so they come last. Obsolete with a public
+    `current_autograd_node` and `Node.sequence_nr`.
+    """
+    if roots is None:
+        running = torch._C._current_autograd_node()
+        roots = [] if running is None else [running]
+    seen, stack = {}, [node for node in roots if node is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        number = node._sequence_nr()
+        if number >= sequence:
+            seen[node] = number
+            stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return sorted(seen, key=seen.__getitem__)
+
+
+def module_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own parameters and buffers, as the dicts it reads them from. Obsolete with a public slot API."""
+    return module._parameters, module._buffers
+
+
+def submodules(module: nn.Module) -> list[nn.Module]:
+    """`module` and all below it, each once; several times faster than `module.modules()`, which builds names."""
+    found, index = {id(module): module}, [module]
+    for parent in index:
+        for child in parent._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                index.append(child)
+    return index
+
+
+def child_name(parent: nn.Module, child: nn.Module) -> str | None:
+    """The name under which `parent` holds `child`, if it does."""
+    return next((name for name, module in parent._modules.items() if module is child), None)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a sharding runtime (FSDP2, TP) manages this tensor and swaps it in and out on its own."""
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves its inputs as autograd saves tensors, so that hooks outside (offload, an outer region) see them."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("kept inputs are read, never differentiated")
+
+
+def save_tensors(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Save tensors as an autograd node would (hooks and version check included); call the result to have them back."""
+    # Autograd refuses to save inference tensors; nothing can change or differentiate them, so they are simply held.
+    savable = [not tensor.is_inference() for tensor in tensors]
+    if make_saved_tensor is not None:
+        saved: list[Any] = [
+            make_saved_tensor(tensor, is_output=False) if save else tensor
+            for tensor, save in zip(tensors, savable, strict=True)
+        ]
+        return lambda: [item.unpack() if save else item for item, save in zip(saved, savable, strict=True)]
+    held = [None if save else tensor for tensor, save in zip(tensors, savable, strict=True)]
+    keeper = _Keep.apply(torch.empty(0, requires_grad=True), *(t for t, s in zip(tensors, savable, strict=True) if s))
+
+    def unpack() -> list[Tensor]:
+        unpacked = iter(keeper.grad_fn.saved_tensors)
+        return [next(unpacked) if tensor is None else tensor for tensor in held]
+
+    return unpack
+
+
+def current_frame() -> Any | None:
+    """The bookkeeping of the torch checkpoint whose forward runs now, found in the closure of its pack hook.
+
+    Obsolete when torch's checkpoint takes a metadata function and an error callback.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None
+    pack = hooks[0]
+    for name, cell in zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True):
+        if name == "frame":
+            return cell.cell_contents
+    return None
+
+
+# What torch compares of a saved tensor and its recomputation: shape, dtype and device.
+metadata_of: Callable[[Tensor], dict[str, Any]] = torch_checkpoint_module._default_meta_extractor
+
+
+class FrameObserver(Protocol):
+    """Who wants to see what a torch checkpoint saves and recomputes."""
+
+    @property
+    def metadata(self) -> Callable[[Tensor], Any]: ...
+    def diverged(self, torch_error: Exception) -> Exception: ...
+    def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None: ...
+    def replay_checked(self) -> None: ...
+
+
+def watch_frame(frame: Any, observer: FrameObserver) -> None:
+    """Let `observer` describe what the frame saves, and raise its errors in place of torch's.
+
+    `overwritten` concerns a recomputed tensor changed in place after the replay saved it: torch hands it to the
+    backward as it is, where plain autograd raises.
+    """
+    ref = weakref.ref(frame)  # a strong one would be a cycle, and activations would wait for the garbage collector
+    versions: list[int] = []  # of saved tensors, in the order of frame.weak_holders
+    describe = observer.metadata
+
+    def describe_saved(tensor: Tensor) -> Any:  # once per saved tensor: nothing here may cost a microsecond
+        versions.append(tensor._version)
+        return describe(tensor)
+
+    def check_recomputed_tensors_match(gid: Any) -> None:
+        frame: Any = ref()
+        frame.metadata_fn = describe
+        try:
+            type(frame).check_recomputed_tensors_match(frame, gid)
+            if not frame.ignore_saved_mismatch:
+                _check_overwritten(frame, gid, versions, observer)
+        except TorchCheckpointError as error:
+            raise (error if isinstance(error, LowtideError) else observer.diverged(error)) from None
+        finally:
+            frame.metadata_fn = describe_saved
+            observer.replay_checked()
+
+    frame.metadata_fn = describe_saved
+    frame.check_recomputed_tensors_match = check_recomputed_tensors_match
+
+
+def _check_overwritten(frame: Any, gid: Any, versions: list[int], observer: FrameObserver) -> None:
+    recomputed = frame.recomputed[gid]
+    if [tensor._version for tensor in recomputed.data.values()] == versions:  # as nearly always
+        return
+    for position, weak_holder in enumerate(frame.weak_holders):
+        holder = weak_holder()
+        handle = None if holder is None else holder.handles[gid]
+        if handle is not None and recomputed[handle]._version > versions[position]:
+            error = observer.overwritten(position, frame.x_metadatas[position])
+            if error is not None:
+                raise error
+
+
+def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:
+    """What a selective checkpoint's forward mode saw: its policy, the ops that ran, and whether any was saved.
+
+    None for a context of another kind. On torch 2.11 only ops that were saved are listed.
+    """
+    if not isinstance(mode, torch_checkpoint_module._CachingTorchDispatchMode):
+        return None
+    recompute = getattr(torch_checkpoint_module, "_RECOMPUTE", None)
+    saved = any(
+        entry is not recompute
+        for entries in mode.storage.values()
+        for entry in (entries.values() if isinstance(entries, dict) else entries)
+    )
+    return mode.policy_fn, [str(key[0] if isinstance(key, tuple) else key) for key in mode.storage], saved
+
+
+def is_op(value: Any) -> bool:
+    return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are numbers to look at: none in fake, meta, functional and other wrapped tensors."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and torch._C._len_torch_dispatch_stack() == 0
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """A block whose ops no dispatch mode sees (a selective checkpoint would count them)."""
+    return _disable_current_modes()
+
+
+@functools.cache
+def accelerator() -> torch.device | None:
+    """The accelerator of this process, if torch was built for one and finds it."""
+    return torch.accelerator.current_accelerator(check_available=True)

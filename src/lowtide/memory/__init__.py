@@ -1,0 +1,1 @@
+"""What holds, moves and brings back activations. Knows nothing of plans."""

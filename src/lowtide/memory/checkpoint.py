@@ -1,0 +1,159 @@
+"""`checkpoint`: run a function, forget its intermediates, bring them back in the backward.
+
+Built on `torch.utils.checkpoint.checkpoint`, which decides what is dropped and when it is recomputed. What is added
+here is that the replay is the forward: same arguments in any nesting, same random numbers, same weights, buffers
+written once; and an error with a name in it wherever that cannot be had. The rejected alternative, a checkpoint of
+our own over saved-tensor hooks, would have to follow torch's on nesting, early stop, selective contexts and compiled
+regions for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from lowtide import _compat
+from lowtide.memory.region import Region
+
+_DETERMINISM_CHECKS = ("default", "values", "none")
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """`function(*args, **kwargs)`, with its intermediates recomputed in the backward instead of kept.
+
+    A drop-in superset of `torch.utils.checkpoint.checkpoint`: same names, same meaning, gradients equal to the last
+    bit on deterministic kernels. Beyond it: tensors in any nesting of containers and keywords count as inputs; buffers
+    written by the forward are written once; random states of every device in reach and of generators passed in are
+    replayed; an input, parameter or saved value changed in place before the backward raises `CheckpointError` instead
+    of giving wrong gradients; `torch.func` transforms work (run plainly, with nothing dropped).
+
+    - `use_reentrant`: False, also when None; True is torch's reentrant checkpoint as it is.
+    - `context_fn`: as in torch. A selective policy that saves none of the ops that ran is a `ValueError`.
+    - `determinism_check`: `"default"` compares shapes, dtypes and devices of what is recomputed, `"values"` also
+      checksums of its bits, `"none"` nothing.
+    - `preserve_rng_state=True`, among the keywords as in torch: replay random numbers.
+
+    Under `no_grad` the function is simply called. Under `torch.compile` this is torch's checkpoint, for the compiler.
+
+    >>> import torch, lowtide
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> y = lowtide.checkpoint(lambda x, scale: (x * scale["by"]).exp(), x, scale={"by": 2.0})
+    >>> y.sum().backward()
+    """
+    if torch.compiler.is_compiling():
+        # Dynamo knows torch's function by identity, and reads `context_fn` only as something made while tracing.
+        if context_fn is not noop_context_fn:
+            kwargs["context_fn"] = functools.partial(context_fn)
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=bool(use_reentrant), debug=debug, early_stop=early_stop, **kwargs
+        )
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint() needs something to call as its first argument, not {type(function).__name__}: "
+            "write checkpoint(block, x), not checkpoint(block(x))"
+        )
+    if determinism_check not in _DETERMINISM_CHECKS:
+        raise ValueError(
+            f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check!r}"
+        )
+    if use_reentrant:
+        return _compat.torch_checkpoint(
+            function, *args, use_reentrant=True, context_fn=context_fn, debug=debug, **kwargs
+        )
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if not torch.is_grad_enabled() or _compat.under_functorch():
+        return function(*args, **kwargs)
+    return _checkpoint_eagerly(
+        function, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug, early_stop
+    )
+
+
+@torch.compiler.disable
+def _checkpoint_eagerly(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool,
+    context_fn: ContextFn,
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+) -> Any:
+    region = Region(
+        function,
+        args,
+        kwargs,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        checks_overwrites=context_fn is noop_context_fn,
+    )
+    selection = None if context_fn is noop_context_fn else _Selection(context_fn)
+    output = _compat.torch_checkpoint(
+        region,
+        use_reentrant=False,
+        context_fn=selection or noop_context_fn,
+        determinism_check="none" if determinism_check == "none" else "default",
+        debug=debug,
+        early_stop=early_stop,
+        preserve_rng_state=False,
+    )
+    if selection is not None and not region.has_subclass_inputs:
+        selection.check_used()  # under a subclass other ops run than the policy is asked about
+    return output
+
+
+class _Selection:
+    """A user's `context_fn`, with a look at what its policy chose."""
+
+    def __init__(self, context_fn: ContextFn) -> None:
+        self._context_fn = context_fn
+        self._forward_context: AbstractContextManager[Any] | None = None
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        contexts = self._context_fn()
+        self._forward_context = contexts[0]
+        return contexts
+
+    def check_used(self) -> None:
+        """Raise if a policy that names ops to save met none of them (`aten.mm` where `aten.mm.default` ran, say)."""
+        seen, self._forward_context = _compat.selective_ops(self._forward_context), None
+        if seen is None:
+            return
+        policy, ran, saved_any = seen
+        if not saved_any and _names_ops(policy):
+            raise ValueError(
+                "the selective checkpoint policy saves none of the ops that ran in this region"
+                f"{': ' if ran else ''}{', '.join(ran)}. Name overloads of ops that run here "
+                "(torch.ops.aten.mm.default, not torch.ops.aten.mm), or leave context_fn out to recompute everything."
+            )
+
+
+def _names_ops(policy: Callable[..., Any]) -> bool:
+    """Whether a policy speaks of particular ops; one that recomputes whatever comes is as good as none, by design."""
+    code = getattr(policy, "__code__", None)
+    if code is None:
+        return False
+    mentioned = [cell.cell_contents for cell in policy.__closure__ or ()]
+    mentioned += [policy.__globals__[name] for name in code.co_names if name in policy.__globals__]
+    return "ops" in code.co_names or any(
+        _compat.is_op(value)
+        or (isinstance(value, list | tuple | set | frozenset | dict) and any(map(_compat.is_op, value)))
+        for value in mentioned
+    )

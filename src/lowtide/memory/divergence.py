@@ -1,0 +1,185 @@
+"""Errors of a replay that is not its forward, in words that lead to the line that made it so."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.errors import CheckpointError
+from lowtide.memory.arguments import Path
+
+_MAX_MISMATCHES = 3
+
+
+class ReplayError(CheckpointError, _compat.TorchCheckpointError):
+    """`lowtide.CheckpointError`, caught as well by code that waits for torch's."""
+
+
+ReplayError.__name__ = ReplayError.__qualname__ = "CheckpointError"
+ReplayError.__module__ = CheckpointError.__module__
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """What a person calls the region: the module's path and class, or the function's name and where it is."""
+    target, suffix = function, ""
+    while isinstance(target, functools.partial):
+        target = target.func
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, nn.Module):
+        name = target.__name__
+        target, suffix = owner, "" if name in ("__call__", "_wrapped_call_impl", "forward") else f".{name}()"
+    if isinstance(target, nn.Module):
+        path = module_path(target)
+        return f"{path}{suffix} ({type(target).__name__})" if path else f"{type(target).__name__}{suffix}"
+    code = getattr(target, "__code__", None)
+    name = getattr(target, "__qualname__", type(target).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def module_path(module: nn.Module) -> str:
+    """The dotted path of `module` below its root, found among all living modules: slow, and only for errors."""
+    modules = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
+    names: list[str] = []
+    visited = {id(module)}
+    while True:
+        holder = next(((m, name) for m in modules if (name := _compat.child_name(m, module))), None)
+        if holder is None or id(holder[0]) in visited:
+            return ".".join(reversed(names))
+        module, name = holder
+        visited.add(id(module))
+        names.append(name)
+
+
+def name_argument(function: Callable[..., Any], path: Path) -> str:
+    """`past_key_values['k']` for the path of an argument, with the function's own parameter names."""
+    root, *rest = path
+    if isinstance(root, int):
+        target = function.forward if isinstance(function, nn.Module) else function
+        try:
+            parameters = list(inspect.signature(target).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        variadic = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
+        if root < len(positional):
+            name = positional[root]
+        elif variadic:
+            name = f"{variadic[0]}[{root - len(positional)}]"
+        else:
+            name = f"argument {root}"
+    else:
+        name = str(root)
+    return name + "".join(f"[{key!r}]" for key in rest)
+
+
+def mutated_argument(function: Callable[..., Any], path: Path, how: str) -> ReplayError:
+    name = name_argument(function, path)
+    return ReplayError(
+        f"argument {name!r} of {describe(function)} {how} between the forward and its replay, "
+        "so replaying would give wrong gradients (plain autograd: 'modified by an inplace operation').\n"
+        f"Pass a copy ({name}.clone(), copy.copy({name})), change {name} after the backward, "
+        f"or return what the region adds to {name} and store it outside of the region."
+    )
+
+
+def mutated_state(function: Callable[..., Any], what: str) -> ReplayError:
+    return ReplayError(
+        f"{what}, read by {describe(function)}, was modified by an inplace operation between the forward and its "
+        "replay, so replaying would give wrong gradients.\n"
+        "Run the backward before optimizer.step() or any other change of weights and buffers, "
+        "or leave this region uncheckpointed."
+    )
+
+
+def overwritten_activation(function: Callable[..., Any], position: int, metadata: dict[str, Any]) -> ReplayError:
+    return ReplayError(
+        f"{describe(function)} saves a tensor for its backward (number {position}, shape "
+        f"{tuple(metadata['shape'])}, {metadata['dtype']}) and then changes it: 'modified by an inplace operation'. "
+        "Plain autograd refuses this backward too.\nUse the out-of-place form of the op that changes it."
+    )
+
+
+Difference = tuple[int, str, str]
+
+
+def diverged(
+    function: Callable[..., Any],
+    torch_error: Exception,
+    difference: Difference | None,
+    *,
+    preserves_rng: bool,
+    changed_state: Sequence[str],
+) -> ReplayError:
+    """torch's finding, the region, the first op that differed, the likely cause and the cure."""
+    lines = _trim(str(torch_error)).splitlines()
+    lines.append(f"region: {describe(function)}")
+    if difference is not None:
+        position, before, after = difference
+        lines.append(f"first op that differed: number {position}, {before} in the forward, {after} in the replay")
+    cause, cure = _cause(difference, preserves_rng, changed_state)
+    return ReplayError("\n".join([*lines, f"likely cause: {cause}", f"what to do: {cure}"]))
+
+
+def _cause(difference: Difference | None, preserves_rng: bool, changed_state: Sequence[str]) -> tuple[str, str]:
+    if changed_state:
+        names = ", ".join(changed_state[:_MAX_MISMATCHES])
+        return (
+            f"mutated state: {names} changed since the forward",
+            "change it after the backward, or make it an argument of the region",
+        )
+    ops = () if difference is None else difference[1:]
+    if not preserves_rng:
+        return (
+            "random numbers (RNG) drawn anew in the replay, as preserve_rng_state=False asks for",
+            "leave preserve_rng_state=True",
+        )
+    if "nothing" in ops:
+        return (
+            "gradients recorded in only one of the two runs (grad mode or requires_grad changed), "
+            "or a data-dependent branch",
+            "set requires_grad and grad mode before the forward and leave them until the backward is done; "
+            "make branches depend on arguments only",
+        )
+    return (
+        "a data-dependent branch, mutated state (a global or an attribute that changed), or random numbers (RNG) "
+        "from outside torch (Python's random, numpy)",
+        "make the region depend on its arguments only, and draw from torch's generators; "
+        "lowtide.is_recomputing() tells a replay apart",
+    )
+
+
+def graph_ops(outputs: Sequence[Tensor] | None, since: int) -> list[str]:
+    """Names of the differentiable ops numbered `since` or later that lead to `outputs` (or to the node running now)."""
+    roots = None if outputs is None else [output.grad_fn for output in outputs]
+    names = (re.sub(r"Backward\d*$", "", node.name()) for node in _compat.autograd_nodes_since(since, roots))
+    return [_snake(name) for name in names if "AccumulateGrad" not in name]
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def first_difference(forward: Sequence[str], replay: Sequence[str] | None) -> Difference | None:
+    """Where two op sequences part. The forward's may lack its end, which the running node does not lead to."""
+    if replay is None:
+        return None
+    pairs = enumerate(zip_longest(forward, replay[: len(forward)], fillvalue="nothing"))
+    return next(((position, a, b) for position, (a, b) in pairs if a != b), None)
+
+
+def _trim(message: str) -> str:
+    """torch's finding without its page of tips, and with at most three of the tensors that differ."""
+    message = message.split("\nTip:")[0].rstrip().rstrip(".").rstrip()
+    head, *tensors = re.split(r"(?=^tensor at position)", message, flags=re.MULTILINE)
+    shown = tensors[:_MAX_MISMATCHES]
+    if len(tensors) > len(shown):
+        shown.append(f"and {len(tensors) - len(shown)} more")
+    return head + "".join(shown)

@@ -1,0 +1,53 @@
+"""What a call really allocates: the allocator's own counter on an accelerator, the profiler's events on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_CPU_DEVICE_TYPE = 0
+
+
+def peak_bytes_of(call: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """The most bytes that `call()` had allocated on `device` at one time, beyond what was there before it.
+
+    On the CPU this is the highest point of torch.profiler's running total of allocations, to the byte; tensors
+    allocated earlier and freed inside do not lower it.
+    """
+    device = torch.device(device)
+    gc.collect()  # rubbish collected during the call would count as memory it gave back
+    if device.type == "cpu":
+        return max([0, *cpu_allocation_totals(call)])
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    call()
+    torch.accelerator.synchronize(device)
+    return torch.accelerator.max_memory_allocated(device) - before
+
+
+def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
+    """Bytes allocated on the CPU since the start of `call()`, after each allocation and each release inside it."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler reports its own housekeeping
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            call()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    memory = [event for event in events if event.get("name") == "[memory]"]
+    memory.sort(key=lambda event: event["ts"])
+    changes = (event["args"]["Bytes"] for event in memory if event["args"]["Device Type"] == _CPU_DEVICE_TYPE)
+    return list(accumulate(changes))  # the trace's own "Total Allocated" goes on from one profile to the next

@@ -1,0 +1,172 @@
+"""One checkpointed call, from its forward to its last replay.
+
+torch's checkpoint runs a `Region` twice: the first call is the forward, with the caller's own arguments; every later
+one is a replay, with arguments rebuilt around the tensors that were kept. torch decides what is dropped and when it
+comes back; the region sees to it that the second run is the first.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.memory import divergence
+from lowtide.memory.ambient import Ambient
+from lowtide.memory.arguments import Arguments, Fingerprint, Path
+from lowtide.memory.checksums import checksum
+from lowtide.memory.state import FunctionState, Reach
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+_replays = threading.local()
+
+
+def is_recomputing() -> bool:
+    """True while this thread replays a checkpointed region, and only then.
+
+    >>> import lowtide
+    >>> lowtide.is_recomputing()
+    False
+    """
+    return getattr(_replays, "depth", 0) > 0
+
+
+class Region:
+    """Call it once for the forward, again for each replay."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preserve_rng_state: bool,
+        determinism_check: str,
+        checks_overwrites: bool,
+    ) -> None:
+        self._function = function
+        self._live: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._is_checked = determinism_check != "none"
+        self._compares_values = determinism_check == "values"
+        self._checks_overwrites = checks_overwrites
+        self._arguments = arguments = Arguments(args, kwargs)
+        self._watched = [(weakref.ref(tensor), _compat.version_of(tensor)) for tensor in arguments.tensors]
+        self._objects = [(path, value, Fingerprint(value)) for path, value in arguments.objects]
+        self.has_subclass_inputs = any(type(tensor) not in _PLAIN_TENSORS for tensor in arguments.tensors)
+        self._mutated_path: Path | None = None
+        self._replay_tensors: list[Tensor] = []
+        self._inputs = _compat.save_tensors(arguments.tensors)
+        self._state = FunctionState(Reach(function, arguments.modules))
+        devices = {tensor.device for tensor in arguments.tensors} | self._state.devices()
+        self._ambient = Ambient(devices, arguments.generators, preserve_rng_state=preserve_rng_state)
+        self._sequence = _compat.sequence_number()
+
+    def __call__(self) -> Any:
+        if self._live is None:
+            return self._replay()
+        (args, kwargs), self._live = self._live, None
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_checked and (frame := _compat.current_frame()) is not None:
+            _compat.watch_frame(frame, self)
+        output = self._function(*args, **kwargs)
+        self._mutated_path = self._arguments.changed_container(args, kwargs)
+        self._arguments.release_tensors()
+        self._state.forward_done()
+        return output
+
+    def _replay(self) -> Any:
+        self._check_arguments()
+        self._check_state()
+        self._replay_tensors = list(self._inputs())
+        try:
+            return self._run_again()
+        except divergence.ReplayError:
+            raise
+        except _compat.TorchCheckpointError as error:
+            raise self.diverged(error) from None
+
+    def _run_again(self) -> Any:
+        args, kwargs = self._arguments.build(self._replay_tensors)
+        # Callables that undo, rather than context managers: torch ends most replays with an exception, and throwing
+        # that through generators cost more than all of the rest here.
+        undo_state = self._state.restore()
+        undo_ambient = self._ambient.restore()
+        _replays.depth = getattr(_replays, "depth", 0) + 1
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _replays.depth -= 1
+            undo_ambient()
+            undo_state()
+
+    def _check_arguments(self) -> None:
+        """Refuse arguments that are not what they were. What no weak reference sees any more, autograd checks."""
+        if self._mutated_path is not None:
+            raise divergence.mutated_argument(self._function, self._mutated_path, "was changed by the region itself")
+        for path, value, fingerprint in self._objects:
+            if not fingerprint.still_holds(value):
+                raise divergence.mutated_argument(self._function, path, "was changed")
+        for path, (reference, version) in zip(self._arguments.paths, self._watched, strict=True):
+            tensor = reference()
+            if tensor is not None and _compat.version_of(tensor) != version:
+                raise divergence.mutated_argument(self._function, path, "was changed in place")
+
+    def _check_state(self) -> None:
+        lost = self._state.lost_slots()
+        if not lost:
+            return
+        # Reach is wider than use (a method of a whole model): leaves that the region's own graph leads to are in use.
+        nodes = _compat.autograd_nodes_since(self._sequence)
+        used = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+        for slot in lost:
+            if slot.surely_read or id(slot.tensor) in used:
+                raise divergence.mutated_state(self._function, str(slot))
+
+    # What torch's bookkeeping calls (see `_compat.watch_frame`).
+
+    @property
+    def metadata(self) -> Callable[[Tensor], dict[str, Any]]:
+        """What tells of a saved tensor what has to be the same in the replay."""
+        return _metadata_and_values if self._compares_values else _compat.metadata_of
+
+    def replay_checked(self) -> None:
+        self._replay_tensors = []
+
+    def diverged(self, torch_error: Exception) -> Exception:
+        """The error for a replay that saved other tensors than the forward did."""
+        changed = [str(slot) for slot in self._state.lost_slots()]
+        forward_ops = divergence.graph_ops(None, self._sequence)
+        return divergence.diverged(
+            self._function,
+            torch_error,
+            divergence.first_difference(forward_ops, self._replayed_ops()),
+            preserves_rng=self._ambient.preserves_rng,
+            changed_state=changed,
+        )
+
+    def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None:
+        """The error for a saved tensor that the replay changed in place afterwards, unless a context allows that."""
+        if not self._checks_overwrites:
+            return None
+        return divergence.overwritten_activation(self._function, position, metadata)
+
+    def _replayed_ops(self) -> list[str] | None:
+        """Run once more, with its graph this time, to see which ops a replay runs: only ever on the way to an error."""
+        since = _compat.sequence_number()
+        try:
+            with torch.enable_grad():
+                outputs = Arguments((self._run_again(),), {}).tensors
+        except Exception:
+            return None
+        return divergence.graph_ops(outputs, since)
+
+
+def _metadata_and_values(tensor: Tensor) -> dict[str, Any]:
+    return {**_compat.metadata_of(tensor), "checksum": checksum(tensor)}

@@ -1,0 +1,62 @@
+"""Bytes and seconds: read what people write, write what people read."""
+
+from __future__ import annotations
+
+import re
+
+from lowtide.errors import UnitError
+
+_BYTES_PER_UNIT = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTES_PER_UNIT[f"{_letter}b"] = 1000**_power
+    _BYTES_PER_UNIT[f"{_letter}ib"] = 1024**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
+_ADVICE = 'Write whole bytes (12884901888) or a number with a unit ("12GiB", "12GB", "512MiB", "80%").'
+
+
+def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
+    """The number of bytes that `size` means.
+
+    `"80%"` is a share of `total_bytes` and an error where no total is known. A bare fraction (`0.5`) is an error
+    rather than a guess between bytes, GiB and a share.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise UnitError(f"{size} bytes is negative. {_ADVICE}")
+        return size
+    if not isinstance(size, str):
+        raise UnitError(f"{size!r} is not a number of bytes. {_ADVICE}")
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise UnitError(f"{size!r} is not a number of bytes. {_ADVICE}")
+    number, unit = float(match[1]), match[2].lower()
+    if unit == "%":
+        if total_bytes is None:
+            raise UnitError(f"{size!r} is a share, and there is nothing here to take it of. {_ADVICE}")
+        if number > 100:
+            raise UnitError(f"{size!r} is more than all there is. {_ADVICE}")
+        return int(total_bytes * number / 100)
+    if unit not in _BYTES_PER_UNIT:
+        raise UnitError(f"{size!r} has the unknown unit {match[2]!r}. {_ADVICE}")
+    return int(number * _BYTES_PER_UNIT[unit])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` in the largest binary unit that leaves at least 1: `1536` is `1.5 KiB`."""
+    magnitude = abs(num_bytes)
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if magnitude >= 1024**power:
+            return f"{num_bytes / 1024**power:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in the unit that reads best: `0.0042` is `4.2 ms`."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds / 1e-6:.1f} µs"

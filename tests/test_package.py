@@ -1,0 +1,97 @@
+"""The habits of the package: what is exported, who imports whom, and where private torch API may be named."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+PACKAGE = Path(lowtide.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# A layer may import from layers before it. Names are first path components below the package.
+TORCH_FREE = ["errors", "units", "graph", "plans", "simulator", "policies", "solvers"]
+LAYERS = [*TORCH_FREE, "_compat", "memory", "tracing", "engines", "reports", "__init__"]
+PUBLIC_ONLY = ["cli", "demo", "hosts"]
+
+
+def component(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def private_torch_names(path: Path) -> list[str]:
+    """Dotted names and imports under torch with a component that begins with an underscore."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)*", dotted) and re.search(r"\._[a-z]", dotted, re.IGNORECASE):
+                found.append(dotted)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", "") or ""
+            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            found += [name for name in names if re.match(r"torch(\.\w+)*\._", name)]
+        if isinstance(node, ast.Attribute) and node.attr in ("_version", "_parameters", "_modules"):
+            found.append(node.attr)
+    return found
+
+
+def test_all_is_what_is_exported() -> None:
+    public = {name for name in vars(lowtide) if not name.startswith("_")}
+    submodules = {component(path) for path in SOURCES}
+    assert set(lowtide.__all__) == public - submodules
+    assert lowtide.__all__ == sorted(lowtide.__all__)
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in lowtide.__all__:
+        assert getattr(lowtide, name).__doc__, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    own = component(path)
+    imported = imported_modules(path)
+    if own in TORCH_FREE:
+        assert not any(name.split(".")[0] == "torch" for name in imported), f"{own} must not import torch"
+    if own in PUBLIC_ONLY:
+        return
+    assert own in LAYERS, f"{own} has no place in the order of layers"
+    for name in imported:
+        parts = name.split(".")
+        if parts[0] == "lowtide" and len(parts) > 1 and parts[1] in LAYERS:
+            assert LAYERS.index(parts[1]) <= LAYERS.index(own), f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_torch_api_lives_in_compat(path: Path) -> None:
+    if path.name != "_compat.py":
+        assert private_torch_names(path) == []
+
+
+def test_the_private_api_detector_detects(tmp_path: Path) -> None:
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "import torch\nfrom torch._C import _autograd\ntorch._C.x()\nfrom torch.utils import _pytree\nt._version"
+    )
+    assert len(private_torch_names(sample)) >= 4
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
