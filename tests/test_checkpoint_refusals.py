@@ -386,8 +386,10 @@ def by_packet() -> Any:
 
 @pytest.mark.parametrize("context_fn", [by_list, by_packet])
 def test_a_policy_that_matches_nothing_is_refused_at_the_call(context_fn: Any) -> None:
-    with pytest.raises(ValueError, match=r"saves none of the ops that ran.*aten\.sin\.default"):
+    with pytest.raises(ValueError, match="saves none of the ops that ran") as raised:
         lowtide.checkpoint(lambda x: x.sin().exp(), leaf(3), context_fn=context_fn)
+    if hasattr(torch_checkpoint, "_RECOMPUTE"):  # older torch notes only ops that are saved
+        assert "aten.sin.default" in str(raised.value)
 
 
 def test_a_policy_that_recomputes_everything_by_design_is_fine() -> None:

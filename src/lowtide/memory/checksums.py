@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.memory import bits
 
 _CHUNK = 1 << 20
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -25,11 +25,11 @@ def checksum(tensor: Tensor) -> Tensor:
             values = values.to_dense()
         if values.is_complex():
             values = torch.view_as_real(values)
-        bits = values.contiguous().reshape(-1).view(_INTEGER_OF_SIZE[values.element_size()])
-        total = torch.zeros((), dtype=torch.int64, device=bits.device)
-        for start in range(0, bits.numel(), _CHUNK):
-            chunk = bits[start : start + _CHUNK].to(torch.int64)
-            total = total * 31 + (chunk * _weights(bits.device)[: chunk.numel()]).sum()
+        raw = bits.as_integers(values.contiguous().reshape(-1))
+        total = torch.zeros((), dtype=torch.int64, device=raw.device)
+        for start in range(0, raw.numel(), _CHUNK):
+            chunk = raw[start : start + _CHUNK].to(torch.int64)
+            total = total * 31 + (chunk * _weights(raw.device)[: chunk.numel()]).sum()
         return total
 
 
