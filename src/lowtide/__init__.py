@@ -1,12 +1,25 @@
 """lowtide: train inside a memory budget."""
 
-from lowtide.errors import CheckpointError, LowtideError, UnitError
+from lowtide.errors import (
+    CapacityError,
+    ChangedInPlaceError,
+    CheckpointError,
+    LowtideError,
+    StoreError,
+    UnitError,
+)
 from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.region import is_recomputing
+from lowtide.memory.store import ActivationStore, Missing
 
 __all__ = [
+    "ActivationStore",
+    "CapacityError",
+    "ChangedInPlaceError",
     "CheckpointError",
     "LowtideError",
+    "Missing",
+    "StoreError",
     "UnitError",
     "checkpoint",
     "is_recomputing",

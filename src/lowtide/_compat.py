@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import LowtideError
@@ -238,3 +239,58 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 def accelerator() -> torch.device | None:
     """The accelerator of this process, if torch was built for one and finds it."""
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+class StorageReference:
+    """Tells whether a storage still lives, without keeping it alive; its `id` is not given to another meanwhile.
+
+    Obsolete when `weakref.ref(tensor.untyped_storage())` says so on every torch we allow.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self.id: int = self._reference.cdata
+
+    def is_alive(self) -> bool:
+        return not self._reference.expired()
+
+
+def storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class VersionWatch:
+    """Sees in-place changes of a tensor and of all its aliases, without keeping a byte of it alive.
+
+    A detached alias shares the version counter; giving it other data lets go of the storage and keeps the counter.
+    Obsolete with a public handle on version counters.
+    """
+
+    __slots__ = ("_alias", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = version_of(tensor)
+        self._alias: Tensor | None = None
+        if not tensor.is_inference() and type(tensor) in (Tensor, nn.Parameter):
+            self._alias = tensor.detach()
+            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def has_changed(self) -> bool:
+        return self._alias is not None and self._alias._version != self._version
+
+
+def is_parameter_or_view_of_one(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or buffer, a view of a parameter, or a mere cast or transpose of one."""
+    if isinstance(tensor, nn.Parameter | nn.Buffer) or isinstance(tensor._base, nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    for _ in range(3):  # t(to(weight)): each step has one input, and the last is the parameter's accumulator
+        if node is None or len(node.next_functions) != 1 or not node.name().startswith(_CASTS_AND_VIEWS):
+            return False
+        node = node.next_functions[0][0]
+        if node is not None and "AccumulateGrad" in node.name():
+            return isinstance(node.variable, nn.Parameter)
+    return False
+
+
+_CASTS_AND_VIEWS = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "UnsafeViewBackward")

@@ -2,6 +2,9 @@
 
 LowtideError
 ├── CheckpointError (RuntimeError)   a replay that is not its forward: it diverged, or something it reads was changed
+├── StoreError (RuntimeError)        a stored value cannot be written, or not be had again as it was
+│   ├── CapacityError                no tier has room for a value
+│   └── ChangedInPlaceError          a value was changed in place after it was stored
 └── UnitError (ValueError)           bytes that cannot be read: `0.5`, `"12 apples"`, a negative budget
 
 Wrong types and unknown options are plain `TypeError` and `ValueError`, as elsewhere in Python.
@@ -16,6 +19,18 @@ class LowtideError(Exception):
 
 class CheckpointError(LowtideError, RuntimeError):
     """A region could not be replayed as its forward ran; the message names the region, the cause and the cure."""
+
+
+class StoreError(LowtideError, RuntimeError):
+    """A value could not be stored, or cannot be given back as it was; the message says why and what to do."""
+
+
+class CapacityError(StoreError):
+    """No tier of an `ActivationStore` has room for a value; the message names the sizes. Nothing was lost."""
+
+
+class ChangedInPlaceError(StoreError):
+    """A stored value was changed in place before it was used, which autograd itself would refuse."""
 
 
 class UnitError(LowtideError, ValueError):

@@ -1,0 +1,127 @@
+"""`offload`: whatever autograd saves inside it lives in a store.
+
+Saved-tensor hooks hand every saved tensor to the store and take it back in the backward. They also switch off
+autograd's own version check, so that a value changed in place would give wrong gradients with no error; the check
+is made here instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import _compat
+from lowtide.errors import ChangedInPlaceError
+from lowtide.memory.moduletensors import ModuleTensors
+from lowtide.memory.store import ActivationStore, Missing
+from lowtide.memory.units import is_left_alone
+from lowtide.units import parse_bytes
+
+_serial = itertools.count()
+
+
+class _Kept:
+    """What autograd keeps in place of a tensor. When the graph lets go of it, so does the store."""
+
+    __slots__ = ("_key", "_store", "_tensor", "_watch")
+
+    def __init__(self, tensor: Tensor, store: ActivationStore | None) -> None:
+        self._watch = _compat.VersionWatch(tensor)
+        self._store = None
+        self._tensor: Tensor | None = tensor
+        if store is not None:
+            self._key: Hashable = ("saved", next(_serial))
+            store.put(self._key, tensor)
+            self._store, self._tensor = store, None
+
+    def restore(self) -> Tensor:
+        if self._watch.has_changed():
+            raise ChangedInPlaceError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation after "
+                "it was saved inside lowtide.offload(). Use the out-of-place form of the op that changes it, or change "
+                "it after the backward."
+            )
+        if self._store is None:
+            assert self._tensor is not None
+            return self._tensor
+        value = self._store.get(self._key)
+        if isinstance(value, Missing):
+            raise ChangedInPlaceError.__base__(  # type: ignore[misc]
+                f"a saved activation of shape {tuple(value.shape)} was evicted before the backward. Autograd cannot "
+                "compute it again: use a store with on_full='spill'."
+            )
+        return value
+
+    def __del__(self) -> None:
+        if self._store is not None:
+            self._store.release_later(self._key)
+
+
+class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
+    """Saved-tensor hooks that keep in `store` what is at least `min_bytes` and no parameter, buffer or other module's."""
+
+    def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
+        def pack(tensor: Tensor) -> _Kept:
+            small = tensor.layout is torch.strided and tensor.nbytes < min_bytes
+            alone = small or is_left_alone(tensor) or (module_tensors is not None and tensor in module_tensors)
+            return _Kept(tensor, None if alone else store)
+
+        super().__init__(pack, _Kept.restore)
+
+
+class offload:
+    """A context in which activations saved for the backward live in a store, whatever the model.
+
+    - `store`: an `ActivationStore`, or None for one made from `device`, `host` and `disk`: budgets in bytes or `"8GiB"`
+      (`host` and `disk` also `"50%"`). With a `device` budget, what comes back first (the last layers) stays there.
+    - `min_bytes`: smaller tensors stay where they are.
+    - `codec`: how values are written in the store made here; lossless unless you ask for a lossy one.
+
+    The backward may run outside of the context, later, or never; gradients equal the plain run's to the last bit
+    without a codec. A tensor changed in place after it was saved raises, as with plain autograd. Entering gives the store.
+
+    >>> import torch, lowtide
+    >>> x = torch.randn(8, 1024, requires_grad=True)
+    >>> with lowtide.offload(host="1GiB", min_bytes=0) as store:
+    ...     loss = (x.sin() * x.exp()).sum()
+    >>> store.stats().held_bytes > 0
+    True
+    >>> loss.backward()
+    >>> store.stats().held_bytes
+    0
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore | None = None,
+        *,
+        host: int | str | None = "50%",
+        disk: int | str | None = None,
+        device: int | str | None = None,
+        min_bytes: int | str = "1MiB",
+        codec: str | None = None,
+    ) -> None:
+        if store is not None and not isinstance(store, ActivationStore):
+            raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
+        if store is not None and (codec is not None or disk is not None or device is not None):
+            raise ValueError("give budgets and codec to the store itself, or leave store out")
+        self._store = store or ActivationStore(device=device, host=host, disk=disk, codec=codec)
+        self._min_bytes = parse_bytes(min_bytes)
+        self._entered: list[tuple[SavedInStore, ModuleTensors]] = []
+
+    def __enter__(self) -> ActivationStore:
+        module_tensors = ModuleTensors()
+        hooks = SavedInStore(self._store, self._min_bytes, module_tensors)
+        module_tensors.watch()
+        hooks.__enter__()
+        self._entered.append((hooks, module_tensors))
+        return self._store
+
+    def __exit__(self, *exception: Any) -> None:
+        hooks, module_tensors = self._entered.pop()
+        hooks.__exit__(*exception)
+        module_tensors.stop()

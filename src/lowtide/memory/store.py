@@ -1,0 +1,302 @@
+"""`ActivationStore`: where activations live between forward and backward.
+
+Values are held in tiers, each with a budget in bytes that are really held: `device` (as they are, or encoded), `host`
+(locked memory where there is an accelerator) and `disk` (files). What comes in goes to the first tier; when a tier is
+full, the least valuable move on.
+
+One lock guards the books. Copies are only started under it; values released by the garbage collector, which may run
+anywhere, are noted without the lock and let go at the next chance.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowtide import _compat
+from lowtide.errors import ChangedInPlaceError, StoreError
+from lowtide.memory import hardware
+from lowtide.memory.codecs import Codec, find_codec
+from lowtide.memory.shelves import ON_FULL, ORDERS, Shelves, check_choice
+from lowtide.memory.statistics import EntryStats, StoreStats
+from lowtide.memory.units import DEVICE, DISK, HOST, Unit, View, is_left_alone
+from lowtide.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What `get` gives for a value that was evicted: enough to compute it again."""
+
+    key: Hashable
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Handle:
+    """One value in a store."""
+
+    store: ActivationStore
+    key: Hashable
+
+    def get(self) -> Tensor | Missing:
+        return self.store.get(self.key)
+
+    def take(self) -> Tensor | Missing:
+        return self.store.take(self.key)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One key: a view of a unit, or a tensor left alone."""
+
+    key: Hashable
+    unit: Unit | None
+    view: View | None
+    left_alone: Tensor | None
+    watch: _compat.VersionWatch
+    cost: float | None
+    put_at: int
+
+
+class ActivationStore:
+    """Holds tensors by key, in up to three tiers, each within its budget.
+
+    - `device`, `host`, `disk`: budgets, as bytes or `"8GiB"` (`host` and `disk` also as a share of the machine: `"50%"`).
+      A tier without a budget is not used; with none at all, the device holds everything, without limit.
+    - `on_full`: `"spill"` moves values down a tier until there is room, `"evict"` drops them (`get` then gives a
+      `Missing`), `"error"` raises `CapacityError`.
+    - `order`: who goes first. `"oldest"`: the one put longest ago. `"cost"`: the smallest
+      `cost / (bytes x operations since last use)`. `"auto"`: `"cost"` once a value came with a cost, else `"oldest"`.
+    - `codec`: how values are written unless `put` says otherwise (see `docs/store.md`).
+    - `folder`: where the disk tier makes its own folder; the system's temporary one by default.
+    - `in_flight`: bytes of device memory that copies under way may hold, each way.
+
+    Values are held once per storage, however many views of it are put, and come back without gradient history.
+    Parameters, sparse, quantized, empty and subclass tensors are left alone: `get` gives back the very same tensor, and
+    no bytes are counted. Do not change in place what you put: on the device it is the stored value itself, and `get`
+    raises `ChangedInPlaceError`.
+
+    >>> import torch, lowtide
+    >>> with lowtide.ActivationStore(device="1MiB", host="4MiB") as store:
+    ...     handle = store.put("h", torch.arange(6.0))
+    ...     store.take("h").sum().item(), len(store)
+    (15.0, 0)
+    """
+
+    def __init__(
+        self,
+        *,
+        device: int | str | None = None,
+        host: int | str | None = None,
+        disk: int | str | None = None,
+        on_full: str = "spill",
+        order: str = "auto",
+        codec: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        in_flight: int | str = "1GiB",
+    ) -> None:
+        check_choice("on_full", on_full, ON_FULL)
+        check_choice("order", order, ORDERS)
+        budgets: dict[str, float] = {}
+        if device is not None:
+            budgets[DEVICE] = parse_bytes(device)
+        if host is not None:
+            budgets[HOST] = parse_bytes(host, total_bytes=hardware.host_bytes())
+        if disk is not None:
+            budgets[DISK] = parse_bytes(disk, total_bytes=hardware.free_disk_bytes(folder))
+        if not budgets:
+            budgets[DEVICE] = float("inf")
+        if not any(budgets.values()):
+            raise ValueError("every tier has a budget of 0 bytes: give device=, host= or disk= some")
+        self._codec = find_codec(codec)
+        self._shelves = Shelves(
+            {tier: budget for tier, budget in budgets.items() if budget},
+            on_full=on_full,
+            order=order,
+            folder=folder,
+            in_flight_bytes=parse_bytes(in_flight),
+            evicted=self._evicted,
+        )
+        self._entries: dict[Hashable, _Entry] = {}
+        self._missing: dict[Hashable, Missing] = {}
+        self._num_created = self._num_evicted = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._released: deque[Hashable] = deque()
+
+    # Public operations
+
+    def put(self, key: Hashable, tensor: Tensor, *, cost: float | None = None, codec: str | None = "store's") -> Handle:
+        """Hold `tensor` under `key`, in place of what was there. `cost` is what recomputing it would take.
+
+        Raises `CapacityError` if no tier can take it; then everything is as before.
+        """
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"a store holds tensors, not {type(tensor).__name__}")
+        chosen = self._codec if codec == "store's" else find_codec(codec)
+        with self._locked():
+            previous = self._entries.get(key)
+            with self._shelves.without(previous.unit if previous is not None else None):
+                entry = self._new_entry(key, tensor, cost, chosen)
+            self._forget(key)
+            self._entries[key] = entry
+            self._num_created += 1
+        return Handle(self, key)
+
+    def get(self, key: Hashable) -> Tensor | Missing:
+        """The value under `key`, on its device; a `Missing` if it was evicted; `KeyError` if it never was here."""
+        with self._locked():
+            return self._get(key)
+
+    def take(self, key: Hashable) -> Tensor | Missing:
+        """`get`, then let go of it: its bytes are free at once."""
+        with self._locked():
+            value = self._get(key)
+            self._forget(key)
+            return value
+
+    def has(self, key: Hashable) -> bool:
+        """Whether `get` would give a value."""
+        with self._locked():
+            return key in self._entries
+
+    def remove(self, key: Hashable) -> None:
+        """Let go of the value under `key`; `KeyError` if there is none."""
+        with self._locked():
+            if key not in self._entries and key not in self._missing:
+                raise KeyError(self._unknown(key))
+            self._forget(key)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        with self._locked():
+            for key in [*self._entries, *self._missing]:
+                self._forget(key)
+
+    def close(self) -> None:
+        """Let go of everything and remove the spill folder. A closed store takes nothing more."""
+        if self._is_closed:
+            return
+        self.clear()
+        with self._locked():
+            self._is_closed = True
+            self._shelves.close()
+
+    def __len__(self) -> int:
+        with self._locked():
+            return len(self._entries)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """Keys, the oldest first."""
+        with self._locked():
+            return iter(list(self._entries))
+
+    def __contains__(self, key: Hashable) -> bool:
+        return self.has(key)
+
+    def __enter__(self) -> ActivationStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def stats(self) -> StoreStats:
+        """What is held where, and what it took; totals are the sums of the rows."""
+        with self._locked():
+            return self._stats()
+
+    def release_later(self, key: Hashable) -> None:
+        """Let go of `key`, from wherever: safe inside a destructor, where the lock may be held further up."""
+        self._released.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    # Books (the lock is held)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            if self._is_closed:
+                raise StoreError("this store is closed")
+            self._drain()
+            yield
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._released:
+            self._forget(self._released.popleft())
+
+    def _new_entry(self, key: Hashable, tensor: Tensor, cost: float | None, codec: Codec | None) -> _Entry:
+        watch = _compat.VersionWatch(tensor)
+        if is_left_alone(tensor):
+            return _Entry(key, None, None, tensor, watch, cost, self._shelves.tick())
+        unit, start = self._shelves.put(tensor, codec, cost)
+        view = View(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
+        return _Entry(key, unit, view, None, watch, cost, self._shelves.tick())
+
+    def _get(self, key: Hashable) -> Tensor | Missing:
+        entry = self._entries.get(key)
+        if entry is None:
+            if key in self._missing:
+                return self._missing[key]
+            raise KeyError(self._unknown(key))
+        if entry.watch.has_changed() and (entry.unit is None or entry.unit.depends_on_source):
+            if entry.left_alone is None:
+                raise ChangedInPlaceError(
+                    f"the value under {key!r} was changed in place after it was put, so what was put is gone. "
+                    "Put a clone, or change it after taking it."
+                )
+        if entry.unit is None or entry.view is None:
+            assert entry.left_alone is not None
+            return entry.left_alone
+        return entry.view.of(self._shelves.get(entry.unit))
+
+    def _forget(self, key: Hashable) -> None:
+        self._missing.pop(key, None)
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.unit is not None:
+            self._shelves.release(entry.unit)
+
+    def _evicted(self, unit: Unit) -> None:
+        for key, entry in list(self._entries.items()):
+            if entry.unit is unit and entry.view is not None:
+                self._missing[key] = Missing(key, entry.view.shape, unit.dtype, unit.nbytes)
+                del self._entries[key]
+                self._num_evicted += 1
+
+    def _unknown(self, key: Hashable) -> str:
+        held = ", ".join(repr(k) for k in list(self._entries)[:8])
+        return f"nothing is stored under {key!r}; there is {held or 'nothing'}{' ...' * (len(self._entries) > 8)}"
+
+    def _stats(self) -> StoreStats:
+        rows, seen = [], set()
+        now = self._shelves.clock
+        for entry in self._entries.values():
+            unit = entry.unit
+            counted = unit is not None and id(unit) not in seen  # a storage counts with its first view
+            seen.add(id(unit))
+            rows.append(
+                EntryStats(
+                    key=entry.key,
+                    nbytes=unit.nbytes if unit is not None and counted else 0,
+                    age=now - entry.put_at,
+                    cost=entry.cost,
+                    tier=DEVICE if unit is None else unit.tier,
+                )
+            )
+        return self._shelves.stats(tuple(rows), num_created=self._num_created, num_evicted=self._num_evicted)

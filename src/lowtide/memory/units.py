@@ -1,0 +1,113 @@
+"""What a store holds: one copy per storage, wherever it is at the moment.
+
+Autograd saves many views of one storage. A `Unit` is the bytes of one storage at one version, as a flat typed tensor;
+each entry of a store is a view of a unit, described by shape, strides and offset. The unit is counted once, moved once
+and brought back once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.memory.codecs import Codec, Encoded
+from lowtide.memory.disk import SpilledFile
+from lowtide.memory.transfer import Fetched, HostCopy, Parts
+
+DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
+
+# A view of less than this share of its storage is held on its own: the rest of the storage is not ours to keep.
+_WHOLE_STORAGE_SHARE = 0.5
+
+
+class View(NamedTuple):
+    """How a tensor lies in its unit's flat tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
+
+class SourceKey(NamedTuple):
+    """What makes two tensors the same unit: storage, version, element type and codec."""
+
+    storage: int
+    version: int
+    dtype: torch.dtype
+    start: int
+    codec: str | None
+
+
+@dataclass(eq=False)
+class Unit:
+    """The bytes of one storage (or of a small part of one), in one tier."""
+
+    source: SourceKey
+    storage: _compat.StorageReference
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    encoded: Encoded | None
+    tier: str
+    nbytes: int
+    parts: Parts | None = None  # while on the device
+    host: HostCopy | None = None
+    file: SpilledFile | None = None
+    fetched: Fetched | None = None  # on the way back
+    is_counted: bool = False  # in the books of its tier
+    depends_on_source: bool = True  # until a copy is complete, a change of the source is a change of the unit
+    num_entries: int = 0
+    num_served: int = 0  # entries given out since it was last fetched
+    cost: float = 0.0
+    put_at: int = 0
+    touched_at: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes off the device, as copied."""
+        return self.numel * self.dtype.itemsize if self.encoded is None else self.encoded.nbytes
+
+    def decode(self, parts: Parts) -> Tensor:
+        """The flat tensor, from parts on the device."""
+        return parts[0] if self.encoded is None else self.encoded.codec.decode(self.encoded, parts)
+
+
+def is_left_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is not for the store: someone else's (parameters), or not plain bytes behind a plain layout."""
+    return (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.device.type == "meta"
+        or tensor.numel() == 0
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or _compat.is_parameter_or_view_of_one(tensor)
+    )
+
+
+def source_of(tensor: Tensor, codec: Codec | None) -> tuple[SourceKey, int, int]:
+    """The key of the unit that `tensor` belongs to, where the unit starts in the storage, and its elements."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+    start, numel = (0, whole) if span >= _WHOLE_STORAGE_SHARE * whole else (int(tensor.storage_offset()), span)
+    key = SourceKey(
+        _compat.storage_id(tensor),
+        _compat.version_of(tensor),
+        tensor.dtype,
+        start,
+        None if codec is None else codec.name,
+    )
+    return key, start, numel
+
+
+def flat_of(tensor: Tensor, start: int, numel: int) -> Tensor:
+    """The elements of the tensor's storage from `start`, as a flat tensor over the same bytes."""
+    return torch.as_strided(tensor.detach(), (numel,), (1,), start)
