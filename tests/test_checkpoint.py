@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -547,6 +548,129 @@ def test_buffers_reached_through_a_closure_or_a_method() -> None:
         return run(functools.partial(model.__call__), x)
 
     assert_exact(step, Counting(), [leaf(16, 8)])
+
+
+class Holder:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.model(x).exp()
+
+    __call__ = run
+
+
+WAYS_TO_A_MODULE: dict[str, Any] = {
+    "default argument": lambda model: lambda x, model=model: model(x).exp(),
+    "dict in a closure": lambda model: (lambda models: lambda x: models["m"](x).exp())({"m": model}),
+    "method of an object": lambda model: Holder(model).run,
+    "callable object": lambda model: Holder(model),
+    "object in a closure": lambda model: (lambda holder: lambda x: holder.model(x).exp())(Holder(model)),
+    "partial argument": lambda model: functools.partial(lambda model, x: model(x).exp(), model),
+    "a function that calls a function": lambda model: (lambda inner: lambda x: inner(x))(lambda x: model(x).exp()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_A_MODULE)
+def test_batchnorm_counts_once_however_it_is_reached(way: str) -> None:
+    """Its statistics are written by a kernel that leaves no trace in the version counter."""
+
+    def step(run: Runner, model: nn.Module, inputs: Any) -> Tensor:
+        skipped = run(lambda x: x.sin() if model is not None else model(x), inputs[0])  # in reach, and not run
+        return run(WAYS_TO_A_MODULE[way](model), skipped, early_stop=False)
+
+    assert_exact(step, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), [leaf(16, 8)])
+
+
+def test_a_module_reached_through_an_argument() -> None:
+    def step(run: Runner, model: nn.Module, inputs: Any) -> Tensor:
+        x = run(lambda x, f: f(x).exp(), inputs[0], model, early_stop=False)
+        x = run(lambda x, f: f(x).exp(), x, functools.partial(model), early_stop=False)
+        return run(lambda x, holder: holder.run(x), x, Holder(model), early_stop=False)
+
+    assert_exact(step, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), [leaf(16, 8)])
+
+
+def test_the_variable_of_a_loop() -> None:
+    def step(run: Runner, model: nn.Module, inputs: Any) -> Tensor:
+        x = inputs[0]
+        for layer, scale in zip(model, (1.0, 2.0, 3.0), strict=True):
+            x = run(lambda x: (layer(x) * scale).sin(), x)  # noqa: B023  the trap
+        return x
+
+    assert_exact(step, nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), [leaf(4, 8)])
+
+
+def test_a_gradient_taken_inside_a_region_with_weights() -> None:
+    def step(run: Runner, model: nn.Module, inputs: Any) -> Tensor:
+        def penalty(x: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return gradient.square().sum() + x.sum()
+
+        return run(penalty, inputs[0])
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    assert_exact(step, model, [leaf(4, 8)])
+
+
+def test_batchnorm_under_a_selective_policy() -> None:
+    context_fn = functools.partial(
+        torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+    )
+
+    def step(run: Runner, model: nn.Module, inputs: Any) -> Tensor:
+        return run(model, inputs[0], **({} if run is plainly else {"context_fn": context_fn}))
+
+    assert_exact(step, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), [leaf(16, 8)])
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.drawn = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn += 1
+        return (x * torch.rand(x.shape, generator=self.generator)).sin() * self.drawn.clone()
+
+
+def test_generators_and_tensors_that_are_plain_attributes() -> None:
+    found = []
+    for run in (plainly, lowtide.checkpoint):
+        torch.manual_seed(0)
+        model, x = Drawing(), leaf(4)
+        for _ in range(2):
+            run(model, x, early_stop=False).sum().backward()
+        found.append([x.grad, model.generator.get_state(), model.drawn])
+    assert all(map(torch.equal, *found))
+
+
+def test_unusual_tensors_in_reach() -> None:
+    class Unusual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("sparse", torch.eye(8).to_sparse())
+            self.register_buffer("expanded", torch.ones(1).expand(8))
+            self.register_buffer("late", None)
+            self.register_buffer("growing", torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.late is None:
+                self.late = x.detach().mean()
+            self.growing.resize_(2).fill_(2.0)
+            return torch.sparse.mm(self.sparse, self.linear(x)).exp() * self.expanded * self.late
+
+    model, x, lazy = Unusual(), leaf(8, 8), nn.LazyLinear(8)
+    found = []
+    for run in (plainly, lowtide.checkpoint):
+        copied = copy.deepcopy(model)
+        run(copied, x, early_stop=False).sum().backward()
+        found.append([x.grad, copied.linear.weight.grad, copied.late, copied.growing])
+        x.grad = None
+    assert all(map(torch.equal, *found))
+    lowtide.checkpoint(lambda x: x.sin() if lazy is not None else lazy(x), x).sum().backward()
 
 
 def test_a_loose_tensor_is_written_once() -> None:

@@ -16,7 +16,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from lowtide.errors import LowtideError
 
@@ -40,10 +41,63 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def set_version(tensor: Tensor, version: int) -> None:
-    """Undo the count of a change whose bytes were undone too. Obsolete with a public `preserve_version_counter`."""
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided bytes and no more: nothing sparse, wrapped or of another class."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def is_copyable(tensor: Tensor) -> bool:
+    """Whether a tensor can be given other values: plain, and no element there twice, as in an expanded one."""
+    return is_plain(tensor) and not any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Whether this is a lazy module's parameter or buffer before its first forward."""
+    return isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)
+
+
+def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of many small tensors, in few kernels on an accelerator. Obsolete with public `foreach` functions."""
+    if not tensors:
+        return []
+    with torch.no_grad():
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(copies, list(tensors))
+    return copies
+
+
+def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Give tensors other values, and the version counts that belong to those values.
+
+    Obsolete with public `foreach` functions and a public `preserve_version_counter`.
+    """
+    if not tensors:
+        return
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
+        torch._foreach_copy_(list(tensors), list(values))
+    counted = [(tensor, v) for tensor, v in zip(tensors, versions, strict=True) if not tensor.is_inference()]
+    if counted:
+        torch._C._autograd._unsafe_set_version_counter(tuple(t for t, _ in counted), tuple(v for _, v in counted))
+
+
+class ReadGuard(TorchDispatchMode):
+    """Calls `refuse(tensor)` for the first of `tensors` (or an alias) that an op is given."""
+
+    def __init__(self, tensors: Sequence[Tensor], refuse: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._guarded = {storage_id(tensor): tensor for tensor in tensors if is_plain(tensor)}
+        self._refuse = refuse
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and is_plain(value) and storage_id(value) in self._guarded:
+                self._refuse(self._guarded[storage_id(value)])
+        return func(*args, **(kwargs or {}))
 
 
 def sequence_number() -> int:

@@ -15,12 +15,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
+import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,7 +65,7 @@ class Arguments:
         self.paths: list[Path] = []
         self.generators: list[torch.Generator] = []
         self.objects: list[tuple[Path, Any]] = []
-        self.modules: list[nn.Module] = []
+        self.callables: list[Any] = []  # whatever may lead to modules: functions, methods, objects
         self.has_containers = False
         self._args = [self._take(value, (position,)) for position, value in enumerate(args)]
         self._kwargs = {name: self._take(value, (name,)) for name, value in kwargs.items()}
@@ -96,15 +99,17 @@ class Arguments:
             self.paths.append(path)
             return _Slot(len(self.tensors) - 1)
         parts = _parts(value) if len(path) < _MAX_DEPTH else None
-        if parts is not None:
+        rebuild = None if parts is None else _rebuilder(value, parts)
+        if parts is not None and rebuild is not None:
             self.has_containers = True
             taken = {key: self._take(part, (*path, key)) for key, part in parts.items()}
-            return _Container(type(value), taken, _rebuilder(value, parts))
+            return _Container(type(value), taken, rebuild)
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif isinstance(value, nn.Module):
-            self.modules.append(value)
+        elif isinstance(value, nn.Module | types.FunctionType | types.MethodType | functools.partial):
+            self.callables.append(value)
         elif not isinstance(value, _PLAIN_TYPES):
+            self.callables.append(value)
             self.objects.append((path, value))
         return value
 
@@ -112,7 +117,7 @@ class Arguments:
         if isinstance(template, _Slot):
             return None if value is self.tensors[template.index] else path
         if not isinstance(template, _Container):
-            return None if value is template or value == template else path
+            return None if value is template else path
         parts = _parts(value)
         if parts is None or type(value) is not template.kind or parts.keys() != template.parts.keys():
             return path
@@ -143,21 +148,26 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]], Any]:
-    """What makes another container of the same class around other parts, holding on to none of the present ones."""
+def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]], Any] | None:
+    """What makes another container of the same class around other parts, holding on to none of the present ones.
+
+    None for a class that will not be copied; such an object is passed by reference.
+    """
     kind = type(container)
     if kind is dict:
         return dict
     if kind is list:
         return lambda parts: list(parts.values())
     if isinstance(container, tuple):
-        make = getattr(kind, "_make", kind)  # NamedTuple, or tuple and torch.return_types
-        return lambda parts: make(parts.values())
+        return functools.partial(_rebuild_tuple, kind, dict(getattr(container, "__dict__", {})))
     # Another class: a shallow copy keeps what else it carries, and is emptied so that it holds no tensor.
     put = _put_item if isinstance(container, dict | list) else object.__setattr__
-    shell = copy.copy(container)
-    for key in keys:
-        put(shell, key, None)
+    try:
+        shell = copy.copy(container)
+        for key in keys:
+            put(shell, key, None)
+    except Exception:
+        return None
 
     def rebuild(parts: dict[Any, Any]) -> Any:
         new = copy.copy(shell)
@@ -168,8 +178,22 @@ def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]]
     return rebuild
 
 
+def _rebuild_tuple(kind: type, attributes: dict[str, Any], parts: dict[Any, Any]) -> Any:
+    if kind is tuple:
+        return tuple(parts.values())
+    if kind.__module__ == "torch.return_types":  # a struct sequence, which only its own constructor makes
+        return kind(parts.values())
+    new: Any = tuple.__new__(kind, parts.values())
+    if attributes:
+        vars(new).update(attributes)
+    return new
+
+
 def _put_item(container: Any, key: Any, part: Any) -> None:
-    container[key] = part
+    try:
+        container[key] = part
+    except Exception:  # a class that forbids it, for others
+        (dict if isinstance(container, dict) else list).__setitem__(container, key, part)
 
 
 class Fingerprint:
@@ -193,6 +217,14 @@ class Fingerprint:
             return (id(value), _compat.version_of(value))
         if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
             return value
+        if isinstance(value, np.ndarray | bytearray):
+            return (id(value), bytes(value) if isinstance(value, bytearray) else (value.shape, value.tobytes()))
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if isinstance(value, np.random.Generator):
+            return repr(value.bit_generator.state)
+        if isinstance(value, Iterator):
+            return object()  # equal to nothing: what was read from it is gone
         if id(value) in seen:
             return ("seen", seen[id(value)])
         if isinstance(value, _PLAIN_TYPES) or depth >= _MAX_DEPTH or len(seen) >= self._MAX_NODES:
@@ -204,7 +236,12 @@ class Fingerprint:
             return tuple(self._read(part, depth + 1, seen) for part in value)
         if isinstance(value, set | frozenset):
             return frozenset(id(part) for part in value)
-        attributes = getattr(value, "__dict__", None) or {}
+        kind = type(value)
+        attributes = {
+            name: part
+            for name, part in getattr(value, "__dict__", {}).items()
+            if not isinstance(getattr(kind, name, None), functools.cached_property)
+        }
         slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
         parts = {**attributes, **{name: getattr(value, name) for name in slots}}
         return id(value), tuple((name, self._read(part, depth + 1, seen)) for name, part in parts.items())

@@ -102,7 +102,7 @@ def _checkpoint_eagerly(
         kwargs,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
-        checks_overwrites=context_fn is noop_context_fn,
+        has_contexts=context_fn is not noop_context_fn,
     )
     selection = None if context_fn is noop_context_fn else _Selection(context_fn)
     output = _compat.torch_checkpoint(
@@ -137,7 +137,7 @@ class _Selection:
         if seen is None:
             return
         policy, ran, saved_any = seen
-        if not saved_any and _names_ops(policy):
+        if not saved_any and _names_only_others(policy, ran):
             raise ValueError(
                 "the selective checkpoint policy saves none of the ops that ran in this region"
                 f"{': ' if ran else ''}{', '.join(ran)}. Name overloads of ops that run here "
@@ -145,15 +145,23 @@ class _Selection:
             )
 
 
-def _names_ops(policy: Callable[..., Any]) -> bool:
-    """Whether a policy speaks of particular ops; one that recomputes whatever comes is as good as none, by design."""
+def _names_only_others(policy: Callable[..., Any], ran: list[str]) -> bool:
+    """Whether a policy speaks of particular ops and of none that ran.
+
+    One that names no op (recompute whatever comes, or go by size) has chosen, and so has one that was asked about an
+    op it names.
+    """
     code = getattr(policy, "__code__", None)
     if code is None:
         return False
-    mentioned = [cell.cell_contents for cell in policy.__closure__ or ()]
-    mentioned += [policy.__globals__[name] for name in code.co_names if name in policy.__globals__]
-    return "ops" in code.co_names or any(
-        _compat.is_op(value)
-        or (isinstance(value, list | tuple | set | frozenset | dict) and any(map(_compat.is_op, value)))
-        for value in mentioned
-    )
+    values = [cell.cell_contents for cell in policy.__closure__ or ()]
+    values += [policy.__globals__[name] for name in code.co_names if name in policy.__globals__]
+    mentioned = [op for value in values for op in (value if isinstance(value, _COLLECTIONS) else [value])]
+    ops = {str(op) for op in mentioned if _compat.is_op(op)}
+    if not ops and "ops" not in code.co_names:
+        return False
+    in_code = set(code.co_names)
+    return not any(op in ops or in_code.issuperset(op.split(".")[1:]) for op in ran)
+
+
+_COLLECTIONS = (list, tuple, set, frozenset, dict)

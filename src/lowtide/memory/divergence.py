@@ -101,9 +101,10 @@ def mutated_state(function: Callable[..., Any], what: str) -> ReplayError:
 
 def overwritten_activation(function: Callable[..., Any], position: int, metadata: dict[str, Any]) -> ReplayError:
     return ReplayError(
-        f"{describe(function)} saves a tensor for its backward (number {position}, shape "
-        f"{tuple(metadata['shape'])}, {metadata['dtype']}) and then changes it: 'modified by an inplace operation'. "
-        "Plain autograd refuses this backward too.\nUse the out-of-place form of the op that changes it."
+        f"a tensor that {describe(function)} saves for its backward (number {position}, shape "
+        f"{tuple(metadata['shape'])}, {metadata['dtype']}) has been modified by an inplace operation since. "
+        "Plain autograd refuses this backward too.\nUse the out-of-place form of the op that changes it; "
+        "if it is a weight or a buffer, change it after the backward."
     )
 
 

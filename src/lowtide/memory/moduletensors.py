@@ -1,7 +1,7 @@
 """Which storages belong to modules.
 
-Parameters are told by their class; a buffer is a tensor like any other, and so is `buffer.t()`. While a context is open,
-every module that is called is looked at once, and its parameters' and buffers' storages are noted.
+Parameters are told by their class; a buffer is a tensor like any other, and so is `buffer.t()`. While a context is
+open, every module that is called is looked at once, and its parameters' and buffers' storages are noted.
 """
 
 from __future__ import annotations

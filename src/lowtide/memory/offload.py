@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.errors import ChangedInPlaceError
+from lowtide.errors import ChangedInPlaceError, StoreError
 from lowtide.memory.moduletensors import ModuleTensors
 from lowtide.memory.store import ActivationStore, Missing
 from lowtide.memory.units import is_left_alone
@@ -50,7 +50,7 @@ class _Kept:
             return self._tensor
         value = self._store.get(self._key)
         if isinstance(value, Missing):
-            raise ChangedInPlaceError.__base__(  # type: ignore[misc]
+            raise StoreError(
                 f"a saved activation of shape {tuple(value.shape)} was evicted before the backward. Autograd cannot "
                 "compute it again: use a store with on_full='spill'."
             )
@@ -62,7 +62,7 @@ class _Kept:
 
 
 class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that keep in `store` what is at least `min_bytes` and no parameter, buffer or other module's."""
+    """Saved-tensor hooks that keep in `store` what has at least `min_bytes` and does not belong to a module."""
 
     def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
         def pack(tensor: Tensor) -> _Kept:
@@ -82,7 +82,8 @@ class offload:
     - `codec`: how values are written in the store made here; lossless unless you ask for a lossy one.
 
     The backward may run outside of the context, later, or never; gradients equal the plain run's to the last bit
-    without a codec. A tensor changed in place after it was saved raises, as with plain autograd. Entering gives the store.
+    without a codec. A tensor changed in place after it was saved raises, as with plain autograd. Entering the context
+    gives the store.
 
     >>> import torch, lowtide
     >>> x = torch.randn(8, 1024, requires_grad=True)

@@ -7,6 +7,7 @@ comes back; the region sees to it that the second run is the first.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from lowtide.memory import divergence
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.arguments import Arguments, Fingerprint, Path
 from lowtide.memory.checksums import checksum
-from lowtide.memory.state import FunctionState, Reach
+from lowtide.memory.reach import Reach
+from lowtide.memory.state import FunctionState, Slot
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _replays = threading.local()
@@ -47,13 +49,13 @@ class Region:
         *,
         preserve_rng_state: bool,
         determinism_check: str,
-        checks_overwrites: bool,
+        has_contexts: bool,
     ) -> None:
         self._function = function
         self._live: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._is_checked = determinism_check != "none"
         self._compares_values = determinism_check == "values"
-        self._checks_overwrites = checks_overwrites
+        self._has_contexts = has_contexts
         self._arguments = arguments = Arguments(args, kwargs)
         self._watched = [(weakref.ref(tensor), _compat.version_of(tensor)) for tensor in arguments.tensors]
         self._objects = [(path, value, Fingerprint(value)) for path, value in arguments.objects]
@@ -61,9 +63,10 @@ class Region:
         self._mutated_path: Path | None = None
         self._replay_tensors: list[Tensor] = []
         self._inputs = _compat.save_tensors(arguments.tensors)
-        self._state = FunctionState(Reach(function, arguments.modules))
+        reach = Reach(function, arguments.callables)
+        self._state = FunctionState(reach)
         devices = {tensor.device for tensor in arguments.tensors} | self._state.devices()
-        self._ambient = Ambient(devices, arguments.generators, preserve_rng_state=preserve_rng_state)
+        self._ambient = Ambient(devices, arguments.generators + reach.generators, preserve_rng_state=preserve_rng_state)
         self._sequence = _compat.sequence_number()
 
     def __call__(self) -> Any:
@@ -83,20 +86,27 @@ class Region:
 
     def _replay(self) -> Any:
         self._check_arguments()
-        self._check_state()
         self._replay_tensors = list(self._inputs())
+        lost = self._state.lost_slots()
         try:
-            return self._run_again()
+            if not lost:
+                return self._run_again()
+            # Reach is wider than use: refuse what is lost only if the replay reads it.
+            with _compat.ReadGuard([slot.tensor for slot in lost], functools.partial(self._refuse, lost)):
+                return self._run_again()
         except divergence.ReplayError:
             raise
         except _compat.TorchCheckpointError as error:
             raise self.diverged(error) from None
 
+    def _refuse(self, lost: list[Slot], tensor: Tensor) -> None:
+        raise divergence.mutated_state(self._function, str(next(slot for slot in lost if slot.tensor is tensor)))
+
     def _run_again(self) -> Any:
         args, kwargs = self._arguments.build(self._replay_tensors)
         # Callables that undo, rather than context managers: torch ends most replays with an exception, and throwing
         # that through generators cost more than all of the rest here.
-        undo_state = self._state.restore()
+        undo_state = self._around_modes(self._state.restore)
         undo_ambient = self._ambient.restore()
         _replays.depth = getattr(_replays, "depth", 0) + 1
         try:
@@ -104,7 +114,14 @@ class Region:
         finally:
             _replays.depth -= 1
             undo_ambient()
-            undo_state()
+            self._around_modes(undo_state)
+
+    def _around_modes(self, call: Callable[[], Any]) -> Any:
+        """Run bookkeeping where no selective checkpoint counts its ops."""
+        if not self._has_contexts:
+            return call()
+        with _compat.without_modes():
+            return call()
 
     def _check_arguments(self) -> None:
         """Refuse arguments that are not what they were. What no weak reference sees any more, autograd checks."""
@@ -117,17 +134,6 @@ class Region:
             tensor = reference()
             if tensor is not None and _compat.version_of(tensor) != version:
                 raise divergence.mutated_argument(self._function, path, "was changed in place")
-
-    def _check_state(self) -> None:
-        lost = self._state.lost_slots()
-        if not lost:
-            return
-        # Reach is wider than use (a method of a whole model): leaves that the region's own graph leads to are in use.
-        nodes = _compat.autograd_nodes_since(self._sequence)
-        used = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-        for slot in lost:
-            if slot.surely_read or id(slot.tensor) in used:
-                raise divergence.mutated_state(self._function, str(slot))
 
     # What torch's bookkeeping calls (see `_compat.watch_frame`).
 
@@ -153,12 +159,14 @@ class Region:
 
     def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None:
         """The error for a saved tensor that the replay changed in place afterwards, unless a context allows that."""
-        if not self._checks_overwrites:
+        if self._has_contexts:
             return None
         return divergence.overwritten_activation(self._function, position, metadata)
 
     def _replayed_ops(self) -> list[str] | None:
         """Run once more, with its graph this time, to see which ops a replay runs: only ever on the way to an error."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None  # collectives of a run on one rank alone would wait for the others
         since = _compat.sequence_number()
         try:
             with torch.enable_grad():

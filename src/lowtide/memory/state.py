@@ -1,91 +1,44 @@
-"""The tensors a function reads without being passed them: parameters and buffers of the modules it can reach.
+"""What a function reads around it, as the forward found it: weights, buffers, variables, training flags.
 
-A replay must find them as the forward found them, and leave them as it found them:
+A replay must find them so, and leave them as it found them:
 
-- a parameter changed in place in between (an optimizer step, shared weights) makes the replay wrong, so it is refused;
-- one put in another's place (`torch.func.functional_call`, `module.weight = ...`) is put back for the replay;
-- a buffer that the forward writes (BatchNorm statistics, counters, moving averages) gets its earlier value for the
-  replay and its present value back after it, so that its change happens once.
-
-What a function can reach is found from the function alone: a module, a bound method's owner, a partial's parts,
-closure cells and the globals its code names. Recording every op with a dispatch mode would find more, and cost more
-than many regions are worth.
+- what was changed in place in between, with no copy to go back to (a weight after an optimizer step), is *lost*: a
+  replay that reads it is refused;
+- what was put in another's place (`torch.func.functional_call`, `module.weight = ...`, the variable of a loop that a
+  lambda closes over) is put back for the replay;
+- buffers get their value from before the forward for the replay, and their present value back after it, so that what
+  a forward adds to them (BatchNorm statistics, counters, moving averages) is added once. Small ones are copied
+  whether written or not: some kernels write without a trace, and finding out would stop an accelerator.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.memory.reach import Reach
 
-_MAX_CLOSURE_DEPTH = 3
 # Buffers up to this size are copied before every forward; a larger one only if an earlier forward wrote it.
 _ALWAYS_COPIED_BYTES = 256 * 1024
-# A bound method of one of these names runs the whole module, so whatever the module holds is the region's own.
-_WHOLE_MODULE_METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+_ABSENT = object()
 
-# Per module and training flag: the names of buffers that its forward was seen to write.
+# Per module and training flag: the names of large buffers that its forward was seen to write.
 _written_names: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
+_has_own_attributes: dict[type, bool] = {}
 
 
-class Reach:
-    """The modules and loose tensors that a function can reach. `exact` modules are run whole by the region."""
-
-    def __init__(self, function: Callable[..., Any], extra_modules: Iterable[nn.Module] = ()) -> None:
-        self.modules: dict[nn.Module, bool] = dict.fromkeys(extra_modules, True)
-        self.tensors: list[Tensor] = []
-        self._add(function, 0, True)
-
-    def _add(self, value: Any, depth: int, exact: bool) -> None:
-        if isinstance(value, nn.Module):
-            self.modules[value] = exact or self.modules.get(value, False)
-        elif isinstance(value, Tensor):
-            self.tensors.append(value)
-        elif depth > _MAX_CLOSURE_DEPTH:
-            return
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._add(part, depth + 1, exact)
-        elif isinstance(value, types.MethodType):
-            self._add(value.__self__, depth + 1, exact and value.__func__.__name__ in _WHOLE_MODULE_METHODS)
-        elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a cell not filled yet
-                    self._add(cell.cell_contents, depth + 1, False)
-            for name in value.__code__.co_names:
-                named = value.__globals__.get(name)
-                if isinstance(named, nn.Module | Tensor | types.FunctionType | functools.partial):
-                    self._add(named, depth + 1, False)
-        elif isinstance(value, list | tuple):
-            for part in value:
-                if isinstance(part, nn.Module | Tensor):
-                    self._add(part, depth + 1, False)
-        elif depth == 0 and hasattr(value, "__dict__"):  # an object with __call__
-            for part in vars(value).values():
-                self._add(part, depth + 1, False)
-
-
-class _Slot(NamedTuple):
-    """Where a parameter, buffer or loose tensor is read from, and what was there before the forward."""
+class Slot(NamedTuple):
+    """Where a tensor is read from, and what was there before the forward."""
 
     place: dict[str, Any]
     key: str
     tensor: Tensor
     owner: nn.Module | None
-    exact: bool
-
-    @property
-    def surely_read(self) -> bool:
-        """Whether the region reads it for all one can tell from outside; leaves with gradients show in its graph."""
-        return self.exact or (self.owner is None and not (self.tensor.requires_grad and self.tensor.is_leaf))
 
     def __str__(self) -> str:
         if self.owner is None:
@@ -94,140 +47,188 @@ class _Slot(NamedTuple):
         return f"{kind} {self.key!r} of {type(self.owner).__name__}"
 
 
-class _Buffer:
-    """A slot that the forward may write, with a copy of its value before the forward if there is one."""
-
-    __slots__ = ("copied", "is_known", "slot", "version", "written")
-
-    def __init__(self, slot: _Slot, *, copy: bool, is_known: bool) -> None:
-        self.slot = slot
-        self.version = _compat.version_of(slot.tensor)
-        self.copied = slot.tensor.detach().clone() if copy else None
-        self.is_known = is_known  # whether an earlier forward has shown if it is written
-        self.written = False
-
-    def forward_done(self, known_written: bool) -> None:
-        tensor = self.slot.tensor
-        self.written = known_written or _compat.version_of(tensor) != self.version
-        if not self.written and not self.is_known and self.copied is not None and _compat.has_values(tensor):
-            self.written = not torch.equal(self.copied, tensor)  # a write through `.data` leaves no other trace
-        if not self.written:
-            self.copied = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether its value from before the forward cannot be had any more."""
-        return self.copied is None if self.written else _compat.version_of(self.slot.tensor) != self.version
-
-
 class FunctionState:
-    """Parameters, buffers and training flags in a function's reach, from just before its forward to its last replay.
+    """Everything in a function's reach, from just before its forward to its last replay.
 
     This runs around every region, so parameters, the many, are kept as bare tuples and looked at little.
     """
 
     def __init__(self, reach: Reach) -> None:
-        self._slots: list[_Slot] = []
-        self._versions: list[int] = []
-        self._buffers: list[_Buffer] = []
+        self._reach = reach
+        self._slots: list[Slot] = []  # never copied: parameters, and large buffers not known to be written
+        self._empty: list[tuple[dict[str, Any], str]] = []  # buffers that were None
+        self._copied: list[Slot] = []
+        self._unsure: dict[Tensor, bool] = {}  # copied large buffers of unknown habit; whether they were surely in use
         self._training: dict[nn.Module, bool] = {}
-        for root, exact in reach.modules.items():
+        for root, whole in reach.modules.items():
             for module in _compat.submodules(root):
                 if module not in self._training:
                     self._training[module] = module.training
-                    self._add_module(module, exact)
+                    self._add_module(module, whole)
         for tensor in reach.tensors:
-            slot = _Slot({"": tensor}, "", tensor, None, False)  # a place of its own, which nobody rebinds
-            if tensor.requires_grad:
-                self._slots.append(slot)
-            else:
-                copy = tensor.nbytes <= _ALWAYS_COPIED_BYTES
-                self._buffers.append(_Buffer(slot, copy=copy, is_known=True))
+            slot = Slot({"": tensor}, "", tensor, None)  # a place of its own, which nobody rebinds
+            copy = not tensor.requires_grad and _compat.is_copyable(tensor) and tensor.nbytes <= _ALWAYS_COPIED_BYTES
+            (self._copied if copy else self._slots).append(slot)
+        self._copies = _compat.clone_all([slot.tensor for slot in self._copied])
+        self._copied_versions = [_compat.version_of(slot.tensor) for slot in self._copied]
+        self._versions = [_compat.version_of(slot.tensor) for slot in self._slots]
+        self._variables: list[tuple[Any, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
 
-    def _add_module(self, module: nn.Module, exact: bool) -> None:
+    def _add_module(self, module: nn.Module, whole: bool) -> None:
         parameters, buffers = _compat.module_tensors(module)
+        if not isinstance(parameters, dict):  # a ScriptModule: what it holds is its own affair
+            return
         for key, tensor in parameters.items():
-            if tensor is not None:
-                self._slots.append(_Slot(parameters, key, tensor, module, exact))
-        if buffers:
+            if tensor is not None and not _compat.is_uninitialized(tensor):
+                self._slots.append(Slot(parameters, key, tensor, module))
+        for key, tensor in buffers.items():
+            self._add_buffer(module, buffers, key, tensor, whole)
+        kind = type(module)
+        if _has_own_attributes.setdefault(kind, not kind.__module__.startswith("torch.nn.")):
+            attributes = vars(module)
+            for key, value in attributes.items():
+                if type(value) is Tensor and not value.requires_grad:
+                    self._add_buffer(module, attributes, key, value, whole)
+                elif type(value) is torch.Generator:
+                    self._reach.generators.append(value)
+
+    def _add_buffer(self, module: nn.Module, place: dict[str, Any], key: str, tensor: Any, whole: bool) -> None:
+        if tensor is None:
+            self._empty.append((place, key))
+            return
+        if _compat.is_uninitialized(tensor):
+            return
+        slot = Slot(place, key, tensor, module)
+        if not _compat.is_copyable(tensor):
+            self._slots.append(slot)
+        elif tensor.nbytes <= _ALWAYS_COPIED_BYTES:
+            self._copied.append(slot)
+        else:
             written = _written_names.setdefault(module, {}).get(module.training)
-            for key, tensor in buffers.items():
-                if tensor is not None:
-                    copy = written is None or key in written or tensor.nbytes <= _ALWAYS_COPIED_BYTES
-                    slot = _Slot(buffers, key, tensor, module, exact)
-                    self._buffers.append(_Buffer(slot, copy=copy, is_known=written is not None))
+            if written is None:
+                self._unsure[slot.tensor] = whole
+            (self._copied if written is None or key in written else self._slots).append(slot)
 
     def devices(self) -> set[torch.device]:
         return {slot.tensor.device for slot in self._slots}
 
     def forward_done(self) -> None:
-        """Note which buffers the forward wrote, and what versions parameters have now.
+        """Note what the forward did: versions of weights now, variables it left as they were, large buffers it wrote.
 
-        Now, not before: a forward may renorm its own weight (Embedding with max_norm), to the same values each time.
+        Versions now, not before: a forward may renorm its own weight (Embedding with max_norm), to the same values.
         """
-        self._versions = [_compat.version_of(slot.tensor) for slot in self._slots]
-        for buffer in self._buffers:
-            owner, key = buffer.slot.owner, buffer.slot.key
-            if owner is None:
-                buffer.forward_done(known_written=False)
-                continue
-            known = _written_names[owner].setdefault(self._training[owner], set())
-            buffer.forward_done(known_written=key in known)
-            if buffer.written:
-                known.add(key)
+        for index, slot in enumerate(self._slots):
+            version = _compat.version_of(slot.tensor)
+            if version != self._versions[index]:
+                if isinstance(slot.tensor, nn.Parameter) or slot.owner is None:
+                    self._versions[index] = version
+                else:
+                    self._learn(slot, written=True)
+                    self._versions[index] = _LOST
+        if self._unsure:
+            self._settle_unsure()
+        # A variable that the forward itself changed (a counter) is left alone: its changes are meant to be seen.
+        self._variables = [(cell, contents) for cell, contents in self._reach.cells if _contents(cell) is contents]
+        self._globals = [(place, name, value) for place, name, value in self._reach.globals if place.get(name) is value]
 
-    def lost_slots(self) -> list[_Slot]:
-        """Those whose value of the forward cannot be had: changed in place since, with no copy to go back to."""
-        changed = [
+    def _settle_unsure(self) -> None:
+        """Keep copies of those large buffers that were written, and remember which module writes which."""
+        kept = []
+        for index, slot in enumerate(self._copied):
+            is_sure = slot.tensor not in self._unsure
+            written = is_sure or _compat.version_of(slot.tensor) != self._copied_versions[index]
+            if not written and self._unsure[slot.tensor] and _compat.has_values(slot.tensor):
+                written = not torch.equal(self._copies[index], slot.tensor)  # a write through `.data` shows only so
+                self._learn(slot, written=written)
+            elif not is_sure and written:
+                self._learn(slot, written=True)
+            if written:
+                kept.append(index)
+            else:
+                self._slots.append(slot)
+                self._versions.append(_compat.version_of(slot.tensor))
+        self._copied = [self._copied[index] for index in kept]
+        self._copies = [self._copies[index] for index in kept]
+        self._copied_versions = [self._copied_versions[index] for index in kept]
+        self._unsure = {}
+
+    def _learn(self, slot: Slot, *, written: bool) -> None:
+        assert slot.owner is not None
+        names = _written_names.setdefault(slot.owner, {}).setdefault(self._training[slot.owner], set())
+        if written:
+            names.add(slot.key)
+
+    def lost_slots(self) -> list[Slot]:
+        """Those changed in place since the forward, with no copy to go back to."""
+        return [
             slot
             for slot, version in zip(self._slots, self._versions, strict=True)
             if _compat.version_of(slot.tensor) != version
         ]
-        return changed + [buffer.slot for buffer in self._buffers if buffer.is_lost]
 
     def restore(self) -> Callable[[], None]:
-        """Put every slot back to what the forward found; call the result to have all as it is now."""
-        slots = [*self._slots, *(buffer.slot for buffer in self._buffers)]
-        rebound = [
-            (slot, live)
+        """Put everything back to what the forward found; call the result to have all as it is now."""
+        rebound: list[tuple[dict[str, Any], str, Any, Any]] = [
+            (slot.place, slot.key, slot.tensor, live)
+            for slots in (self._slots, self._copied)
             for slot in slots
             if (live := slot.place.get(slot.key, _ABSENT)) is not slot.tensor
             and not _swapped_by_sharding(live, slot.tensor)
         ]
-        flags = [module for module, training in self._training.items() if module.training != training]
-        written = [
-            (buffer, buffer.copied, buffer.slot.tensor.detach().clone(), _compat.version_of(buffer.slot.tensor))
-            for buffer in self._buffers
-            if buffer.copied is not None
+        rebound += [
+            (place, key, None, live) for place, key in self._empty if (live := place.get(key, _ABSENT)) is not None
         ]
+        rebound += [
+            (place, name, value, live)
+            for place, name, value in self._globals
+            if (live := place.get(name, _ABSENT)) is not value
+        ]
+        cells = [
+            (cell, contents, live) for cell, contents in self._variables if (live := _contents(cell)) is not contents
+        ]
+        flags = [module for module, training in self._training.items() if module.training != training]
+        tensors = [slot.tensor for slot in self._copied]
+        values = _compat.clone_all(tensors)
+        versions = [_compat.version_of(tensor) for tensor in tensors]
 
         def undo() -> None:
             for module in flags:
                 module.training = not self._training[module]
-            for buffer, _, value, version in written:
-                _overwrite(buffer.slot.tensor, value, version)
-            for slot, live in rebound:
+            _compat.overwrite_all(tensors, values, versions)
+            for cell, _, live in cells:
+                _set_contents(cell, live)
+            for place, key, _, live in rebound:
                 if live is _ABSENT:
-                    slot.place.pop(slot.key, None)
+                    place.pop(key, None)
                 else:
-                    slot.place[slot.key] = live
+                    place[key] = live
 
-        for slot, _ in rebound:
-            slot.place[slot.key] = slot.tensor
-        for buffer, copied, _, _ in written:
-            _overwrite(buffer.slot.tensor, copied, buffer.version)
+        for place, key, value, _ in rebound:
+            place[key] = value
+        for cell, contents, _ in cells:
+            cell.cell_contents = contents
+        _compat.overwrite_all(tensors, self._copies, self._copied_versions)
         for module in flags:
             module.training = self._training[module]
         return undo
 
 
-_ABSENT = object()
+_LOST = -1  # no version of any tensor
 
 
-def _overwrite(tensor: Tensor, value: Tensor, version: int) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)
-    _compat.set_version(tensor, version)
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _set_contents(cell: Any, contents: Any) -> None:
+    if contents is _ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = contents
 
 
 def _swapped_by_sharding(live: Any, recorded: Tensor) -> bool:
