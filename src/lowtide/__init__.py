@@ -9,6 +9,7 @@ from lowtide.errors import (
     UnitError,
 )
 from lowtide.memory.checkpoint import checkpoint
+from lowtide.memory.offload import offload
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore, Missing
 
@@ -23,6 +24,7 @@ __all__ = [
     "UnitError",
     "checkpoint",
     "is_recomputing",
+    "offload",
 ]
 
 __version__ = "0.1.0"

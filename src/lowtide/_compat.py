@@ -325,7 +325,7 @@ class VersionWatch:
     def __init__(self, tensor: Tensor) -> None:
         self._version = version_of(tensor)
         self._alias: Tensor | None = None
-        if not tensor.is_inference() and type(tensor) in (Tensor, nn.Parameter):
+        if is_plain(tensor) and not tensor.is_inference():
             self._alias = tensor.detach()
             self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import _compat
 from lowtide.memory.region import Region
+from lowtide.memory.store import ActivationStore
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
 
@@ -49,6 +50,7 @@ def checkpoint(
     - `determinism_check`: `"default"` compares shapes, dtypes and devices of what is recomputed, `"values"` also
       checksums of its bits, `"none"` nothing.
     - `preserve_rng_state=True`, among the keywords as in torch: replay random numbers.
+    - `store`, among the keywords too: an `ActivationStore` that holds the region's inputs until the replay.
 
     Under `no_grad` the function is simply called. Under `torch.compile` this is torch's checkpoint, for the compiler.
 
@@ -57,6 +59,7 @@ def checkpoint(
     >>> y = lowtide.checkpoint(lambda x, scale: (x * scale["by"]).exp(), x, scale={"by": 2.0})
     >>> y.sum().backward()
     """
+    store = kwargs.pop("store", None)
     if torch.compiler.is_compiling():
         # Dynamo knows torch's function by identity, and reads `context_fn` only as something made while tracing.
         if context_fn is not noop_context_fn:
@@ -73,6 +76,13 @@ def checkpoint(
         raise ValueError(
             f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check!r}"
         )
+    if store is not None and not isinstance(store, ActivationStore):
+        raise TypeError(
+            f"store= is an ActivationStore for the region's inputs, not {type(store).__name__}. To pass the function "
+            "an argument of that name, wrap it: checkpoint(functools.partial(function, store=...), ...)"
+        )
+    if use_reentrant and store is not None:
+        raise ValueError("store= needs use_reentrant=False")
     if use_reentrant:
         return _compat.torch_checkpoint(
             function, *args, use_reentrant=True, context_fn=context_fn, debug=debug, **kwargs
@@ -81,7 +91,7 @@ def checkpoint(
     if not torch.is_grad_enabled() or _compat.under_functorch():
         return function(*args, **kwargs)
     return _checkpoint_eagerly(
-        function, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug, early_stop
+        function, args, kwargs, store, preserve_rng_state, context_fn, determinism_check, debug, early_stop
     )
 
 
@@ -90,6 +100,7 @@ def _checkpoint_eagerly(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    store: ActivationStore | None,
     preserve_rng_state: bool,
     context_fn: ContextFn,
     determinism_check: str,
@@ -100,6 +111,7 @@ def _checkpoint_eagerly(
         function,
         args,
         kwargs,
+        store=store,
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         has_contexts=context_fn is not noop_context_fn,

@@ -110,7 +110,9 @@ class offload:
             raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
         if store is not None and (codec is not None or disk is not None or device is not None):
             raise ValueError("give budgets and codec to the store itself, or leave store out")
-        self._store = store or ActivationStore(device=device, host=host, disk=disk, codec=codec)
+        if store is None:
+            store = ActivationStore(device=device, host=host, disk=disk, codec=codec)
+        self._store = store
         self._min_bytes = parse_bytes(min_bytes)
         self._entered: list[tuple[SavedInStore, ModuleTensors]] = []
 

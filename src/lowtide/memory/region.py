@@ -7,6 +7,7 @@ comes back; the region sees to it that the second run is the first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -21,8 +22,10 @@ from lowtide.memory import divergence
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.arguments import Arguments, Fingerprint, Path
 from lowtide.memory.checksums import checksum
+from lowtide.memory.offload import SavedInStore
 from lowtide.memory.reach import Reach
 from lowtide.memory.state import FunctionState, Slot
+from lowtide.memory.store import ActivationStore
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 _replays = threading.local()
@@ -47,6 +50,7 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        store: ActivationStore | None,
         preserve_rng_state: bool,
         determinism_check: str,
         has_contexts: bool,
@@ -62,7 +66,9 @@ class Region:
         self.has_subclass_inputs = any(type(tensor) not in _PLAIN_TENSORS for tensor in arguments.tensors)
         self._mutated_path: Path | None = None
         self._replay_tensors: list[Tensor] = []
-        self._inputs = _compat.save_tensors(arguments.tensors)
+        # Packed like any saved tensor: into `store`, or else wherever hooks further out want it.
+        with contextlib.nullcontext() if store is None else SavedInStore(store, min_bytes=0):
+            self._inputs = _compat.save_tensors(arguments.tensors)
         reach = Reach(function, arguments.callables)
         self._state = FunctionState(reach)
         devices = {tensor.device for tensor in arguments.tensors} | self._state.devices()

@@ -5,6 +5,7 @@ The inside of `ActivationStore`; it knows bytes and units, and nothing of keys. 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from bisect import bisect_left
@@ -98,7 +99,8 @@ class Shelves:
             numel=numel,
             dtype=tensor.dtype,
             device=tensor.device,
-            encoded=encoded,
+            encoded=None if encoded is None else dataclasses.replace(encoded, parts=()),
+            stored_bytes=flat.nbytes if encoded is None else encoded.nbytes,
             tier=DEVICE,
             # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
             nbytes=tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes,

@@ -73,7 +73,7 @@ class _Entry:
 class ActivationStore:
     """Holds tensors by key, in up to three tiers, each within its budget.
 
-    - `device`, `host`, `disk`: budgets, in bytes or as `"8GiB"` (`host`, `disk` also as a share of the machine, `"50%"`).
+    - `device`, `host`, `disk`: budgets, in bytes or as `"8GiB"`; `host` and `disk` also as `"50%"` of what there is.
       A tier without a budget is not used; with none at all, the device holds everything, without limit.
     - `on_full`: `"spill"` moves values down a tier until there is room, `"evict"` drops them (`get` then gives a
       `Missing`), `"error"` raises `CapacityError`.

@@ -54,9 +54,10 @@ class Unit:
     numel: int
     dtype: torch.dtype
     device: torch.device
-    encoded: Encoded | None
+    encoded: Encoded | None  # how to decode it, without the parts themselves
+    stored_bytes: int  # of its parts, wherever they are
     tier: str
-    nbytes: int
+    nbytes: int  # what it takes of its tier's budget
     parts: Parts | None = None  # while on the device
     host: HostCopy | None = None
     file: SpilledFile | None = None
@@ -68,11 +69,6 @@ class Unit:
     cost: float = 0.0
     put_at: int = 0
     touched_at: int = 0
-
-    @property
-    def stored_bytes(self) -> int:
-        """What it takes off the device, as copied."""
-        return self.numel * self.dtype.itemsize if self.encoded is None else self.encoded.nbytes
 
     def decode(self, parts: Parts) -> Tensor:
         """The flat tensor, from parts on the device."""

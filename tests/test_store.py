@@ -1,0 +1,506 @@
+"""`ActivationStore`: what goes in comes out, and the books are right after every call."""
+
+from __future__ import annotations
+
+import gc
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import ActivationStore, CapacityError, ChangedInPlaceError, Missing, StoreError
+from lowtide.memory.meter import cpu_allocation_totals
+from lowtide.memory.pinned import GRANULE_BYTES, PinnedPool, round_up
+
+
+def floats(num_bytes: int) -> Tensor:
+    return torch.randn(num_bytes // 4)
+
+
+def check_books(store: ActivationStore) -> None:
+    stats = store.stats()
+    assert stats.held_bytes == sum(entry.nbytes for entry in stats.entries) == sum(stats.held_bytes_by_tier.values())
+    assert stats.num_held == len(store) == len(list(store)) == len(stats.entries)
+    for tier, held in stats.held_bytes_by_tier.items():
+        assert 0 <= held <= stats.peak_bytes_by_tier[tier] <= stats.budget_bytes_by_tier[tier]
+    tiers: dict[str, Any] = store._shelves._tiers
+    assert {name: tier.used_bytes for name, tier in tiers.items()} == dict(stats.held_bytes_by_tier)
+
+
+# Keys
+
+
+def test_put_get_take_has_remove_clear() -> None:
+    store = ActivationStore()
+    a, b = floats(400), floats(800)
+    handle = store.put("a", a)
+    store.put(("b", 1), b)
+    assert list(store) == ["a", ("b", 1)] and len(store) == 2
+    assert store.has("a") and "a" in store and "c" not in store
+    assert torch.equal(store.get("a"), a) and torch.equal(handle.get(), a)
+    assert store.stats().held_bytes == 1200
+    assert torch.equal(store.take(("b", 1)), b)
+    assert store.stats().held_bytes == 400
+    store.remove("a")
+    assert len(store) == 0 and store.stats().held_bytes == 0
+    for missing in (store.get, store.take, store.remove):
+        with pytest.raises(KeyError, match="nothing is stored under 'a'"):
+            missing("a")
+    store.put("x", a)
+    store.clear()
+    check_books(store)
+    assert store.stats().num_created == 3
+
+
+def test_putting_again_replaces_and_renews() -> None:
+    store = ActivationStore(device=1000)
+    store.put("a", floats(400))
+    store.put("b", floats(400))
+    renewed = floats(600)
+    store.put("a", renewed)
+    assert list(store) == ["b", "a"]
+    assert torch.equal(store.get("a"), renewed)
+    assert store.stats().held_bytes == 1000
+    check_books(store)
+
+
+def test_a_value_larger_than_every_tier_changes_nothing() -> None:
+    store = ActivationStore(device=1000, host=500)
+    kept = floats(400)
+    store.put("a", kept)
+    with pytest.raises(CapacityError, match=r"1\.2 KiB is larger than every tier \(device 1000 B, host 500 B\)"):
+        store.put("a", floats(1200))
+    assert torch.equal(store.get("a"), kept)
+    check_books(store)
+
+
+def test_replacing_without_room_keeps_the_old() -> None:
+    store = ActivationStore(device=1000, on_full="error")
+    old = floats(400)
+    store.put("a", old)
+    store.put("b", floats(600))
+    with pytest.raises(CapacityError):
+        store.put("a", floats(404))
+    assert torch.equal(store.get("a"), old)
+    check_books(store)
+
+
+def test_only_tensors() -> None:
+    with pytest.raises(TypeError, match="not list"):
+        ActivationStore().put("a", [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_full": "spil"}, {"order": "newest"}, {"codec": "zip"}, {"device": 0}, {"host": "1 apple"}], ids=str
+)
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        ActivationStore(**options)
+
+
+# Tiers
+
+
+def test_spilling_moves_the_oldest_down_as_many_as_it_takes(tmp_path: Path) -> None:
+    store = ActivationStore(device=1000, host=1000, disk=10_000, folder=tmp_path)
+    values = {i: floats(400) for i in range(6)}
+    for key, value in values.items():
+        store.put(key, value)
+        check_books(store)
+    tiers = {entry.key: entry.tier for entry in store.stats().entries}
+    assert tiers == {0: "disk", 1: "disk", 2: "host", 3: "host", 4: "device", 5: "device"}
+    store.put("large", big := floats(1000))  # needs two to go, which need two more to go
+    tiers = {entry.key: entry.tier for entry in store.stats().entries}
+    assert tiers == {0: "disk", 1: "disk", 2: "disk", 3: "disk", 4: "host", 5: "host", "large": "device"}
+    for key, value in values.items():
+        assert torch.equal(store.get(key), value)
+    assert torch.equal(store.take("large"), big)
+    assert store.stats().num_in_memory == 2 and store.stats().num_spilled == 10
+    store.close()
+
+
+def test_a_value_too_large_for_the_first_tier_goes_below() -> None:
+    store = ActivationStore(device=100, host=1000)
+    store.put("a", value := floats(400))
+    assert store.stats().held_bytes_by_tier == {"device": 0, "host": 400}
+    assert torch.equal(store.get("a"), value)
+
+
+def test_eviction_drops_and_says_what_is_missing() -> None:
+    store = ActivationStore(device=1000, on_full="evict")
+    for key in range(3):
+        store.put(key, floats(400))
+    missing = store.get(0)
+    assert isinstance(missing, Missing) and not missing
+    assert missing == Missing(0, torch.Size([100]), torch.float32, 400)
+    assert not store.has(0) and store.stats().num_evicted == 1
+    store.put(0, floats(400))
+    assert isinstance(store.get(0), Tensor)
+    check_books(store)
+
+
+def test_error_when_full() -> None:
+    store = ActivationStore(device=1000, host=1000, on_full="error")
+    store.put("a", floats(800))
+    with pytest.raises(CapacityError, match="no room for 400 B in the device tier"):
+        store.put("b", floats(400))
+    check_books(store)
+
+
+def test_costs_decide_who_goes() -> None:
+    store = ActivationStore(device=1000, on_full="evict")
+    store.put("dear", floats(400), cost=100.0)
+    store.put("cheap", floats(400), cost=1.0)
+    store.put("new", floats(400), cost=50.0)
+    assert store.has("dear") and not store.has("cheap")
+    oldest = ActivationStore(device=1000, on_full="evict", order="oldest")
+    oldest.put("dear", floats(400), cost=100.0)
+    oldest.put("cheap", floats(400), cost=1.0)
+    oldest.put("new", floats(400), cost=50.0)
+    assert not oldest.has("dear")
+
+
+def test_staleness_counts_with_cost() -> None:
+    store = ActivationStore(device=1000, on_full="evict", order="cost")
+    store.put("stale", floats(400), cost=10.0)
+    store.put("used", floats(400), cost=10.0)
+    for _ in range(10):
+        store.get("used")
+    store.put("new", floats(400), cost=10.0)
+    assert store.has("used") and not store.has("stale")
+
+
+# What is held
+
+
+def test_views_of_one_storage_are_held_once() -> None:
+    base = torch.randn(10, 20)
+    for store in (ActivationStore(), ActivationStore(host="1MiB")):
+        store.put("base", base)
+        store.put("transposed", base.t())
+        store.put("half", base[5:])
+        assert store.stats().held_bytes == 800
+        assert torch.equal(store.get("transposed"), base.t()) and store.get("transposed").stride() == base.t().stride()
+        assert torch.equal(store.take("base"), base)
+        assert store.stats().held_bytes == 800
+        assert torch.equal(store.take("half"), base[5:])
+        assert torch.equal(store.take("transposed"), base.t())
+        assert store.stats().held_bytes == 0
+        check_books(store)
+
+
+def test_small_parts_of_one_storage() -> None:
+    base = torch.randn(12, 100)
+    on_device, on_host = ActivationStore(), ActivationStore(host="1MiB")
+    for key, part in enumerate(base.split(3)):
+        on_device.put(key, part)
+        on_host.put(key, part)
+        check_books(on_device)
+        check_books(on_host)
+    assert on_device.stats().held_bytes == 4800  # they keep one storage alive, once
+    on_device.take(0)
+    assert on_device.stats().held_bytes == 4800
+    assert on_host.stats().held_bytes == 4800  # four copies of a quarter each
+    on_host.take(0)
+    assert on_host.stats().held_bytes == 3600
+    assert torch.equal(on_host.get(2), base[6:9])
+
+
+def test_a_storage_reused_by_the_allocator_is_another_value() -> None:
+    store = ActivationStore(host="1GiB")
+    kept = []
+    for key in range(50):
+        value = torch.full((1000,), float(key))
+        store.put(key, value)
+        kept.append(float(key))
+        del value
+    assert [store.get(key)[0].item() for key in range(50)] == kept
+
+
+def test_the_same_storage_after_a_change_is_another_value() -> None:
+    store = ActivationStore(host="1MiB")
+    x = torch.ones(10)
+    store.put("before", x)
+    x.add_(1)
+    store.put("after", x)
+    assert store.get("before")[0] == 1 and store.get("after")[0] == 2
+
+
+def test_parameters_and_their_views_are_left_alone() -> None:
+    linear = nn.Linear(10, 10)
+    store = ActivationStore(host="1MiB")
+    for key, tensor in {"w": linear.weight, "t": linear.weight.t(), "v": linear.weight.detach().view(-1)[:3]}.items():
+        store.put(key, tensor)
+    cast = linear.weight.to(torch.float64).t()
+    store.put("cast", cast)
+    assert store.get("w") is linear.weight and store.get("cast") is cast
+    assert store.stats().held_bytes <= 400
+
+
+UNUSUAL: dict[str, Any] = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "complex": lambda: torch.randn(5, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(5, dtype=torch.complex64).conj(),
+    "empty": lambda: torch.empty(0, 3),
+    "scalar": lambda: torch.tensor(3.0),
+    "expanded": lambda: torch.randn(1, 5).expand(7, 5),
+    "strided": lambda: torch.randn(10, 10)[::2, ::3],
+    "bool": lambda: torch.rand(50) < 0.5,
+    "int64": lambda: torch.arange(50),
+    "float8": lambda: torch.randn(64).to(torch.float8_e4m3fn),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "negative view": lambda: torch.randn(5, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("codec", [None, "lossless"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_unusual_tensors_come_back_exactly(kind: str, codec: str | None, tier: str, tmp_path: Path) -> None:
+    tensor = UNUSUAL[kind]()
+    with ActivationStore(**{tier: "1MiB"}, codec=codec, folder=tmp_path) as store:
+        store.put("x", tensor)
+        back = store.get("x")
+    assert back.dtype == tensor.dtype and back.shape == tensor.shape and back.layout == tensor.layout
+    if tensor.layout is torch.strided:
+        assert back.stride() == tensor.stride()
+        assert torch.equal(back.float() if kind == "float8" else back, tensor.float() if kind == "float8" else tensor)
+    else:
+        assert torch.equal(back.to_dense(), tensor.to_dense())
+
+
+def test_subclasses_are_left_alone() -> None:
+    class Mine(Tensor):
+        pass
+
+    tensor = torch.randn(5).as_subclass(Mine)
+    store = ActivationStore(host="1MiB")
+    store.put("x", tensor)
+    assert store.get("x") is tensor
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2", "int8", "int4"])
+def test_codecs_shrink_what_is_held(codec: str, tier: str, tmp_path: Path) -> None:
+    value = torch.randn(64, 128)
+    with ActivationStore(**{tier: "1MiB"}, codec=codec, folder=tmp_path) as store:
+        store.put("x", value.t())
+        share = {"float16": 0.5, "bfloat16": 0.5, "int4": 0.125}.get(codec, 0.25)
+        assert share * value.nbytes <= store.stats().held_bytes <= share * value.nbytes * 1.07 + 8
+        back = store.get("x")
+        assert back.stride() == value.t().stride() and back.dtype == torch.float32
+        assert 0 < (back - value.t()).abs().max() < 0.4
+        store.put("exact", value, codec=None)
+        assert torch.equal(store.get("exact"), value)
+        store.put("indices", torch.arange(10_000))
+        assert torch.equal(store.get("indices"), torch.arange(10_000))
+
+
+def test_a_value_changed_in_place_is_refused_on_the_device() -> None:
+    store = ActivationStore()
+    x = torch.ones(5)
+    store.put("x", x)
+    x[2:].add_(1)
+    with pytest.raises(ChangedInPlaceError, match="'x' was changed in place"):
+        store.get("x")
+
+
+def test_books_equal_the_profilers_to_the_byte() -> None:
+    for tier in ("host", "device"):
+        store = ActivationStore(**{tier: "1GiB"}, codec="float16")
+        values = [torch.randn(size) for size in (5000, 12_345, 70_001)]
+        totals = cpu_allocation_totals(lambda s=store, v=values: [s.put(i, x) for i, x in enumerate(v)])
+        assert totals[-1] == store.stats().held_bytes
+        plain = ActivationStore(host="1GiB")
+        totals = cpu_allocation_totals(lambda s=plain, v=values: [s.put(i, x) for i, x in enumerate(v)])
+        assert totals[-1] == plain.stats().held_bytes
+
+
+# Disk and faults
+
+
+def test_the_spill_folder_is_private_and_goes_away(tmp_path: Path) -> None:
+    store = ActivationStore(disk="1MiB", folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    store.put("x", value := floats(4000))
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert torch.equal(store.get("x"), value)
+    store.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(StoreError, match="closed"):
+        store.put("y", value)
+    store = ActivationStore(disk="1MiB", folder=tmp_path)
+    store.put("x", value)
+    del store
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, torch, lowtide
+        store = lowtide.ActivationStore(disk="1MiB", folder={str(tmp_path)!r})
+        store.put("x", torch.ones(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    with ActivationStore(disk="1MiB", folder=tmp_path) as living:
+        living.put("x", torch.ones(10))
+        assert len(list(tmp_path.iterdir())) == 1  # the orphan is gone, and ours is here
+        with ActivationStore(disk="1MiB", folder=tmp_path) as second:
+            second.put("y", torch.ones(10))
+            assert torch.equal(living.get("x"), torch.ones(10))  # a living store's folder is no orphan
+
+
+def test_damage_and_loss_on_disk_are_noticed(tmp_path: Path) -> None:
+    store = ActivationStore(disk="1MiB", folder=tmp_path)
+    store.put("x", floats(4000))
+    (file,) = tmp_path.glob("*/*.bin")
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StoreError, match="damaged"):
+        store.get("x")
+    file.write_bytes(content[:50])
+    with pytest.raises(StoreError, match="cannot read back"):
+        store.get("x")
+    file.unlink()
+    with pytest.raises(StoreError, match="Was the spill folder removed"):
+        store.get("x")
+    store.remove("x")
+    check_books(store)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(device=1000, disk="1MiB", folder=tmp_path)
+    store.put("a", a := floats(800))
+
+    def full(file: Any, view: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowtide.memory.disk._write_all", full)
+        with pytest.raises(StoreError, match=r"No space left on device.*Free space there or lower disk="):
+            store.put("b", floats(800))
+    assert torch.equal(store.get("a"), a) and not store.has("b")
+    check_books(store)
+    assert not list(tmp_path.glob("*/*.bin"))
+    store.put("b", floats(800))
+    check_books(store)
+
+
+def test_an_unusable_folder() -> None:
+    with pytest.raises(StoreError, match="cannot make a spill folder"):
+        ActivationStore(disk="1MiB", folder="/proc/nowhere").put("x", floats(400))
+
+
+# Threads and random walks
+
+
+def test_threads_put_and_take_at_once() -> None:
+    store = ActivationStore(device=20_000, host=20_000, disk=10_000_000)
+    failures: list[str] = []
+
+    def work(name: int) -> None:
+        for i in range(60):
+            value = torch.full((500,), float(name * 1000 + i))
+            store.put((name, i), value)
+            if i % 3 == 0 and not torch.equal(store.take((name, i)), value):
+                failures.append(f"{name} {i}")
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(store) == 4 * 40
+    check_books(store)
+    store.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "get", "take", "remove"]), st.integers(0, 6), st.integers(1, 300)),
+        max_size=40,
+    ),
+    st.sampled_from(["spill", "evict", "error"]),
+    st.booleans(),
+)
+def test_random_walks_keep_the_books(steps: list[tuple[str, int, int]], on_full: str, with_costs: bool) -> None:
+    store = ActivationStore(device=1000, host=700, disk=900, on_full=on_full)
+    expected: dict[int, Tensor] = {}
+    for operation, key, size in steps:
+        try:
+            if operation == "put":
+                value = torch.randn(size)
+                store.put(key, value, cost=float(size) if with_costs else None)
+                expected[key] = value
+            elif operation == "get":
+                value = store.get(key)
+                assert isinstance(value, Missing) or torch.equal(value, expected[key])
+            elif operation == "take":
+                value = store.take(key)
+                assert isinstance(value, Missing) or torch.equal(value, expected[key])
+                expected.pop(key)
+            else:
+                store.remove(key)
+                expected.pop(key)
+        except CapacityError:
+            pass
+        except KeyError:
+            assert key not in expected
+        check_books(store)
+        if on_full != "evict":
+            assert set(store) == set(expected)
+    store.close()
+
+
+# The pool of locked memory, without a device
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40 * GRANULE_BYTES), max_size=30), st.randoms())
+def test_pool_extents_never_overlap_and_join_again(sizes: list[int], choice: Any) -> None:
+    pool = PinnedPool(200 * GRANULE_BYTES, pin=False)
+    held: list[Any] = []
+    for size in sizes:
+        extents = pool.allocate(size)
+        if extents is None:
+            assert sum(e.nbytes for es in held for e in es) + round_up(size) > 128 * GRANULE_BYTES
+            if held:
+                pool.release(held.pop(choice.randrange(len(held))))
+            continue
+        assert sum(extent.nbytes for extent in extents) == round_up(size)
+        held.append(extents)
+        runs = sorted(extent for es in held for extent in es)
+        for a, b in pairwise(runs):
+            assert a.slab != b.slab or a.start + a.nbytes <= b.start
+    assert pool.locked_bytes <= 200 * GRANULE_BYTES
+    for extents in held:
+        pool.release(extents)
+    assert sum(extent.nbytes for extent in pool._free) == pool.locked_bytes
+
+
+def test_stats_print_well() -> None:
+    store = ActivationStore(device="1KiB", host="1MiB")
+    for key in range(30):
+        store.put(key, floats(400), cost=1.0)
+    text = str(store.stats())
+    assert "30 values" in text and "spilled" in text and "and 10 more" in text
+    assert len(text.splitlines()) <= 30
+    assert str(ActivationStore().stats()).count("no limit") == 1
+    assert lowtide.ActivationStore().stats().utilization == 0
