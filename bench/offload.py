@@ -119,12 +119,12 @@ def main() -> None:
         "",
         f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, lowtide "
         f"{lowtide.__version__}. {options.layers} Llama-like blocks of width {options.width}, {options.batch} x "
-        f"{options.tokens} tokens, bfloat16, eager, forward and backward; medians of {options.rounds} steps in one run. "
+        f"{options.tokens} tokens, bfloat16, eager, forward and backward; medians of {options.rounds} steps, one run. "
         f"Pinned copies alone: {gb_out:.1f} GB/s out, {gb_in:.1f} GB/s in. "
         f"Everything offloaded is {out_bytes / GIB:.2f} GiB out, {in_bytes / GIB:.2f} GiB in.",
         "",
-        "*Best possible* lets copies run wholly beside compute: the longer of both in the forward, and in the backward. "
-        "*Hidden* is the share of the copy time that could be hidden and was.",
+        "*Best possible* lets copies run wholly beside compute: the longer of the two in the forward, and in the "
+        "backward. *Hidden* is the share of the copy time that could be hidden and was.",
         "",
         "| | ms | peak GiB | moved out GiB | best possible ms | hidden |",
         "|---|---|---|---|---|---|",

@@ -100,7 +100,7 @@ def test_asynchronous_copies_equal_synchronous_ones_under_load() -> None:
     handles = [block.register_forward_hook(slow) for block in model.blocks]
     handles += [block.register_full_backward_hook(slow) for block in model.blocks]
     for step in range(20):
-        x = torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         ours, plain = gradients(model, x, store, step), gradients(model, x, None, step)
         assert all(map(torch.equal, ours, plain)), f"step {step}"
     for handle in handles:
@@ -161,7 +161,7 @@ def test_without_locked_memory_it_goes_on_with_one_warning(monkeypatch: pytest.M
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_codecs_on_the_device(codec: str, tier: str) -> None:
     store = ActivationStore(**{tier: "1GiB"}, codec=codec)
-    value = torch.randn(512, 512, device="cuda")
+    value = torch.randn(2048, 512, device="cuda")
     value[3, 4], value[5, 6] = torch.nan, torch.inf
     store.put("x", value)
     assert store.stats().held_bytes < 0.56 * value.nbytes
@@ -203,8 +203,9 @@ def test_region_inputs_in_a_store() -> None:
 def test_torchs_stream_sanitizer_finds_no_race() -> None:
     script = """
         import torch, lowtide
+        from torch import nn
         store = lowtide.ActivationStore(host="1GiB", in_flight="1MiB")
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6))).cuda()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6))).cuda()
         for step in range(4):
             x = torch.randn(512, 256, device="cuda")
             with lowtide.offload(store, min_bytes=0):

@@ -25,11 +25,6 @@ from lowtide.errors import LowtideError
 torch_checkpoint = torch_checkpoint_module.checkpoint
 TorchCheckpointError = torch_checkpoint_module.CheckpointError
 
-try:  # torch >= 2.13; the branch goes when 2.13 is the oldest torch we allow
-    from torch._C._autograd import _make_saved_tensor as make_saved_tensor
-except ImportError:
-    make_saved_tensor = None  # type: ignore[assignment]
-
 
 def under_functorch() -> bool:
     """Whether a torch.func transform is running. Obsolete when torch.func supports saved-tensor hooks (#122729)."""
@@ -83,6 +78,11 @@ def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions:
     counted = [(tensor, v) for tensor, v in zip(tensors, versions, strict=True) if not tensor.is_inference()]
     if counted:
         torch._C._autograd._unsafe_set_version_counter(tuple(t for t, _ in counted), tuple(v for _, v in counted))
+
+
+def reset_version(tensor: Tensor) -> None:
+    """Count no changes so far, for a tensor that has just been filled. Obsolete like `overwrite_all`."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (0,))
 
 
 class ReadGuard(TorchDispatchMode):
@@ -167,22 +167,21 @@ class _Keep(torch.autograd.Function):
 
 
 def save_tensors(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """Save tensors as an autograd node would (hooks and version check included); call the result to have them back."""
-    # Autograd refuses to save inference tensors; nothing can change or differentiate them, so they are simply held.
-    savable = [not tensor.is_inference() for tensor in tensors]
-    if make_saved_tensor is not None:
-        saved: list[Any] = [
-            make_saved_tensor(tensor, is_output=False) if save else tensor
-            for tensor, save in zip(tensors, savable, strict=True)
-        ]
-        return lambda: [item.unpack() if save else item for item, save in zip(saved, savable, strict=True)]
-    held = [None if save else tensor for tensor, save in zip(tensors, savable, strict=True)]
-    keeper = _Keep.apply(torch.empty(0, requires_grad=True), *(t for t, s in zip(tensors, savable, strict=True) if s))
+    """Keep tensors as an autograd node would, so that saved-tensor hooks see them; call the result to have them back.
+
+    Without hooks they are simply held: who calls this checks versions itself.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return lambda: tensors
+    # Autograd refuses to save inference tensors; nothing can change or differentiate them, so they are held too.
+    saved = [tensor for tensor in tensors if not tensor.is_inference()]
+    keeper = _Keep.apply(torch.empty(0, requires_grad=True), *saved)
 
     def unpack() -> list[Tensor]:
         unpacked = iter(keeper.grad_fn.saved_tensors)
-        return [next(unpacked) if tensor is None else tensor for tensor in held]
+        return [tensor if tensor is not None else next(unpacked) for tensor in held]
 
+    held = [tensor if tensor.is_inference() else None for tensor in tensors]
     return unpack
 
 

@@ -6,6 +6,7 @@ tensors only, and no generators; so all random states are kept here, and torch i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -78,5 +79,6 @@ class _RandomStates:
             generator.set_state(state)
 
 
+@functools.cache
 def _device_module() -> Any:
     return torch.get_device_module(_compat.accelerator())

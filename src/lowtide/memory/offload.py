@@ -35,7 +35,7 @@ class _Kept:
         self._tensor: Tensor | None = tensor
         if store is not None:
             self._key: Hashable = ("saved", next(_serial))
-            store.put(self._key, tensor)
+            store.put_saved(self._key, tensor, self._watch)
             self._store, self._tensor = store, None
 
     def restore(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -64,7 +64,7 @@ class Shelves:
         self._in_flight_bytes = in_flight_bytes
         self._evicted = evicted
         self._units: dict[SourceKey, Unit] = {}
-        self._by_age: list[Unit] = []  # in the order they were put, with dropped ones in between
+        self._on_host: list[Unit] = []  # units in host memory, in the order they were put
         self._arriving: list[Unit] = []  # fetched ahead, and not asked for yet
         self._on_device: dict[int, list[Unit]] = {}  # units that keep one storage alive; the first carries its bytes
         self._movers: dict[torch.device, Mover] = {}
@@ -73,17 +73,27 @@ class Shelves:
         self._num_spilled = self._moved_down_bytes = self._moved_up_bytes = 0
         self._waited_s = 0.0
         self._has_costs = False
+        # What the last round (from the first unit put to the last one dropped) had beyond the device's budget.
+        self._round_bytes = 0
+        self._overflow_bytes = 0.0
 
     def tick(self) -> int:
         self.clock += 1
         return self.clock
 
-    def put(self, tensor: Tensor, codec: Codec | None, cost: float | None) -> tuple[Unit, int]:
-        """The unit that holds the tensor's storage, made and placed if need be, and where in the storage it starts."""
+    def put(self, tensor: Tensor, codec: Codec | None, cost: float | None, *, ahead: bool) -> tuple[Unit, int]:
+        """The unit that holds the tensor's storage, made and placed if need be, and where in the storage it starts.
+
+        With `ahead`, a unit that would have to leave the device later, by the last round's measure, leaves at once:
+        copies then have the whole forward to hide in, not only what is left of it when the device is full.
+        """
         source, start, numel = source_of(tensor, codec)
         unit = self._units.get(source)
         if unit is None or not unit.storage.is_alive():
             unit = self._new_unit(tensor, source, start, numel, codec)
+            self._round_bytes += unit.nbytes
+            self._place(unit, leaves_at_once=ahead and self._round_bytes <= self._overflow_bytes)
+            self._units[source] = unit
         unit.num_entries += 1
         if cost is not None:
             self._has_costs = True
@@ -109,30 +119,29 @@ class Shelves:
             put_at=self.tick(),
         )
         unit.touched_at = unit.put_at
-        self._place(unit)
-        self._units[source] = unit
-        if len(self._by_age) > 2 * len(self._units) + 100:
-            self._by_age = [earlier for earlier in self._by_age if earlier.num_entries]
-        self._by_age.append(unit)
         return unit
 
     def get(self, unit: Unit) -> Tensor:
         """The unit's flat tensor on its device. Those the backward is likely to ask for next start on their way."""
         unit.touched_at = self.tick()
+        self._settle()
         if unit.parts is not None:
-            return unit.decode(unit.parts)
-        if unit.fetched is None:
-            if self._arriving_bytes() >= self._in_flight_bytes:
-                for other in list(self._arriving):  # fetched in vain: the backward asks in another order
-                    self._cancel_fetch(other)
-            self._fetch(unit)
-        assert unit.fetched is not None
-        flat = unit.decode(unit.fetched.wait())
-        if unit in self._arriving:
-            self._arriving.remove(unit)
-        unit.num_served += 1
-        if unit.num_served >= unit.num_entries:
-            unit.fetched = None
+            flat = unit.decode(unit.parts)
+        else:
+            if unit.fetched is None:
+                if self._arriving_bytes() >= self._in_flight_limit():
+                    for other in list(self._arriving):  # fetched in vain: the backward asks in another order
+                        self._cancel_fetch(other)
+                self._fetch(unit)
+            assert unit.fetched is not None
+            flat = unit.decode(unit.fetched.wait())
+            if unit in self._arriving:
+                self._arriving.remove(unit)
+            unit.num_served += 1
+            if unit.num_served >= unit.num_entries:
+                unit.fetched = None
+        if not unit.depends_on_source or unit.parts is None:
+            _compat.reset_version(flat)  # filling it was no change of the value
         self._fetch_ahead(unit)
         return flat
 
@@ -165,8 +174,7 @@ class Shelves:
             self._spill_folder.close()
 
     def stats(self, entries: tuple[EntryStats, ...], *, num_created: int, num_evicted: int) -> StoreStats:
-        for mover in self._movers.values():
-            mover.settle()
+        self._settle()
         return StoreStats(
             entries=entries,
             held_bytes_by_tier={
@@ -186,7 +194,7 @@ class Shelves:
 
     # Room
 
-    def _place(self, unit: Unit) -> None:
+    def _place(self, unit: Unit, *, leaves_at_once: bool) -> None:
         """Put a new unit into the first tier that is large enough for it."""
         sizes = {tier: self._size_in(unit, tier) for tier in self._tiers}
         tier = next((tier for tier in self._tiers if sizes[tier] <= self._tiers[tier].budget_bytes), None)
@@ -196,6 +204,9 @@ class Shelves:
                 f"a value of {format_bytes(unit.nbytes)} is larger than every tier ({budgets}). "
                 "Give a tier more, or choose a codec."
             )
+        if leaves_at_once and tier == DEVICE and HOST in self._tiers:
+            host = self._tiers[HOST]
+            tier = HOST if host.used_bytes + sizes[HOST] <= host.budget_bytes else DEVICE
         self._make_room(tier, sizes[tier])
         if tier != DEVICE:
             self._move_down(unit, tier)
@@ -264,7 +275,7 @@ class Shelves:
     def _leaving_order(self, tier_name: str) -> list[Unit]:
         units = [unit for unit in self._units.values() if unit.tier == tier_name]
         if self._order == "oldest" or (self._order == "auto" and not self._has_costs):
-            return sorted(units, key=lambda unit: unit.put_at)
+            return units  # in the order they were put
         # DTR's heuristic (Kirisame et al. 2021): what is cheap to have again, large, and long unused goes first.
         return sorted(
             units, key=lambda unit: (unit.cost / (unit.stored_bytes * (1 + self.clock - unit.touched_at)), unit.put_at)
@@ -279,7 +290,7 @@ class Shelves:
             else:
                 if self._pool is None:
                     self._pool = PinnedPool(int(self._tiers[HOST].budget_bytes) if HOST in self._tiers else 0)
-                self._movers[device] = AcceleratorMover(device, self._pool, self._in_flight_bytes)
+                self._movers[device] = AcceleratorMover(device, self._pool)
         return self._movers[device]
 
     def _move_down(self, unit: Unit, tier: str) -> None:
@@ -288,6 +299,7 @@ class Shelves:
         if tier == HOST:
             assert unit.parts is not None
             host = self._mover(unit.device).to_host(unit.parts)
+            self._settle()
             if host is None:
                 raise CapacityError(
                     f"no room for {format_bytes(unit.stored_bytes)} in locked host memory. Raise host=, or lower it to "
@@ -297,7 +309,7 @@ class Shelves:
         else:
             if self._spill_folder is None:
                 self._spill_folder = SpillFolder(self._folder)
-            host, file = None, self._spill_folder.write(self._on_host(unit))
+            host, file = None, self._spill_folder.write(self._read_on_host(unit))
             nbytes = file.nbytes
         self._waited_s += time.perf_counter() - start
         if unit.is_counted:
@@ -308,15 +320,29 @@ class Shelves:
         # A copy on its way reads the source until it is done; a change of the source in that time would change both.
         unit.depends_on_source = unit.depends_on_source and file is None and unit.device.type != "cpu"
         unit.parts, unit.host, unit.file, unit.tier, unit.nbytes = None, host, file, tier, nbytes
+        if host is not None:
+            insort(self._on_host, unit, key=_put_at)
+        elif unit in self._on_host:
+            self._on_host.remove(unit)
         if unit.is_counted:
             self._enter(unit)
         self._moved_down_bytes += nbytes
 
-    def _on_host(self, unit: Unit) -> Parts:
+    def _read_on_host(self, unit: Unit) -> Parts:
         if unit.host is not None:
             return unit.host.on_host()
         assert unit.parts is not None
         return tuple(part.cpu() for part in unit.parts)
+
+    def _settle(self) -> None:
+        """Let go of what copies out have read."""
+        for mover in self._movers.values():
+            mover.settle(self._in_flight_limit())
+
+    def _in_flight_limit(self) -> float:
+        """Bytes that copies may hold on the device: their own allowance, and what the device tier does not use."""
+        device = self._tiers.get(DEVICE)
+        return self._in_flight_bytes + (0 if device is None else device.budget_bytes - device.used_bytes)
 
     def _fetch(self, unit: Unit) -> None:
         start = time.perf_counter()
@@ -341,12 +367,11 @@ class Shelves:
         """
         if unit.device.type == "cpu":
             return
-        position = bisect_left(self._by_age, unit.put_at, key=lambda u: u.put_at)
-        for index in range(position - 1, -1, -1):
-            if self._arriving_bytes() >= self._in_flight_bytes:
+        for index in range(bisect_left(self._on_host, unit.put_at, key=_put_at) - 1, -1, -1):
+            if self._arriving_bytes() >= self._in_flight_limit():
                 return
-            earlier = self._by_age[index]
-            if earlier.num_entries and earlier.host is not None and earlier.fetched is None and not earlier.num_served:
+            earlier = self._on_host[index]
+            if earlier.fetched is None and not earlier.num_served:
                 self._fetch(earlier)
 
     def _cancel_fetch(self, unit: Unit) -> None:
@@ -361,6 +386,16 @@ class Shelves:
             unit.host.release()
         if unit.file is not None and self._spill_folder is not None:
             self._spill_folder.remove(unit.file)
+        if unit in self._on_host:
+            self._on_host.remove(unit)
+        self._settle()
         unit.parts = unit.host = unit.file = None
         if self._units.get(unit.source) is unit:
             del self._units[unit.source]
+        if not self._units and DEVICE in self._tiers:
+            self._overflow_bytes = max(0, self._round_bytes - self._tiers[DEVICE].budget_bytes)
+            self._round_bytes = 0
+
+
+def _put_at(unit: Unit) -> int:
+    return unit.put_at

@@ -149,11 +149,17 @@ class ActivationStore:
         with self._locked():
             previous = self._entries.get(key)
             with self._shelves.without(previous.unit if previous is not None else None):
-                entry = self._new_entry(key, tensor, cost, chosen)
+                entry = self._new_entry(key, tensor, cost, chosen, _compat.VersionWatch(tensor), ahead=False)
             self._forget(key)
             self._entries[key] = entry
             self._num_created += 1
         return Handle(self, key)
+
+    def put_saved(self, key: Hashable, tensor: Tensor, watch: _compat.VersionWatch) -> None:
+        """`put` under a new key, for values of a step that repeats: what had to leave the device leaves it at once."""
+        with self._locked():
+            self._entries[key] = self._new_entry(key, tensor, None, self._codec, watch, ahead=True)
+            self._num_created += 1
 
     def get(self, key: Hashable) -> Tensor | Missing:
         """The value under `key`, on its device; a `Missing` if it was evicted; `KeyError` if it never was here."""
@@ -241,11 +247,19 @@ class ActivationStore:
         while self._released:
             self._forget(self._released.popleft())
 
-    def _new_entry(self, key: Hashable, tensor: Tensor, cost: float | None, codec: Codec | None) -> _Entry:
-        watch = _compat.VersionWatch(tensor)
+    def _new_entry(
+        self,
+        key: Hashable,
+        tensor: Tensor,
+        cost: float | None,
+        codec: Codec | None,
+        watch: _compat.VersionWatch,
+        *,
+        ahead: bool,
+    ) -> _Entry:
         if is_left_alone(tensor):
             return _Entry(key, None, None, tensor, watch, cost, self._shelves.tick())
-        unit, start = self._shelves.put(tensor, codec, cost)
+        unit, start = self._shelves.put(tensor, codec, cost, ahead=ahead)
         view = View(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
         return _Entry(key, unit, view, None, watch, cost, self._shelves.tick())
 

@@ -65,8 +65,8 @@ class Mover(ABC):
     def to_host(self, parts: Parts) -> HostCopy | None:
         """Start copying parts to the host; None if the pool has no room."""
 
-    def settle(self) -> None:
-        """Let go of sources whose copies are done."""
+    def settle(self, max_in_flight_bytes: float) -> None:
+        """Let go of sources whose copies are done, and of as many others as are beyond the limit."""
         return
 
     def waited_s(self) -> float:
@@ -115,13 +115,12 @@ class _Here(Fetched):
 class AcceleratorMover(Mover):
     """Copies out and in on streams of their own, through a pool of locked host memory."""
 
-    def __init__(self, device: torch.device, pool: PinnedPool, max_in_flight_bytes: int) -> None:
+    def __init__(self, device: torch.device, pool: PinnedPool) -> None:
         self.device = device
         self.pool = pool
         self.module: Any = torch.get_device_module(device)
         self.stream_out = self.module.Stream(device=device)
         self.stream_in = self.module.Stream(device=device)
-        self._max_in_flight_bytes = max_in_flight_bytes
         self._sources: deque[tuple[Parts, Any, Any, int]] = deque()
         self._waits: list[tuple[Any, Any]] = []
         self._waited_s = 0.0
@@ -143,14 +142,13 @@ class AcceleratorMover(Mover):
             done = self.stream_out.record_event()
         self._sources.append((parts, producer, done, nbytes))
         self.in_flight_bytes += nbytes
-        self.settle()
         return _PinnedCopy(self, extents, parts, done)
 
-    def settle(self) -> None:
+    def settle(self, max_in_flight_bytes: float) -> None:
         while self._sources:
             _, producer, done, nbytes = self._sources[0]
             if not done.query():
-                if self.in_flight_bytes <= self._max_in_flight_bytes:
+                if self.in_flight_bytes <= max_in_flight_bytes:
                     return
                 # Stop compute, not the host: memory freed now is used again only by what that stream does later.
                 self.stall(producer, done)

@@ -1,0 +1,87 @@
+"""Bytes, error and speed of each codec: `python bench/codecs.py`. Writes bench/results/codecs-<device>.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.memory.codecs import CODECS
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def seconds(call: Callable[[], Any], device: str, rounds: int = 7) -> float:
+    times = []
+    for _ in range(rounds + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def inputs(device: str, numel: int) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    normal = torch.randn(numel, device=device, generator=generator)
+    return {
+        "normal float32": normal,
+        "normal bfloat16": normal.bfloat16(),
+        "ReLU output, float32": normal.relu(),
+        "dropout mask, bool": torch.rand(numel, device=device, generator=generator) < 0.1,
+        "token ids, int64": torch.randint(0, 50_000, (numel,), device=device, generator=generator),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device, numel = options.device, (1 << 26 if options.device == "cuda" else 1 << 22)
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    lines = [
+        f"# Codecs on {name}",
+        "",
+        f"{datetime.date.today()}, torch {torch.__version__}; {numel} values in rows of 1024; medians of 7. Error: the "
+        "root mean square and the largest, as a share of the largest magnitude. GB/s of the uncompressed bytes; "
+        "*copy* is a plain copy on the device.",
+        "",
+        "| input | codec | bytes | rms error | largest error | write GB/s | read GB/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, flat in inputs(device, numel).items():
+        copy_s = seconds(flat.clone, device)
+        lines.append(f"| {kind} | *copy* | 100 % | 0 | 0 | {flat.nbytes / copy_s / 1e9:.1f} | |")
+        for codec in CODECS.values():
+            encoded = codec.encode(flat, 1024)
+            if encoded is None:
+                continue
+            write_s = seconds(lambda codec=codec, flat=flat: codec.encode(flat, 1024), device)
+            read_s = seconds(lambda codec=codec, encoded=encoded: codec.decode(encoded, encoded.parts), device)
+            error = (codec.decode(encoded, encoded.parts).double() - flat.double()).abs()
+            scale = flat.double().abs().max()
+            rms, largest = (error.square().mean().sqrt() / scale).item(), (error.max() / scale).item()
+            lines.append(
+                f"| {kind} | `{codec.name}` | {encoded.nbytes / flat.nbytes:.1%} | {rms:.1e} | {largest:.1e} "
+                f"| {flat.nbytes / write_s / 1e9:.1f} | {flat.nbytes / read_s / 1e9:.1f} |"
+            )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"codecs-{device}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
