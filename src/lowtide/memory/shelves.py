@@ -25,14 +25,6 @@ from lowtide.memory.transfer import AcceleratorMover, Mover, Parts, PlainMover
 from lowtide.memory.units import DEVICE, HOST, TIERS, SourceKey, Unit, flat_of, source_of
 from lowtide.units import format_bytes
 
-ON_FULL = ("spill", "evict", "error")
-ORDERS = ("auto", "oldest", "cost")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} should be one of {list(choices)}, but got {value!r}")
-
 
 class _Tier:
     def __init__(self, budget_bytes: float) -> None:

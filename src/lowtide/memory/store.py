@@ -24,7 +24,7 @@ from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError, StoreError
 from lowtide.memory import hardware
 from lowtide.memory.codecs import Codec, find_codec
-from lowtide.memory.shelves import ON_FULL, ORDERS, Shelves, check_choice
+from lowtide.memory.shelves import Shelves
 from lowtide.memory.statistics import EntryStats, StoreStats
 from lowtide.memory.units import DEVICE, DISK, HOST, Unit, View, is_left_alone
 from lowtide.units import parse_bytes
@@ -107,8 +107,8 @@ class ActivationStore:
         folder: str | os.PathLike[str] | None = None,
         in_flight: int | str = "1GiB",
     ) -> None:
-        check_choice("on_full", on_full, ON_FULL)
-        check_choice("order", order, ORDERS)
+        _check_choice("on_full", on_full, ("spill", "evict", "error"))
+        _check_choice("order", order, ("auto", "oldest", "cost"))
         budgets: dict[str, float] = {}
         if device is not None:
             budgets[DEVICE] = parse_bytes(device)
@@ -314,3 +314,8 @@ class ActivationStore:
                 )
             )
         return self._shelves.stats(tuple(rows), num_created=self._num_created, num_evicted=self._num_evicted)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} should be one of {list(choices)}, but got {value!r}")
