@@ -171,7 +171,7 @@ def save_tensors(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
 
     Without hooks they are simply held: who calls this checks versions itself.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if current_hooks() is None:
         return lambda: tensors
     # Autograd refuses to save inference tensors; nothing can change or differentiate them, so they are held too.
     saved = [tensor for tensor in tensors if not tensor.is_inference()]
@@ -185,15 +185,21 @@ def save_tensors(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
     return unpack
 
 
+def current_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The saved-tensor hooks in force. Obsolete with a public way to ask."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else (hooks[0], hooks[1])
+
+
 def current_frame() -> Any | None:
     """The bookkeeping of the torch checkpoint whose forward runs now, found in the closure of its pack hook.
 
     Obsolete when torch's checkpoint takes a metadata function and an error callback.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
+    hooks = current_hooks()
+    if hooks is None or not hasattr(hooks[0], "__code__"):
         return None
-    pack = hooks[0]
+    pack: Any = hooks[0]
     for name, cell in zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True):
         if name == "frame":
             return cell.cell_contents

@@ -30,8 +30,9 @@ ReplayError.__module__ = CheckpointError.__module__
 def describe(function: Callable[..., Any]) -> str:
     """What a person calls the region: the module's path and class, or the function's name and where it is."""
     target, suffix = function, ""
-    while isinstance(target, functools.partial):
-        target = target.func
+    while isinstance(target, functools.partial):  # of a layer's own method, or around one
+        methods = (part for part in target.args if isinstance(getattr(part, "__self__", None), nn.Module))
+        target = next(methods, target.func)
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):
         name = target.__name__

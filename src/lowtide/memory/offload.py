@@ -24,30 +24,35 @@ from lowtide.units import parse_bytes
 _serial = itertools.count()
 
 
-class _Kept:
-    """What autograd keeps in place of a tensor. When the graph lets go of it, so does the store."""
+class KeptHere:
+    """What autograd keeps in place of a tensor that stays where it is, with autograd's own check."""
 
-    __slots__ = ("_key", "_store", "_tensor", "_watch")
+    __slots__ = ("_tensor", "_watch")
 
-    def __init__(self, tensor: Tensor, store: ActivationStore | None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._watch = _compat.VersionWatch(tensor)
-        self._store = None
-        self._tensor: Tensor | None = tensor
-        if store is not None:
-            self._key: Hashable = ("saved", next(_serial))
-            store.put_saved(self._key, tensor, self._watch)
-            self._store, self._tensor = store, None
+        self._tensor = tensor
 
     def restore(self) -> Tensor:
-        if self._watch.has_changed():
-            raise ChangedInPlaceError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation after "
-                "it was saved inside lowtide.offload(). Use the out-of-place form of the op that changes it, or change "
-                "it after the backward."
-            )
-        if self._store is None:
-            assert self._tensor is not None
-            return self._tensor
+        _refuse_changed(self._watch)
+        return self._tensor
+
+
+class _KeptInStore:
+    """What autograd keeps in place of a tensor in a store. When the graph lets go of it, so does the store."""
+
+    __slots__ = ("_key", "_store", "_watch")
+
+    def __init__(self, tensor: Tensor, store: ActivationStore) -> None:
+        self._watch = _compat.VersionWatch(tensor)
+        self._key: Hashable = ("saved", next(_serial))
+        self._store: ActivationStore | None = None
+        store.put_saved(self._key, tensor, self._watch)
+        self._store = store
+
+    def restore(self) -> Tensor:
+        _refuse_changed(self._watch)
+        assert self._store is not None
         value = self._store.get(self._key)
         if isinstance(value, Missing):
             raise StoreError(
@@ -61,16 +66,27 @@ class _Kept:
             self._store.release_later(self._key)
 
 
+def _refuse_changed(watch: _compat.VersionWatch) -> None:
+    if watch.has_changed():
+        raise ChangedInPlaceError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation after it "
+            "was saved. Use the out-of-place form of the op that changes it, or change it after the backward."
+        )
+
+
 class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks that keep in `store` what has at least `min_bytes` and does not belong to a module."""
 
     def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
-        def pack(tensor: Tensor) -> _Kept:
+        def pack(tensor: Tensor) -> KeptHere | _KeptInStore:
             small = tensor.layout is torch.strided and tensor.nbytes < min_bytes
             alone = small or is_left_alone(tensor) or (module_tensors is not None and tensor in module_tensors)
-            return _Kept(tensor, None if alone else store)
+            return KeptHere(tensor) if alone else _KeptInStore(tensor, store)
 
-        super().__init__(pack, _Kept.restore)
+        def unpack(kept: KeptHere | _KeptInStore) -> Tensor:
+            return kept.restore()
+
+        super().__init__(pack, unpack)
 
 
 class offload:

@@ -47,6 +47,8 @@ class Reach:
             self.generators.append(value)
         elif isinstance(value, _SKIPPED) or id(value) in self._seen:
             return
+        elif getattr(type(value), "hidden_from_replay", False):
+            return  # an engine's own books, which lead to the whole model and hold nothing a layer reads
         elif depth <= _MAX_DEPTH and len(self._seen) < _MAX_OBJECTS:
             self._seen.add(id(value))
             self._open(value, depth + 1, whole)

@@ -1,0 +1,1 @@
+"""Decisions carried out on a live model."""

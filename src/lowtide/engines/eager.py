@@ -1,0 +1,254 @@
+"""`apply`: a policy carried out on a live model, in place and reversibly.
+
+Each layer gets a `forward` of its own, an instance attribute that is a bound method: Python copies such a method along
+with its module and pickles it by name, Dynamo traces through it, hooks stay outside of it, and no module is wrapped or
+renamed. (A wrapper module renames parameters; `module.compile`'s slot is skipped under torch.compile.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.engines.regions import Selector, find_regions
+from lowtide.errors import LowtideError
+from lowtide.memory.checkpoint import checkpoint
+from lowtide.memory.region import is_recomputing
+from lowtide.memory.savedbytes import SavedBytes
+from lowtide.memory.store import ActivationStore
+from lowtide.policies import Policy
+from lowtide.units import format_bytes
+
+_MARK = "lowtide_region"
+
+
+@dataclass(frozen=True)
+class RegionStats:
+    """One layer: what its last measured forward saved for the backward, and what became of it."""
+
+    name: str
+    recomputed: bool
+    saved_bytes: int
+    num_replays: int
+
+
+@dataclass(frozen=True)
+class AppliedStats:
+    """What an applied policy did so far. Bytes are measured, in each layer's first forward of its present shape."""
+
+    regions: tuple[RegionStats, ...]
+    stored_bytes: int
+
+    @property
+    def num_regions(self) -> int:
+        return len(self.regions)
+
+    @property
+    def num_recomputed(self) -> int:
+        return sum(region.recomputed for region in self.regions)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(region.saved_bytes for region in self.regions if not region.recomputed)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        return sum(region.saved_bytes for region in self.regions if region.recomputed)
+
+    @property
+    def num_replays(self) -> int:
+        return sum(region.num_replays for region in self.regions)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_regions} regions, {self.num_recomputed} recomputed: {format_bytes(self.kept_bytes)} kept, "
+            f"{format_bytes(self.recomputed_bytes)} recomputed, {format_bytes(self.stored_bytes)} stored; "
+            f"{self.num_replays} replays"
+        )
+
+
+class _Region:
+    """A layer under a policy: how it is called, and what was seen of it."""
+
+    hidden_from_replay = True
+
+    def __init__(self, name: str, module: nn.Module, recomputed: bool) -> None:
+        self.name, self.module, self.recomputed = name, module, recomputed
+        self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
+        self.saved_bytes = self.num_replays = 0
+        self.measured_shape: Any = None
+
+
+class Applied:
+    """A policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
+
+    Used as a context manager, it is removed at the end of the block. Copies of the model made meanwhile run the same
+    way and follow the same switch; a pickled model loads plain.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(
+        self, policy: Policy, regions: list[_Region], store: ActivationStore | None, max_checkpoints: int | None
+    ) -> None:
+        self.policy = policy
+        self.enabled = True
+        self._regions = regions
+        self._store = store
+        self._max_checkpoints = max_checkpoints
+        for region in regions:
+            region.module.forward = types.MethodType(_forward_of(self, region), region.module)
+
+    def remove(self) -> None:
+        """Give every layer its own forward back. Graphs made before still run their backward."""
+        for region in self._regions:
+            if _applied_to(region.module) is self:
+                if region.own_forward is None:
+                    del region.module.forward
+                else:
+                    region.module.forward = region.own_forward
+        self.enabled = False
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """A block in which the model runs plainly."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def stats(self) -> AppliedStats:
+        """Regions matched, bytes kept, recomputed and stored, and replays run: measured, not guessed."""
+        rows = (RegionStats(r.name, r.recomputed, r.saved_bytes, r.num_replays) for r in self._regions)
+        return AppliedStats(tuple(rows), 0 if self._store is None else self._store.stats().held_bytes)
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return f"{self.policy} on {len(self._regions)} regions ({'on' if self.enabled else 'off'})"
+
+    def run(self, region: _Region, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a layer's forward as decided."""
+        if torch.compiler.is_compiling():
+            return (
+                checkpoint(forward, *args, **kwargs) if self.enabled and region.recomputed else forward(*args, **kwargs)
+            )
+        if not self.enabled or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not region.recomputed or self._is_full():
+            with self._measuring(region, args):
+                return forward(*args, **kwargs)
+        return checkpoint(functools.partial(self._counted, region, forward), *args, store=self._store, **kwargs)
+
+    def _counted(self, region: _Region, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_recomputing():
+            region.num_replays += 1
+            return forward(*args, **kwargs)
+        with self._measuring(region, args):
+            return forward(*args, **kwargs)
+
+    def _measuring(self, region: _Region, args: Any) -> contextlib.AbstractContextManager[Any]:
+        """Count what the layer saves, the first time it runs with these shapes; nothing otherwise."""
+        shape = [value.shape for value in args if isinstance(value, torch.Tensor)]
+        if region.measured_shape == shape or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+
+        def measured(num_bytes: int) -> None:
+            region.measured_shape, region.saved_bytes = shape, num_bytes
+
+        return SavedBytes(region.module, args, measured)
+
+    def _is_full(self) -> bool:
+        return (
+            self._max_checkpoints is not None and self._store is not None and len(self._store) >= self._max_checkpoints
+        )
+
+
+def apply(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    regions: Selector | Iterable[Selector] | None = None,
+    store: ActivationStore | None = None,
+    max_checkpoints: int | None = None,
+    costs: Sequence[float] | None = None,
+    bytes: Sequence[int] | None = None,
+) -> Applied:
+    """Carry out a policy on a live model, in place: same modules, names, classes, hooks and `state_dict`.
+
+    - `regions`: the layers; by default the model's repeated blocks. Or dotted patterns (`"encoder.layers.*"`, `**` for
+      any depth), module classes, predicates `(name, module) -> bool`, or a list of these. No match is a `ValueError`.
+    - `store`: an `ActivationStore` for the inputs of recomputed layers.
+    - `max_checkpoints`: how many such inputs are held at once; beyond it a layer runs plainly, its activations kept.
+    - `costs`, `bytes`: per layer, for policies that go by them.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    >>> handle = lowtide.apply(model, lowtide.EveryN(2))
+    >>> model(torch.randn(2, 8)).sum().backward()
+    >>> handle.stats().num_replays
+    2
+    >>> handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply() works on an nn.Module, not {type(model).__name__}")
+    if not isinstance(policy, Policy):
+        raise TypeError(f"a policy such as EveryN(4) is needed, not {policy!r}")
+    if store is not None and not isinstance(store, ActivationStore):
+        raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
+    _refuse_other_checkpointing(model)
+    found = find_regions(model, regions)
+    decisions = policy.decide(len(found), costs, bytes)
+    if max_checkpoints is not None and store is None:
+        store = ActivationStore()
+    chosen = [_Region(name, found[name], recomputed) for name, recomputed in zip(found, decisions, strict=True)]
+    return Applied(policy, chosen, store, max_checkpoints)
+
+
+def _forward_of(applied: Applied, region: _Region) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = region.own_forward
+        if plain is None and torch.compiler.is_compiling():
+            plain = functools.partial(type(self).forward, self)  # Dynamo makes no bound methods
+        elif plain is None:
+            plain = types.MethodType(type(self).forward, self)
+        return applied.run(region, plain, args, kwargs)
+
+    setattr(forward, _MARK, applied)
+    return forward
+
+
+def _applied_to(module: nn.Module) -> Applied | None:
+    method = vars(module).get("forward")
+    return getattr(getattr(method, "__func__", None), _MARK, None)
+
+
+def _refuse_other_checkpointing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _applied_to(module) is not None:
+            raise LowtideError(f"a policy is applied to {name or 'the model'} already: handle.remove() takes it off")
+        if type(module).__name__ == "CheckpointWrapper":
+            raise LowtideError(
+                f"{name or 'the model'} is wrapped by torch's checkpoint_wrapper already: apply to the unwrapped model"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise LowtideError(
+                f"{name or 'the model'} has gradient checkpointing on already: "
+                "call model.gradient_checkpointing_disable() first"
+            )
+        if isinstance(module, nn.DataParallel):
+            raise LowtideError(
+                "DataParallel copies modules for every step: apply to one process per device (DDP) instead"
+            )
