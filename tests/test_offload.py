@@ -289,3 +289,59 @@ def test_store_is_reserved() -> None:
     with pytest.raises(ValueError, match="use_reentrant=False"):
         lowtide.checkpoint(torch.sin, leaf(3), store=ActivationStore(), use_reentrant=True)
     lowtide.checkpoint(torch.sin, leaf(3), store=None).sum().backward()
+
+
+# Regressions
+
+
+def test_small_outputs_dropped_without_a_backward_leak_nothing() -> None:
+    """An output kept with its own history would be a cycle through the graph that nothing collects."""
+    store = ActivationStore(host="1GiB")
+    gc.disable()
+    try:
+        for _ in range(3):
+            with lowtide.offload(store, min_bytes="16KiB"):
+                output = leaf(100, 100).exp().mean(0).sigmoid()
+            assert len(store) == 1
+            del output
+            assert len(store) == 0
+    finally:
+        gc.enable()
+
+
+def test_subclasses_keep_the_check() -> None:
+    class Mine(Tensor):
+        pass
+
+    x = leaf(8).as_subclass(Mine) * 1
+    with lowtide.offload(min_bytes=0, host="1MiB"):
+        loss = x.exp().sum() + (x * x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_around_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh())
+    compiled = torch.compile(net, backend="aot_eager")
+    x = leaf(8, 16)
+    with lowtide.offload(min_bytes=0, host="1MiB"):
+        loss = compiled(x).sum()
+    (ours,) = torch.autograd.grad(loss, x)
+    (plain,) = torch.autograd.grad(net(x).sum(), x)
+    assert torch.equal(ours, plain)
+
+
+def test_sparse_buffers_in_modules_are_no_trouble() -> None:
+    net = nn.Linear(8, 8)
+    net.register_buffer("sparse", torch.eye(8).to_sparse())
+    with lowtide.offload(min_bytes=0, host="1MiB"):
+        loss = net(leaf(4, 8)).sum()
+    loss.backward()
+
+
+def test_budgets_beside_a_store_are_refused() -> None:
+    with pytest.raises(ValueError, match="to the store itself"):
+        lowtide.offload(ActivationStore(), host="1GiB")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,7 @@ def test_parameters_and_their_views_are_left_alone() -> None:
         store.put(key, tensor)
     cast = linear.weight.to(torch.float64).t()
     store.put("cast", cast)
-    assert store.get("w") is linear.weight and store.get("cast") is cast
+    assert store.get("w") is linear.weight and torch.equal(store.get("cast"), cast)
     assert store.stats().held_bytes <= 400
 
 
@@ -504,3 +505,125 @@ def test_stats_print_well() -> None:
     assert len(text.splitlines()) <= 30
     assert str(ActivationStore().stats()).count("no limit") == 1
     assert lowtide.ActivationStore().stats().utilization == 0
+
+
+# Regressions
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_part_from_the_middle_comes_back_as_itself(tier: str) -> None:
+    base = torch.arange(1000.0)
+    with ActivationStore(**{tier: "1MiB"}) as store:
+        store.put("part", base[700:705])
+        store.put("from the start", base[:10])
+        store.put("whole", base)
+        assert torch.equal(store.get("part"), base[700:705])
+        assert torch.equal(store.get("from the start"), base[:10])
+        assert torch.equal(store.get("whole"), base)
+        check_books(store)
+
+
+def test_a_change_before_a_spill_is_noticed_after_it() -> None:
+    store = ActivationStore(device=500, host="1MiB")
+    x = torch.ones(100)
+    store.put("x", x)
+    x.add_(1)
+    store.put("y", torch.ones(100))
+    assert store.stats().num_spilled == 1
+    with pytest.raises(ChangedInPlaceError):
+        store.get("x")
+
+
+def test_what_was_given_out_and_changed_is_refused() -> None:
+    store = ActivationStore(host="1MiB")
+    store.put("x", torch.ones(100))
+    store.get("x").add_(1)
+    with pytest.raises(ChangedInPlaceError, match="Clone what you get"):
+        store.get("x")
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("codec", [None, "float16"])
+def test_in_inference_mode(tier: str, codec: str | None) -> None:
+    with ActivationStore(**{tier: "1MiB"}, codec=codec) as store, torch.inference_mode():
+        for value in (1.0, 2.0):
+            x = torch.full((2000,), value)
+            store.put(value, x)
+            x.add_(5)
+        if tier != "device" or codec:
+            assert store.get(1.0)[0] == 1 and store.get(2.0)[0] == 2
+
+
+def test_a_newcomer_goes_below_what_cannot_move() -> None:
+    store = ActivationStore(device=1000, host=500)
+    store.put("large", floats(800))  # does not fit below
+    store.put("small", small := floats(400))
+    assert {entry.key: entry.tier for entry in store.stats().entries} == {"large": "device", "small": "host"}
+    assert torch.equal(store.get("small"), small)
+
+
+def test_replacing_one_of_several_views_keeps_the_books() -> None:
+    store = ActivationStore(device=800, host=800)
+    x = torch.ones(100)
+    store.put("p", x)
+    store.put("q", x.view(torch.int32))
+    store.put("p", torch.ones(150))
+    check_books(store)
+    store.clear()
+    check_books(store)
+    assert store.stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("cost", ["high", float("nan"), -1.0])
+def test_a_bad_cost_changes_nothing(cost: Any) -> None:
+    store = ActivationStore()
+    with pytest.raises(ValueError, match="cost is a number"):
+        store.put("x", torch.ones(3), cost=cost)
+    check_books(store)
+
+
+def test_a_store_is_no_cycle() -> None:
+    gc.disable()
+    try:
+        store = ActivationStore(host="1MiB")
+        store.put("x", torch.ones(10))
+        reference = weakref.ref(store)
+        del store
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_many_entries_stay_quick() -> None:
+    """Counted in calls, not seconds: each put and get looks at a bounded number of units."""
+    store = ActivationStore(host="1GiB")
+    for key in range(3000):
+        store.put(key, torch.ones(4))
+    for key in reversed(range(3000)):
+        store.take(key)
+    assert len(store) == 0
+
+
+def test_codecs_at_the_edges_of_floats() -> None:
+    store = ActivationStore(host="1MiB")
+    denormal = torch.full((2048,), 1e-42)
+    denormal[::3] = 0
+    huge = torch.full((2048,), torch.finfo(torch.float32).max)
+    wide = torch.full((2048,), 1e200, dtype=torch.float64)
+    for codec in ("float16", "bfloat16", "float8_e4m3", "float8_e5m2", "int8", "int4"):
+        for value in (denormal, huge, wide):
+            store.put("x", value, codec=codec)
+            assert torch.isfinite(store.get("x")).all(), codec
+    wide[5] = torch.inf
+    store.put("x", wide, codec="int8")
+    assert torch.isinf(store.get("x")).nonzero().tolist() == [[5]]
+
+
+def test_a_value_put_again_under_its_key_can_still_be_evicted() -> None:
+    store = ActivationStore(device=1000, on_full="evict")
+    x = floats(400)
+    store.put("x", x)
+    store.put("x", x)
+    store.put("large", floats(1000))
+    assert isinstance(store.get("x"), Missing)
+    check_books(store)

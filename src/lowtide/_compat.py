@@ -38,7 +38,7 @@ def version_of(tensor: Tensor) -> int:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is strided bytes and no more: nothing sparse, wrapped or of another class."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_copyable(tensor: Tensor) -> bool:
@@ -82,7 +82,8 @@ def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions:
 
 def reset_version(tensor: Tensor) -> None:
     """Count no changes so far, for a tensor that has just been filled. Obsolete like `overwrite_all`."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (0,))
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (0,))
 
 
 class ReadGuard(TorchDispatchMode):

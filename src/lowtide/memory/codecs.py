@@ -87,7 +87,8 @@ class _Float(Codec):
         return Encoded(self, (narrow, scale), flat.dtype, flat.numel())
 
     def _decode(self, encoded: Encoded, parts: tuple[Tensor, ...]) -> Tensor:
-        return parts[0].to(encoded.dtype).mul_(parts[1])
+        values = parts[0].to(encoded.dtype).mul_(parts[1])
+        return _bounded(values, torch.isinf(parts[0]))
 
 
 class _Blockwise(Codec):
@@ -113,10 +114,10 @@ class _Blockwise(Codec):
         marked = ~torch.isfinite(blocks).all(1, keepdim=True)
         limit = torch.where(marked, self._largest_finite_marked(), self._largest)
         amax = _finite_magnitudes(blocks).amax(1, keepdim=True)
-        scale = torch.where(amax > 0, amax / limit, 1.0)
+        scale = torch.where(amax > 0, (amax / limit).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
         small = (blocks / scale).clamp_(-limit, limit)  # clamping keeps NaN
         small = torch.where(torch.isinf(blocks), blocks.sign() * self._largest, small)
-        return self._pack(small), torch.where(marked, -scale, scale).squeeze(1).float()
+        return self._pack(small), torch.where(marked, -scale, scale).squeeze(1)
 
     def _decode(self, encoded: Encoded, parts: tuple[Tensor, ...]) -> Tensor:
         values = torch.empty(encoded.numel, dtype=encoded.dtype, device=parts[0].device)
@@ -131,7 +132,8 @@ class _Blockwise(Codec):
     def _decode_chunk(self, packed: Tensor, scale: Tensor, length: int) -> Tensor:
         small = self._unpack(packed, length)
         infinite = (scale < 0) & (small.abs() == self._largest)
-        return torch.where(infinite, small.sign() * torch.inf, small * scale.abs())
+        values = torch.where(infinite, small.sign() * torch.inf, small * scale.abs())
+        return _bounded(values, infinite)
 
     @abstractmethod
     def _largest_finite_marked(self) -> float: ...
@@ -230,6 +232,12 @@ class _Lossless(Codec):
         raw = torch.zeros(encoded.numel, dtype=parts[1].dtype, device=parts[1].device)
         raw[bits.unpack(parts[0], encoded.numel)] = parts[1]
         return raw.view(encoded.dtype)
+
+
+def _bounded(values: Tensor, infinite: Tensor) -> Tensor:
+    """The values, with the largest finite ones where rounding up made infinities of them."""
+    largest = torch.finfo(values.dtype).max
+    return torch.where(torch.isinf(values) & ~infinite, values.sign() * largest, values)
 
 
 def _finite_magnitudes(values: Tensor) -> Tensor:

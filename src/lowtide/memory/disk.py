@@ -28,6 +28,7 @@ from lowtide.memory.transfer import Parts
 from lowtide.units import format_bytes
 
 _PREFIX = "lowtide-spill-"
+_UNLOCKED_PREFIX = ".lowtide-new-"
 _LOCK_NAME = "lock"
 
 
@@ -49,12 +50,15 @@ class SpillFolder:
         try:
             base.mkdir(parents=True, exist_ok=True)
             _remove_orphans(base)
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))  # mode 0700
+            unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=base))  # mode 0700
+            self._lock = open(unlocked / _LOCK_NAME, "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Under its final name, by which orphans are found, only once it is locked.
+            self.path = unlocked.rename(base / unlocked.name.replace(_UNLOCKED_PREFIX, _PREFIX))
         except OSError as error:
             raise StoreError(f"cannot make a spill folder in {base}: {error}. Give another with folder=.") from error
-        self._lock = open(self.path / _LOCK_NAME, "w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._count = 0
+        self._owner_pid = os.getpid()
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def write(self, parts: Parts) -> SpilledFile:
@@ -100,8 +104,9 @@ class SpillFolder:
         return tuple(parts)
 
     def remove(self, spilled: SpilledFile) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            spilled.path.unlink()
+        if os.getpid() == self._owner_pid:  # a forked child's books are a copy; the files are not
+            with contextlib.suppress(FileNotFoundError):
+                spilled.path.unlink()
 
     def close(self) -> None:
         self._finalizer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -24,7 +25,7 @@ class ModuleTensors:
         self._hook: Any = None
 
     def watch(self) -> None:
-        self._hook = register_module_forward_pre_hook(self._look)
+        self._hook = register_module_forward_pre_hook(torch.compiler.disable(self._look))
 
     def stop(self) -> None:
         self._hook.remove()
@@ -38,6 +39,6 @@ class ModuleTensors:
         self._seen.add(module)
         for tensors in _compat.module_tensors(module):
             for tensor in tensors.values():
-                if tensor is not None and type(tensor) in (Tensor, nn.Parameter):
+                if tensor is not None and _compat.is_plain(tensor):
                     reference = _compat.StorageReference(tensor)  # holds the id, so that no activation gets it
                     self._storages[reference.id] = reference

@@ -22,19 +22,22 @@ from lowtide.memory.units import is_left_alone
 from lowtide.units import parse_bytes
 
 _serial = itertools.count()
+_DEFAULT_HOST = "50%"
 
 
 class KeptHere:
     """What autograd keeps in place of a tensor that stays where it is, with autograd's own check."""
 
-    __slots__ = ("_tensor", "_watch")
+    __slots__ = ("_saved_at", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._watch = _compat.VersionWatch(tensor)
-        self._tensor = tensor
+        self._saved_at = _compat.version_of(tensor)
+        # Detached: an output that holds its own history would be a cycle through the graph, which nothing collects.
+        self._tensor = tensor.detach()
 
     def restore(self) -> Tensor:
-        _refuse_changed(self._watch)
+        if _compat.version_of(self._tensor) != self._saved_at:
+            raise _changed()
         return self._tensor
 
 
@@ -44,14 +47,15 @@ class _KeptInStore:
     __slots__ = ("_key", "_store", "_watch")
 
     def __init__(self, tensor: Tensor, store: ActivationStore) -> None:
-        self._watch = _compat.VersionWatch(tensor)
-        self._key: Hashable = ("saved", next(_serial))
         self._store: ActivationStore | None = None
+        self._key: Hashable = ("saved", next(_serial))
+        self._watch = _compat.VersionWatch(tensor)
         store.put_saved(self._key, tensor, self._watch)
         self._store = store
 
     def restore(self) -> Tensor:
-        _refuse_changed(self._watch)
+        if self._watch.has_changed():
+            raise _changed()
         assert self._store is not None
         value = self._store.get(self._key)
         if isinstance(value, Missing):
@@ -66,12 +70,11 @@ class _KeptInStore:
             self._store.release_later(self._key)
 
 
-def _refuse_changed(watch: _compat.VersionWatch) -> None:
-    if watch.has_changed():
-        raise ChangedInPlaceError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation after it "
-            "was saved. Use the out-of-place form of the op that changes it, or change it after the backward."
-        )
+def _changed() -> ChangedInPlaceError:
+    return ChangedInPlaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation after it was "
+        "saved. Use the out-of-place form of the op that changes it, or change it after the backward."
+    )
 
 
 class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
@@ -79,14 +82,24 @@ class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
         def pack(tensor: Tensor) -> KeptHere | _KeptInStore:
-            small = tensor.layout is torch.strided and tensor.nbytes < min_bytes
-            alone = small or is_left_alone(tensor) or (module_tensors is not None and tensor in module_tensors)
-            return KeptHere(tensor) if alone else _KeptInStore(tensor, store)
+            return _keep(tensor, store, min_bytes, module_tensors)
 
-        def unpack(kept: KeptHere | _KeptInStore) -> Tensor:
-            return kept.restore()
+        super().__init__(pack, _restore)
 
-        super().__init__(pack, unpack)
+
+@torch.compiler.disable
+def _keep(
+    tensor: Tensor, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None
+) -> KeptHere | _KeptInStore:
+    alone = (
+        is_left_alone(tensor) or tensor.nbytes < min_bytes or (module_tensors is not None and tensor in module_tensors)
+    )
+    return KeptHere(tensor) if alone else _KeptInStore(tensor, store)
+
+
+@torch.compiler.disable
+def _restore(kept: KeptHere | _KeptInStore) -> Tensor:
+    return kept.restore()
 
 
 class offload:
@@ -116,7 +129,7 @@ class offload:
         self,
         store: ActivationStore | None = None,
         *,
-        host: int | str | None = "50%",
+        host: int | str | None = _DEFAULT_HOST,
         disk: int | str | None = None,
         device: int | str | None = None,
         min_bytes: int | str = "1MiB",
@@ -124,7 +137,7 @@ class offload:
     ) -> None:
         if store is not None and not isinstance(store, ActivationStore):
             raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
-        if store is not None and (codec is not None or disk is not None or device is not None):
+        if store is not None and (codec, disk, device, host) != (None, None, None, _DEFAULT_HOST):
             raise ValueError("give budgets and codec to the store itself, or leave store out")
         if store is None:
             store = ActivationStore(device=device, host=host, disk=disk, codec=codec)

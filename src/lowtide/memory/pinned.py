@@ -8,6 +8,7 @@ one piece where one fits, several where not, so that free bytes are never too sc
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,11 @@ def round_up(nbytes: int) -> int:
 
 
 class PinnedPool:
-    """Extents of locked host memory, up to `limit_bytes` in all."""
+    """Extents of locked host memory, up to `limit_bytes` in all, what `others` have locked included."""
 
-    def __init__(self, limit_bytes: int, *, pin: bool = True) -> None:
+    def __init__(self, limit_bytes: int, *, others: Sequence[PinnedPool] = (), pin: bool = True) -> None:
         self._limit_bytes = limit_bytes
+        self._others = others
         self._pin = pin
         self._slabs: list[Tensor] = []
         self._free: list[Extent] = []
@@ -80,7 +82,7 @@ class PinnedPool:
         return self._slabs[extent.slab][extent.start : extent.start + extent.nbytes]
 
     def _lock_slab(self, wanted_bytes: int) -> int:
-        room = self._limit_bytes - self.locked_bytes
+        room = self._limit_bytes - self.locked_bytes - sum(pool.locked_bytes for pool in self._others)
         size = min(_SLAB_BYTES, 1 << max(wanted_bytes - 1, GRANULE_BYTES - 1).bit_length())
         while size > room:
             size //= 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,11 +16,12 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.errors import CapacityError
+from lowtide.memory.arrivals import Arrivals
 from lowtide.memory.codecs import Codec
 from lowtide.memory.disk import SpillFolder
 from lowtide.memory.pinned import PinnedPool
 from lowtide.memory.statistics import EntryStats, StoreStats
-from lowtide.memory.transfer import AcceleratorMover, Mover, Parts, PlainMover
+from lowtide.memory.transfer import AcceleratorMover, Fetched, Mover, Parts, PlainMover
 from lowtide.memory.units import DEVICE, HOST, TIERS, SourceKey, Unit, flat_of, source_of
 from lowtide.units import format_bytes
 
@@ -37,7 +37,7 @@ class _Tier:
 
 
 class Shelves:
-    """Units in their tiers, within budgets. `evicted` is told of a unit before it is dropped for want of room."""
+    """Units in their tiers, within budgets. `evicted()` is told of a unit before it is dropped for want of room."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Shelves:
         order: str,
         folder: str | os.PathLike[str] | None,
         in_flight_bytes: int,
-        evicted: Callable[[Unit], None],
+        evicted: Callable[[], Callable[[Unit], None] | None],
     ) -> None:
         self._tiers = {tier: _Tier(budgets[tier]) for tier in TIERS if tier in budgets}
         self._on_full, self._order = on_full, order
@@ -56,11 +56,11 @@ class Shelves:
         self._in_flight_bytes = in_flight_bytes
         self._evicted = evicted
         self._units: dict[SourceKey, Unit] = {}
-        self._on_host: list[Unit] = []  # units in host memory, in the order they were put
-        self._arriving: list[Unit] = []  # fetched ahead, and not asked for yet
+        self._arrivals = Arrivals(self._bring, self._in_flight_limit)
+        self._replaced: Unit | None = None
         self._on_device: dict[int, list[Unit]] = {}  # units that keep one storage alive; the first carries its bytes
         self._movers: dict[torch.device, Mover] = {}
-        self._pool: PinnedPool | None = None
+        self._pools: list[PinnedPool] = []
         self.clock = 0
         self._num_spilled = self._moved_down_bytes = self._moved_up_bytes = 0
         self._waited_s = 0.0
@@ -73,16 +73,18 @@ class Shelves:
         self.clock += 1
         return self.clock
 
-    def put(self, tensor: Tensor, codec: Codec | None, cost: float | None, *, ahead: bool) -> tuple[Unit, int]:
+    def put(
+        self, tensor: Tensor, codec: Codec | None, cost: float | None, watch: _compat.VersionWatch, *, ahead: bool
+    ) -> tuple[Unit, int]:
         """The unit that holds the tensor's storage, made and placed if need be, and where in the storage it starts.
 
         With `ahead`, a unit that would have to leave the device later, by the last round's measure, leaves at once:
         copies then have the whole forward to hide in, not only what is left of it when the device is full.
         """
-        source, start, numel = source_of(tensor, codec)
+        source = source_of(tensor, codec, self.tick())
         unit = self._units.get(source)
         if unit is None or not unit.storage.is_alive():
-            unit = self._new_unit(tensor, source, start, numel, codec)
+            unit = self._new_unit(tensor, source, codec, watch)
             self._round_bytes += unit.nbytes
             self._place(unit, leaves_at_once=ahead and self._round_bytes <= self._overflow_bytes)
             self._units[source] = unit
@@ -90,51 +92,39 @@ class Shelves:
         if cost is not None:
             self._has_costs = True
             unit.cost = max(unit.cost, cost)
-        return unit, start
+        return unit, source.start
 
-    def _new_unit(self, tensor: Tensor, source: SourceKey, start: int, numel: int, codec: Codec | None) -> Unit:
-        flat = flat_of(tensor, start, numel)
+    def _new_unit(self, tensor: Tensor, source: SourceKey, codec: Codec | None, watch: _compat.VersionWatch) -> Unit:
+        flat = flat_of(tensor, source)
         encoded = None if codec is None else codec.encode(flat, tensor.shape[-1] if tensor.dim() else 1)
-        unit = Unit(
+        # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
+        device_bytes = tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes
+        return Unit(
             source=source,
             storage=_compat.StorageReference(tensor),
-            numel=numel,
+            watch=watch,
             dtype=tensor.dtype,
             device=tensor.device,
             encoded=None if encoded is None else dataclasses.replace(encoded, parts=()),
             stored_bytes=flat.nbytes if encoded is None else encoded.nbytes,
+            device_bytes=device_bytes,
             tier=DEVICE,
-            # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
-            nbytes=tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes,
+            nbytes=device_bytes,
             parts=(flat,) if encoded is None else encoded.parts,
             depends_on_source=encoded is None,
-            put_at=self.tick(),
+            ready=self._mover(tensor.device).now(),
+            put_at=self.clock,
+            touched_at=self.clock,
         )
-        unit.touched_at = unit.put_at
-        return unit
 
     def get(self, unit: Unit) -> Tensor:
         """The unit's flat tensor on its device. Those the backward is likely to ask for next start on their way."""
         unit.touched_at = self.tick()
         self._settle()
-        if unit.parts is not None:
-            flat = unit.decode(unit.parts)
-        else:
-            if unit.fetched is None:
-                if self._arriving_bytes() >= self._in_flight_limit():
-                    for other in list(self._arriving):  # fetched in vain: the backward asks in another order
-                        self._cancel_fetch(other)
-                self._fetch(unit)
-            assert unit.fetched is not None
-            flat = unit.decode(unit.fetched.wait())
-            if unit in self._arriving:
-                self._arriving.remove(unit)
-            unit.num_served += 1
-            if unit.num_served >= unit.num_entries:
-                unit.fetched = None
-        if not unit.depends_on_source or unit.parts is None:
-            _compat.reset_version(flat)  # filling it was no change of the value
-        self._fetch_ahead(unit)
+        flat = unit.decode(self._arrivals.take_in(unit) if unit.parts is None else unit.parts)
+        if unit.encoded is not None:
+            _compat.reset_version(flat)  # decoding filled it, which is no change of the value
+        self._arrivals.fetch_ahead(unit)
         return flat
 
     def release(self, unit: Unit) -> None:
@@ -144,24 +134,17 @@ class Shelves:
             self._drop(unit)
 
     @contextmanager
-    def without(self, unit: Unit | None) -> Iterator[None]:
-        """A block in which the bytes of a unit about to be replaced count as free."""
-        if unit is None or unit.num_entries > 1:
-            yield
-            return
-        tier = self._tiers[unit.tier]
-        hidden = self._units.pop(unit.source, None)
-        tier.used_bytes -= unit.nbytes
+    def replacing(self, unit: Unit | None) -> Iterator[None]:
+        """A block in which what is put may take the room of `unit`, which is dropped only once that has succeeded."""
+        self._replaced = unit
         try:
             yield
         finally:
-            tier.used_bytes += unit.nbytes
-            if hidden is not None:
-                self._units.setdefault(unit.source, hidden)
+            self._replaced = None
 
     def close(self) -> None:
         self._movers.clear()
-        self._pool = None
+        self._pools.clear()
         if self._spill_folder is not None:
             self._spill_folder.close()
 
@@ -179,40 +162,67 @@ class Shelves:
             num_spilled=self._num_spilled,
             moved_down_bytes=self._moved_down_bytes,
             moved_up_bytes=self._moved_up_bytes,
-            in_flight_bytes=sum(mover.in_flight_bytes for mover in self._movers.values()) + self._arriving_bytes(),
-            locked_bytes=0 if self._pool is None else self._pool.locked_bytes,
+            in_flight_bytes=sum(mover.in_flight_bytes for mover in self._movers.values()) + self._arrivals.bytes,
+            locked_bytes=sum(pool.locked_bytes for pool in self._pools),
             waited_s=self._waited_s + sum(mover.waited_s() for mover in self._movers.values()),
         )
 
     # Room
 
     def _place(self, unit: Unit, *, leaves_at_once: bool) -> None:
-        """Put a new unit into the first tier that is large enough for it."""
+        """Put a new unit into the first tier that is large enough for it and has, or makes, room."""
         sizes = {tier: self._size_in(unit, tier) for tier in self._tiers}
-        tier = next((tier for tier in self._tiers if sizes[tier] <= self._tiers[tier].budget_bytes), None)
-        if tier is None:
+        large_enough = [tier for tier in self._tiers if sizes[tier] <= self._tiers[tier].budget_bytes]
+        if not large_enough:
             budgets = ", ".join(f"{name} {format_bytes(t.budget_bytes)}" for name, t in self._tiers.items())
             raise CapacityError(
                 f"a value of {format_bytes(unit.nbytes)} is larger than every tier ({budgets}). "
                 "Give a tier more, or choose a codec."
             )
-        if leaves_at_once and tier == DEVICE and HOST in self._tiers:
-            host = self._tiers[HOST]
-            tier = HOST if host.used_bytes + sizes[HOST] <= host.budget_bytes else DEVICE
-        self._make_room(tier, sizes[tier])
+        if leaves_at_once and HOST in large_enough and self._has_room(HOST, sizes[HOST]):
+            tier = HOST
+        else:
+            tier = self._tier_with_room(large_enough, sizes)
         if tier != DEVICE:
             self._move_down(unit, tier)
+        if self._replaced is not None:
+            self._replaced.num_entries = 0
+            self._drop(self._replaced)
         unit.is_counted = True
         self._enter(unit)
 
+    def _tier_with_room(self, tiers: list[str], sizes: dict[str, int]) -> str:
+        """The first of `tiers` in which room can be made; only spilling looks further than the first."""
+        for tier in tiers:
+            try:
+                self._make_room(tier, sizes[tier], for_newcomer=True)
+            except CapacityError:
+                if tier == tiers[-1] or self._on_full != "spill":
+                    raise
+            else:
+                return tier
+        raise AssertionError("there is at least one tier")
+
+    def _room_of_replaced(self, tier: str) -> int:
+        """Bytes that will be free in a tier with the unit that is being replaced."""
+        unit = self._replaced
+        if unit is None or unit.tier != tier:
+            return 0
+        shared = tier == DEVICE and unit.encoded is None and len(self._on_device[unit.source.storage]) > 1
+        return 0 if shared else unit.nbytes
+
+    def _has_room(self, tier: str, nbytes: int) -> bool:
+        return self._tiers[tier].used_bytes + nbytes <= self._tiers[tier].budget_bytes
+
     def _size_in(self, unit: Unit, tier: str) -> int:
         if tier == DEVICE:
-            return 0 if unit.depends_on_source and unit.source.storage in self._on_device else unit.nbytes
+            return 0 if unit.depends_on_source and unit.source.storage in self._on_device else unit.device_bytes
         return self._mover(unit.device).cost_bytes(unit.stored_bytes) if tier == HOST else unit.stored_bytes
 
-    def _make_room(self, tier_name: str, nbytes: int) -> None:
+    def _make_room(self, tier_name: str, nbytes: int, *, for_newcomer: bool = False) -> None:
+        """Move units out of a tier until `nbytes` fit; only the newcomer may count on the room of what it replaces."""
         tier = self._tiers[tier_name]
-        while tier.used_bytes + nbytes > tier.budget_bytes:
+        while not self._has_room(tier_name, nbytes - (self._room_of_replaced(tier_name) if for_newcomer else 0)):
             if not any(self._push_out(unit, tier_name) for unit in self._leaving_order(tier_name)):
                 raise CapacityError(
                     f"no room for {format_bytes(nbytes)} in the {tier_name} tier: {format_bytes(tier.used_bytes)} of "
@@ -225,7 +235,9 @@ class Shelves:
         if self._on_full == "error":
             return False
         if self._on_full == "evict":
-            self._evicted(unit)
+            tell = self._evicted()
+            if tell is not None:
+                tell(unit)
             unit.num_entries = 0
             self._drop(unit)
             return True
@@ -247,8 +259,7 @@ class Shelves:
         """Count a unit in its tier; on the device, only if no other unit keeps the same storage alive."""
         if unit.tier == DEVICE and unit.encoded is None:
             sharing = self._on_device.setdefault(unit.source.storage, [])
-            if sharing:
-                unit.nbytes = 0
+            unit.nbytes = 0 if sharing else unit.device_bytes
             sharing.append(unit)
         self._tiers[unit.tier].add(unit.nbytes)
 
@@ -265,7 +276,7 @@ class Shelves:
                 self._tiers[DEVICE].add(unit.nbytes)
 
     def _leaving_order(self, tier_name: str) -> list[Unit]:
-        units = [unit for unit in self._units.values() if unit.tier == tier_name]
+        units = [unit for unit in self._units.values() if unit.tier == tier_name and unit is not self._replaced]
         if self._order == "oldest" or (self._order == "auto" and not self._has_costs):
             return units  # in the order they were put
         # DTR's heuristic (Kirisame et al. 2021): what is cheap to have again, large, and long unused goes first.
@@ -280,9 +291,10 @@ class Shelves:
             if device.type == "cpu":
                 self._movers[device] = PlainMover()
             else:
-                if self._pool is None:
-                    self._pool = PinnedPool(int(self._tiers[HOST].budget_bytes) if HOST in self._tiers else 0)
-                self._movers[device] = AcceleratorMover(device, self._pool)
+                # A pool per device: its memory is given out again in the order of that device's streams.
+                budget = int(self._tiers[HOST].budget_bytes) if HOST in self._tiers else 0
+                self._pools.append(PinnedPool(budget, others=list(self._pools)))
+                self._movers[device] = AcceleratorMover(device, self._pools[-1])
         return self._movers[device]
 
     def _move_down(self, unit: Unit, tier: str) -> None:
@@ -290,7 +302,7 @@ class Shelves:
         start = time.perf_counter()
         if tier == HOST:
             assert unit.parts is not None
-            host = self._mover(unit.device).to_host(unit.parts)
+            host = self._mover(unit.device).to_host(unit.parts, unit.ready)
             self._settle()
             if host is None:
                 raise CapacityError(
@@ -308,14 +320,15 @@ class Shelves:
             self._leave(unit)
         if unit.host is not None:
             unit.host.release()
-        self._cancel_fetch(unit)
+        self._arrivals.cancel(unit)
         # A copy on its way reads the source until it is done; a change of the source in that time would change both.
+        unit.is_lost = unit.is_lost or (unit.depends_on_source and unit.watch.has_changed())
         unit.depends_on_source = unit.depends_on_source and file is None and unit.device.type != "cpu"
         unit.parts, unit.host, unit.file, unit.tier, unit.nbytes = None, host, file, tier, nbytes
         if host is not None:
-            insort(self._on_host, unit, key=_put_at)
-        elif unit in self._on_host:
-            self._on_host.remove(unit)
+            self._arrivals.add(unit)
+        else:
+            self._arrivals.discard(unit)
         if unit.is_counted:
             self._enter(unit)
         self._moved_down_bytes += nbytes
@@ -336,58 +349,34 @@ class Shelves:
         device = self._tiers.get(DEVICE)
         return self._in_flight_bytes + (0 if device is None else device.budget_bytes - device.used_bytes)
 
-    def _fetch(self, unit: Unit) -> None:
+    def _bring(self, unit: Unit) -> Fetched:
         start = time.perf_counter()
         if unit.host is not None:
-            unit.fetched = unit.host.fetch()
+            fetched = unit.host.fetch()
         else:
             assert unit.file is not None and self._spill_folder is not None
             parts = self._spill_folder.read(unit.file)
-            unit.fetched = PlainMover.here(tuple(part.to(unit.device) for part in parts))
+            fetched = PlainMover.here(tuple(part.to(unit.device) for part in parts))
         self._waited_s += time.perf_counter() - start
-        unit.num_served = 0
-        self._arriving.append(unit)
         self._moved_up_bytes += unit.nbytes
-
-    def _arriving_bytes(self) -> int:
-        return sum(unit.nbytes for unit in self._arriving)
-
-    def _fetch_ahead(self, unit: Unit) -> None:
-        """Start bringing back the units put before `unit`, latest first: the order in which a backward asks.
-
-        Where it asks otherwise, what was fetched in vain gives way to what it asked for.
-        """
-        if unit.device.type == "cpu":
-            return
-        for index in range(bisect_left(self._on_host, unit.put_at, key=_put_at) - 1, -1, -1):
-            if self._arriving_bytes() >= self._in_flight_limit():
-                return
-            earlier = self._on_host[index]
-            if earlier.fetched is None and not earlier.num_served:
-                self._fetch(earlier)
-
-    def _cancel_fetch(self, unit: Unit) -> None:
-        if unit in self._arriving:
-            self._arriving.remove(unit)
-        unit.fetched = None
+        return fetched
 
     def _drop(self, unit: Unit) -> None:
-        self._cancel_fetch(unit)
         self._leave(unit)
+        if self._units.get(unit.source) is unit:
+            del self._units[unit.source]
+        self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        """Let go of a unit's bytes, wherever they are."""
+        self._arrivals.cancel(unit)
+        self._arrivals.discard(unit)
         if unit.host is not None:
             unit.host.release()
         if unit.file is not None and self._spill_folder is not None:
             self._spill_folder.remove(unit.file)
-        if unit in self._on_host:
-            self._on_host.remove(unit)
-        self._settle()
         unit.parts = unit.host = unit.file = None
-        if self._units.get(unit.source) is unit:
-            del self._units[unit.source]
+        self._settle()
         if not self._units and DEVICE in self._tiers:
             self._overflow_bytes = max(0, self._round_bytes - self._tiers[DEVICE].budget_bytes)
             self._round_bytes = 0
-
-
-def _put_at(unit: Unit) -> int:
-    return unit.put_at

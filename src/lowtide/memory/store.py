@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ class ActivationStore:
             order=order,
             folder=folder,
             in_flight_bytes=parse_bytes(in_flight),
-            evicted=self._evicted,
+            evicted=weakref.WeakMethod(self._evicted),  # a bound method would be a cycle
         )
         self._entries: dict[Hashable, _Entry] = {}
         self._missing: dict[Hashable, Missing] = {}
@@ -146,20 +147,23 @@ class ActivationStore:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"a store holds tensors, not {type(tensor).__name__}")
         chosen = self._codec if codec == "store's" else find_codec(codec)
+        if cost is not None and not (isinstance(cost, int | float) and cost >= 0):
+            raise ValueError(f"cost is a number, 0 or more, not {cost!r}")
         with self._locked():
-            previous = self._entries.get(key)
-            with self._shelves.without(previous.unit if previous is not None else None):
+            old = self._entries.get(key)
+            unit = old.unit if old is not None and old.unit is not None and old.unit.num_entries == 1 else None
+            with self._shelves.replacing(unit):
                 entry = self._new_entry(key, tensor, cost, chosen, _compat.VersionWatch(tensor), ahead=False)
+            if unit is not None and unit.num_entries == 0:
+                del self._entries[key]  # it made room for the new one
             self._forget(key)
-            self._entries[key] = entry
-            self._num_created += 1
+            self._add(entry)
         return Handle(self, key)
 
     def put_saved(self, key: Hashable, tensor: Tensor, watch: _compat.VersionWatch) -> None:
         """`put` under a new key, for values of a step that repeats: what had to leave the device leaves it at once."""
         with self._locked():
-            self._entries[key] = self._new_entry(key, tensor, None, self._codec, watch, ahead=True)
-            self._num_created += 1
+            self._add(self._new_entry(key, tensor, None, self._codec, watch, ahead=True))
 
     def get(self, key: Hashable) -> Tensor | Missing:
         """The value under `key`, on its device; a `Missing` if it was evicted; `KeyError` if it never was here."""
@@ -193,12 +197,13 @@ class ActivationStore:
 
     def close(self) -> None:
         """Let go of everything and remove the spill folder. A closed store takes nothing more."""
-        if self._is_closed:
-            return
-        self.clear()
-        with self._locked():
-            self._is_closed = True
-            self._shelves.close()
+        with self._lock:
+            if not self._is_closed:
+                self._drain()
+                for key in [*self._entries, *self._missing]:
+                    self._forget(key)
+                self._is_closed = True
+                self._shelves.close()
 
     def __len__(self) -> int:
         with self._locked():
@@ -236,7 +241,8 @@ class ActivationStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock:
+        # Copies made in inference mode could not be used outside of it.
+        with self._lock, torch.inference_mode(False):
             if self._is_closed:
                 raise StoreError("this store is closed")
             self._drain()
@@ -258,10 +264,17 @@ class ActivationStore:
         ahead: bool,
     ) -> _Entry:
         if is_left_alone(tensor):
-            return _Entry(key, None, None, tensor, watch, cost, self._shelves.tick())
-        unit, start = self._shelves.put(tensor, codec, cost, ahead=ahead)
+            held = tensor if tensor.grad_fn is None else tensor.detach()
+            return _Entry(key, None, None, held, watch, cost, self._shelves.tick())
+        unit, start = self._shelves.put(tensor, codec, cost, watch, ahead=ahead)
         view = View(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
         return _Entry(key, unit, view, None, watch, cost, self._shelves.tick())
+
+    def _add(self, entry: _Entry) -> None:
+        self._entries[entry.key] = entry
+        if entry.unit is not None:
+            entry.unit.keys[entry.key] = None
+        self._num_created += 1
 
     def _get(self, key: Hashable) -> Tensor | Missing:
         entry = self._entries.get(key)
@@ -269,12 +282,12 @@ class ActivationStore:
             if key in self._missing:
                 return self._missing[key]
             raise KeyError(self._unknown(key))
-        if entry.watch.has_changed() and (entry.unit is None or entry.unit.depends_on_source):
-            if entry.left_alone is None:
-                raise ChangedInPlaceError(
-                    f"the value under {key!r} was changed in place after it was put, so what was put is gone. "
-                    "Put a clone, or change it after taking it."
-                )
+        unit = entry.unit
+        if unit is not None and (unit.is_lost or (unit.depends_on_source and entry.watch.has_changed())):
+            raise ChangedInPlaceError(
+                f"the value under {key!r} was changed in place after it was put, so what was put is gone. "
+                "Put a clone, or change it after taking it."
+            )
         if entry.unit is None or entry.view is None:
             assert entry.left_alone is not None
             return entry.left_alone
@@ -284,14 +297,15 @@ class ActivationStore:
         self._missing.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None and entry.unit is not None:
+            entry.unit.keys.pop(key, None)
             self._shelves.release(entry.unit)
 
     def _evicted(self, unit: Unit) -> None:
-        for key, entry in list(self._entries.items()):
-            if entry.unit is unit and entry.view is not None:
-                self._missing[key] = Missing(key, entry.view.shape, unit.dtype, unit.nbytes)
-                del self._entries[key]
-                self._num_evicted += 1
+        for key in unit.keys:
+            view = self._entries.pop(key).view
+            assert view is not None
+            self._missing[key] = Missing(key, view.shape, unit.dtype, unit.nbytes)
+            self._num_evicted += 1
 
     def _unknown(self, key: Hashable) -> str:
         held = ", ".join(repr(k) for k in list(self._entries)[:8])

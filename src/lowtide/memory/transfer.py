@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide import _compat
 from lowtide.memory import bits
 from lowtide.memory.pinned import Extent, PinnedPool, round_up
 
@@ -61,9 +62,13 @@ class Mover(ABC):
     def cost_bytes(self, nbytes: int) -> int:
         """What `nbytes` will take of the host's budget."""
 
+    def now(self) -> Any:
+        """This moment on the current stream, for copies to wait for; None where there are no streams."""
+        return None
+
     @abstractmethod
-    def to_host(self, parts: Parts) -> HostCopy | None:
-        """Start copying parts to the host; None if the pool has no room."""
+    def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
+        """Start copying parts, which are there since `ready`, to the host; None if the pool has no room."""
 
     def settle(self, max_in_flight_bytes: float) -> None:
         """Let go of sources whose copies are done, and of as many others as are beyond the limit."""
@@ -80,8 +85,11 @@ class PlainMover(Mover):
     def cost_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    def to_host(self, parts: Parts) -> HostCopy:
-        return _PlainCopy(tuple(part.clone() for part in parts))
+    def to_host(self, parts: Parts, ready: Any) -> HostCopy:
+        copies = tuple(part.clone() for part in parts)
+        for copy in copies:
+            _compat.reset_version(copy)
+        return _PlainCopy(copies)
 
     @staticmethod
     def here(parts: Parts) -> Fetched:
@@ -128,18 +136,27 @@ class AcceleratorMover(Mover):
     def cost_bytes(self, nbytes: int) -> int:
         return round_up(nbytes)
 
-    def to_host(self, parts: Parts) -> HostCopy | None:
+    def now(self) -> Any:
+        stream = self.module.current_stream(self.device)
+        return stream, stream.record_event()
+
+    def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
         nbytes = sum(part.nbytes for part in parts)
         extents = self.pool.allocate(nbytes)
         if extents is None:
             return None
-        producer = self.module.current_stream(self.device)
-        self.stream_out.wait_stream(producer)
+        producer, made = ready
+        self.stream_out.wait_event(made)
         self.stream_out.wait_stream(self.stream_in)
-        with self.module.stream(self.stream_out):
-            for source, target in _pair(parts, extents, self.pool):
-                target.copy_(source, non_blocking=True)
-            done = self.stream_out.record_event()
+        try:
+            with self.module.stream(self.stream_out):
+                for source, target in _pair(parts, extents, self.pool):
+                    target.copy_(source, non_blocking=True)
+                done = self.stream_out.record_event()
+        except BaseException:
+            self.stream_out.synchronize()  # whatever was started must not write into memory that others will get
+            self.pool.release(extents)
+            raise
         self._sources.append((parts, producer, done, nbytes))
         self.in_flight_bytes += nbytes
         return _PinnedCopy(self, extents, parts, done)
@@ -192,6 +209,8 @@ class _PinnedCopy(HostCopy):
             for target, source in _pair(parts, self._extents, mover.pool):
                 target.copy_(source, non_blocking=True)
             done = mover.stream_in.record_event()
+        for part in parts:
+            _compat.reset_version(part)  # filling it is no change of the value
         return _Arriving(mover, parts, consumer, done)
 
     def on_host(self) -> Parts:

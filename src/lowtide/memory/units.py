@@ -7,11 +7,11 @@ and brought back once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide import _compat
 from lowtide.memory.codecs import Codec, Encoded
@@ -32,7 +32,7 @@ class View(NamedTuple):
     offset: int
 
     def of(self, flat: Tensor) -> Tensor:
-        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+        return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
 class SourceKey(NamedTuple):
@@ -42,7 +42,9 @@ class SourceKey(NamedTuple):
     version: int
     dtype: torch.dtype
     start: int
+    numel: int
     codec: str | None
+    moment: int  # 0, or when it was put: inference tensors count no changes, so each put is a unit of its own
 
 
 @dataclass(eq=False)
@@ -51,11 +53,12 @@ class Unit:
 
     source: SourceKey
     storage: _compat.StorageReference
-    numel: int
+    watch: _compat.VersionWatch
     dtype: torch.dtype
     device: torch.device
     encoded: Encoded | None  # how to decode it, without the parts themselves
     stored_bytes: int  # of its parts, wherever they are
+    device_bytes: int  # what it keeps alive on the device: the whole storage, unless it is encoded
     tier: str
     nbytes: int  # what it takes of its tier's budget
     parts: Parts | None = None  # while on the device
@@ -64,6 +67,9 @@ class Unit:
     fetched: Fetched | None = None  # on the way back
     is_counted: bool = False  # in the books of its tier
     depends_on_source: bool = True  # until a copy is complete, a change of the source is a change of the unit
+    is_lost: bool = False  # its source had been changed when it was copied
+    ready: Any = None  # the stream it was made on, and an event there: copies wait for it
+    keys: dict[Any, None] = field(default_factory=dict)  # of the entries that are views of it
     num_entries: int = 0
     num_served: int = 0  # entries given out since it was last fetched
     cost: float = 0.0
@@ -78,32 +84,41 @@ class Unit:
 def is_left_alone(tensor: Tensor) -> bool:
     """Whether a tensor is not for the store: someone else's (parameters), or not plain bytes behind a plain layout."""
     return (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or tensor.layout is not torch.strided
+        not _compat.is_plain(tensor)
         or tensor.device.type == "meta"
         or tensor.numel() == 0
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()
+        or _span(tensor) > _storage_numel(tensor)  # a storage that was shrunk: there is nothing to hold
         or _compat.is_parameter_or_view_of_one(tensor)
     )
 
 
-def source_of(tensor: Tensor, codec: Codec | None) -> tuple[SourceKey, int, int]:
-    """The key of the unit that `tensor` belongs to, where the unit starts in the storage, and its elements."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
+    """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
+    span, whole = _span(tensor), _storage_numel(tensor)
     start, numel = (0, whole) if span >= _WHOLE_STORAGE_SHARE * whole else (int(tensor.storage_offset()), span)
-    key = SourceKey(
-        _compat.storage_id(tensor),
-        _compat.version_of(tensor),
-        tensor.dtype,
-        start,
-        None if codec is None else codec.name,
+    return SourceKey(
+        storage=_compat.storage_id(tensor),
+        version=_compat.version_of(tensor),
+        dtype=tensor.dtype,
+        start=start,
+        numel=numel,
+        codec=None if codec is None else codec.name,
+        moment=moment if tensor.is_inference() else 0,
     )
-    return key, start, numel
 
 
-def flat_of(tensor: Tensor, start: int, numel: int) -> Tensor:
-    """The elements of the tensor's storage from `start`, as a flat tensor over the same bytes."""
-    return torch.as_strided(tensor.detach(), (numel,), (1,), start)
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last that the tensor reads, both inside."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _storage_numel(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def flat_of(tensor: Tensor, source: SourceKey) -> Tensor:
+    """The unit's elements of the tensor's storage, as a flat tensor over the same bytes."""
+    return torch.as_strided(tensor.detach(), (source.numel,), (1,), source.start)

@@ -1,0 +1,100 @@
+"""Units on their way back to the device: those asked for, and those a backward will ask for next.
+
+A backward asks for what the forward put last. So with each unit given out, the ones put before it are fetched, latest
+first, as far as the device memory that copies may hold allows; where the backward asks in another order, what was
+fetched in vain gives way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+import torch
+
+from lowtide import _compat
+from lowtide.errors import ChangedInPlaceError
+from lowtide.memory.transfer import Fetched, Parts
+from lowtide.memory.units import Unit
+
+
+class Arrivals:
+    """`bring` starts the way back of a unit; `limit_bytes` says how much may be under way or given out in part."""
+
+    def __init__(self, bring: Callable[[Unit], Fetched], limit_bytes: Callable[[], float]) -> None:
+        self._bring, self._limit_bytes = bring, limit_bytes
+        self._on_host: list[Unit] = []  # in the order they were put
+        self._under_way: dict[int, Unit] = {}
+        self._last_asked = self._fetched_down_to = 0  # moments units were put at
+        self.bytes = 0
+
+    def add(self, unit: Unit) -> None:
+        """A unit has come to host memory."""
+        insort(self._on_host, unit, key=_put_at)
+
+    def discard(self, unit: Unit) -> None:
+        """A unit has left host memory, or was never there."""
+        index = bisect_left(self._on_host, unit.put_at, key=_put_at)
+        if index < len(self._on_host) and self._on_host[index] is unit:
+            del self._on_host[index]
+
+    def take_in(self, unit: Unit) -> Parts:
+        """The unit's parts, ready for use on its device."""
+        if unit.fetched is None:
+            if self.bytes >= self._limit_bytes():
+                self.cancel_all()
+            try:
+                self._fetch(unit)
+            except torch.OutOfMemoryError:
+                self.cancel_all()  # make room with what was fetched ahead, and try once more
+                self._fetch(unit)
+        assert unit.fetched is not None
+        parts = unit.fetched.wait()
+        if unit.encoded is None and any(_compat.version_of(part) for part in parts):
+            raise ChangedInPlaceError(
+                "a stored value was changed in place by whoever got it before. Clone what you get before you change it."
+            )
+        unit.num_served += 1
+        if unit.num_served >= unit.num_entries:
+            self.cancel(unit)
+        return parts
+
+    def fetch_ahead(self, unit: Unit) -> None:
+        """Start bringing back what was put before `unit`, which was just asked for."""
+        if unit.device.type == "cpu":
+            return
+        if unit.put_at >= self._last_asked:  # another backward begins
+            self._fetched_down_to = unit.put_at
+        self._last_asked = unit.put_at
+        below = min(unit.put_at, self._fetched_down_to)
+        for index in range(bisect_left(self._on_host, below, key=_put_at) - 1, -1, -1):
+            if self.bytes >= self._limit_bytes():
+                return
+            earlier = self._on_host[index]
+            if earlier.fetched is None:
+                try:
+                    self._fetch(earlier)
+                except torch.OutOfMemoryError:
+                    return  # it was only meant to help
+            self._fetched_down_to = earlier.put_at
+
+    def cancel(self, unit: Unit) -> None:
+        """Let go of a unit's copy on the device."""
+        if self._under_way.pop(id(unit), None) is not None:
+            self.bytes -= unit.stored_bytes
+        unit.fetched = None
+
+    def cancel_all(self) -> None:
+        for unit in list(self._under_way.values()):
+            self.cancel(unit)
+        self._fetched_down_to = self._last_asked
+
+    def _fetch(self, unit: Unit) -> None:
+        unit.fetched = self._bring(unit)
+        unit.num_served = 0
+        self._under_way[id(unit)] = unit
+        self.bytes += unit.stored_bytes
+
+
+def _put_at(unit: Unit) -> int:
+    return unit.put_at
