@@ -142,6 +142,7 @@ def test_copies_and_pickles() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model)).eval()(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_under_torch_compile() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))

@@ -25,7 +25,8 @@ class Arrivals:
         self._bring, self._limit_bytes = bring, limit_bytes
         self._on_host: list[Unit] = []  # in the order they were put
         self._under_way: dict[int, Unit] = {}
-        self._last_asked = self._fetched_down_to = 0  # moments units were put at
+        self._front = 0  # the moment at which the latest unit that this backward asked for was put
+        self._backward = 1  # which backward this is, as far as one can tell: a unit asked for again begins another
         self.bytes = 0
 
     def add(self, unit: Unit) -> None:
@@ -40,6 +41,9 @@ class Arrivals:
 
     def take_in(self, unit: Unit) -> Parts:
         """The unit's parts, ready for use on its device."""
+        if unit.served_in == self._backward:
+            self._backward += 1
+            self._front = 0
         if unit.fetched is None:
             if self.bytes >= self._limit_bytes():
                 self.cancel_all()
@@ -56,6 +60,7 @@ class Arrivals:
             )
         unit.num_served += 1
         if unit.num_served >= unit.num_entries:
+            unit.served_in = self._backward
             self.cancel(unit)
         return parts
 
@@ -63,20 +68,16 @@ class Arrivals:
         """Start bringing back what was put before `unit`, which was just asked for."""
         if unit.device.type == "cpu":
             return
-        if unit.put_at >= self._last_asked:  # another backward begins
-            self._fetched_down_to = unit.put_at
-        self._last_asked = unit.put_at
-        below = min(unit.put_at, self._fetched_down_to)
-        for index in range(bisect_left(self._on_host, below, key=_put_at) - 1, -1, -1):
+        self._front = max(self._front, unit.put_at)
+        for index in range(bisect_left(self._on_host, self._front, key=_put_at) - 1, -1, -1):
             if self.bytes >= self._limit_bytes():
                 return
             earlier = self._on_host[index]
-            if earlier.fetched is None:
+            if earlier.fetched is None and earlier.served_in != self._backward:
                 try:
                     self._fetch(earlier)
                 except torch.OutOfMemoryError:
                     return  # it was only meant to help
-            self._fetched_down_to = earlier.put_at
 
     def cancel(self, unit: Unit) -> None:
         """Let go of a unit's copy on the device."""
@@ -87,7 +88,6 @@ class Arrivals:
     def cancel_all(self) -> None:
         for unit in list(self._under_way.values()):
             self.cancel(unit)
-        self._fetched_down_to = self._last_asked
 
     def _fetch(self, unit: Unit) -> None:
         unit.fetched = self._bring(unit)

@@ -72,6 +72,7 @@ class Unit:
     keys: dict[Any, None] = field(default_factory=dict)  # of the entries that are views of it
     num_entries: int = 0
     num_served: int = 0  # entries given out since it was last fetched
+    served_in: int = 0  # the backward in which all of its entries were given out
     cost: float = 0.0
     put_at: int = 0
     touched_at: int = 0
