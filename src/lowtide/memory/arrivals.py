@@ -8,7 +8,7 @@ fetched in vain gives way.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -18,11 +18,22 @@ from lowtide.memory.transfer import Fetched, Parts
 from lowtide.memory.units import Unit
 
 
-class Arrivals:
-    """`bring` starts the way back of a unit; `limit_bytes` says how much may be under way or given out in part."""
+class Origin(Protocol):
+    """Where units are. Passed to each call rather than held, which would be a cycle."""
 
-    def __init__(self, bring: Callable[[Unit], Fetched], limit_bytes: Callable[[], float]) -> None:
-        self._bring, self._limit_bytes = bring, limit_bytes
+    def bring(self, unit: Unit) -> Fetched:
+        """Start a unit's way back to its device."""
+        ...
+
+    def arrivals_limit(self) -> float:
+        """How many bytes may be under way, or given out in part."""
+        ...
+
+
+class Arrivals:
+    """Units on their way back; `bytes` counts those under way and those given out in part."""
+
+    def __init__(self) -> None:
         self._on_host: list[Unit] = []  # in the order they were put
         self._under_way: dict[int, Unit] = {}
         self._front = 0  # the moment at which the latest unit that this backward asked for was put
@@ -39,19 +50,19 @@ class Arrivals:
         if index < len(self._on_host) and self._on_host[index] is unit:
             del self._on_host[index]
 
-    def take_in(self, unit: Unit) -> Parts:
+    def take_in(self, unit: Unit, origin: Origin) -> Parts:
         """The unit's parts, ready for use on its device."""
         if unit.served_in == self._backward:
             self._backward += 1
             self._front = 0
         if unit.fetched is None:
-            if self.bytes >= self._limit_bytes():
-                self.cancel_all()
+            if self.bytes >= origin.arrivals_limit():
+                self.cancel_all()  # fetched in vain: the backward asks in another order
             try:
-                self._fetch(unit)
+                self._fetch(unit, origin)
             except torch.OutOfMemoryError:
                 self.cancel_all()  # make room with what was fetched ahead, and try once more
-                self._fetch(unit)
+                self._fetch(unit, origin)
         assert unit.fetched is not None
         parts = unit.fetched.wait()
         if unit.encoded is None and any(_compat.version_of(part) for part in parts):
@@ -64,18 +75,18 @@ class Arrivals:
             self.cancel(unit)
         return parts
 
-    def fetch_ahead(self, unit: Unit) -> None:
+    def fetch_ahead(self, unit: Unit, origin: Origin) -> None:
         """Start bringing back what was put before `unit`, which was just asked for."""
         if unit.device.type == "cpu":
             return
         self._front = max(self._front, unit.put_at)
         for index in range(bisect_left(self._on_host, self._front, key=_put_at) - 1, -1, -1):
-            if self.bytes >= self._limit_bytes():
+            if self.bytes >= origin.arrivals_limit():
                 return
             earlier = self._on_host[index]
             if earlier.fetched is None and earlier.served_in != self._backward:
                 try:
-                    self._fetch(earlier)
+                    self._fetch(earlier, origin)
                 except torch.OutOfMemoryError:
                     return  # it was only meant to help
 
@@ -86,11 +97,13 @@ class Arrivals:
         unit.fetched = None
 
     def cancel_all(self) -> None:
+        """Let go of what was fetched and not asked for yet; what was given out in part is in use."""
         for unit in list(self._under_way.values()):
-            self.cancel(unit)
+            if not unit.num_served:
+                self.cancel(unit)
 
-    def _fetch(self, unit: Unit) -> None:
-        unit.fetched = self._bring(unit)
+    def _fetch(self, unit: Unit, origin: Origin) -> None:
+        unit.fetched = origin.bring(unit)
         unit.num_served = 0
         self._under_way[id(unit)] = unit
         self.bytes += unit.stored_bytes

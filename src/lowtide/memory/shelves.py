@@ -56,7 +56,7 @@ class Shelves:
         self._in_flight_bytes = in_flight_bytes
         self._evicted = evicted
         self._units: dict[SourceKey, Unit] = {}
-        self._arrivals = Arrivals(self._bring, self._in_flight_limit)
+        self._arrivals = Arrivals()
         self._replaced: Unit | None = None
         self._on_device: dict[int, list[Unit]] = {}  # units that keep one storage alive; the first carries its bytes
         self._movers: dict[torch.device, Mover] = {}
@@ -121,10 +121,10 @@ class Shelves:
         """The unit's flat tensor on its device. Those the backward is likely to ask for next start on their way."""
         unit.touched_at = self.tick()
         self._settle()
-        flat = unit.decode(self._arrivals.take_in(unit) if unit.parts is None else unit.parts)
+        flat = unit.decode(self._arrivals.take_in(unit, self) if unit.parts is None else unit.parts)
         if unit.encoded is not None:
             _compat.reset_version(flat)  # decoding filled it, which is no change of the value
-        self._arrivals.fetch_ahead(unit)
+        self._arrivals.fetch_ahead(unit, self)
         return flat
 
     def release(self, unit: Unit) -> None:
@@ -162,7 +162,7 @@ class Shelves:
             num_spilled=self._num_spilled,
             moved_down_bytes=self._moved_down_bytes,
             moved_up_bytes=self._moved_up_bytes,
-            in_flight_bytes=sum(mover.in_flight_bytes for mover in self._movers.values()) + self._arrivals.bytes,
+            in_flight_bytes=self._leaving_bytes() + self._arrivals.bytes,
             locked_bytes=sum(pool.locked_bytes for pool in self._pools),
             waited_s=self._waited_s + sum(mover.waited_s() for mover in self._movers.values()),
         )
@@ -340,16 +340,26 @@ class Shelves:
         return tuple(part.cpu() for part in unit.parts)
 
     def _settle(self) -> None:
-        """Let go of what copies out have read."""
+        """Let go of what copies out have read; when nothing is stored any more, of all of it."""
+        limit = self._in_flight_limit(self._arrivals.bytes) if self._units else 0
         for mover in self._movers.values():
-            mover.settle(self._in_flight_limit())
+            mover.settle(limit)
 
-    def _in_flight_limit(self) -> float:
-        """Bytes that copies may hold on the device: their own allowance, and what the device tier does not use."""
+    def arrivals_limit(self) -> float:
+        """How many bytes may be on their way back at a time."""
+        return self._in_flight_limit(self._leaving_bytes())
+
+    def _leaving_bytes(self) -> int:
+        return sum(mover.in_flight_bytes for mover in self._movers.values())
+
+    def _in_flight_limit(self, other_way_bytes: int) -> float:
+        """Bytes that copies one way may hold on the device: an allowance, and what is unused of the device's budget."""
         device = self._tiers.get(DEVICE)
-        return self._in_flight_bytes + (0 if device is None else device.budget_bytes - device.used_bytes)
+        unused = 0 if device is None else device.budget_bytes - device.used_bytes
+        return self._in_flight_bytes + max(0, unused - other_way_bytes)
 
-    def _bring(self, unit: Unit) -> Fetched:
+    def bring(self, unit: Unit) -> Fetched:
+        """Start a unit's way back to its device."""
         start = time.perf_counter()
         if unit.host is not None:
             fetched = unit.host.fetch()
