@@ -83,11 +83,12 @@ def name_argument(function: Callable[..., Any], path: Path) -> str:
 
 def mutated_argument(function: Callable[..., Any], path: Path, how: str) -> ReplayError:
     name = name_argument(function, path)
+    hint = " For Hugging Face models: model.config.use_cache = False." if "past_key_value" in name else ""
     return ReplayError(
         f"argument {name!r} of {describe(function)} {how} between the forward and its replay, "
         "so replaying would give wrong gradients (plain autograd: 'modified by an inplace operation').\n"
         f"Pass a copy ({name}.clone(), copy.copy({name})), change {name} after the backward, "
-        f"or return what the region adds to {name} and store it outside of the region."
+        f"or return what the region adds to {name} and store it outside of the region.{hint}"
     )
 
 

@@ -106,7 +106,7 @@ class ActivationStore:
         order: str = "auto",
         codec: str | None = None,
         folder: str | os.PathLike[str] | None = None,
-        in_flight: int | str = "1GiB",
+        in_flight: int | str = "256MiB",
     ) -> None:
         _check_choice("on_full", on_full, ("spill", "evict", "error"))
         _check_choice("order", order, ("auto", "oldest", "cost"))
