@@ -37,13 +37,15 @@ class Ambient:
         def undo() -> None:
             if random is not None:
                 random.set()
-            torch.set_default_dtype(dtype)
+            if dtype != self._default_dtype:
+                torch.set_default_dtype(dtype)
             if outside_inference is not None:
                 outside_inference.__exit__(None, None, None)
 
         if self._random is not None:
             self._random.set()
-        torch.set_default_dtype(self._default_dtype)
+        if dtype != self._default_dtype:
+            torch.set_default_dtype(self._default_dtype)
         if outside_inference is not None:
             outside_inference.__enter__()
         return undo

@@ -83,7 +83,7 @@ def name_argument(function: Callable[..., Any], path: Path) -> str:
 
 def mutated_argument(function: Callable[..., Any], path: Path, how: str) -> ReplayError:
     name = name_argument(function, path)
-    hint = " For Hugging Face models: model.config.use_cache = False." if "past_key_value" in name else ""
+    hint = " For Hugging Face models: pass use_cache=False." if "past_key_value" in name else ""
     return ReplayError(
         f"argument {name!r} of {describe(function)} {how} between the forward and its replay, "
         "so replaying would give wrong gradients (plain autograd: 'modified by an inplace operation').\n"

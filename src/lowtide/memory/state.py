@@ -64,19 +64,21 @@ class FunctionState:
             for module in _compat.submodules(root):
                 if module not in self._training:
                     self._training[module] = module.training
-                    self._add_module(module, whole)
+                    parameters, buffers = _compat.module_tensors(module)
+                    if parameters or buffers or _has_own_attributes.get(type(module), True):
+                        self._add_module(module, parameters, buffers, whole)
         for tensor in reach.tensors:
             slot = Slot({"": tensor}, "", tensor, None)  # a place of its own, which nobody rebinds
             copy = not tensor.requires_grad and _compat.is_copyable(tensor) and tensor.nbytes <= _ALWAYS_COPIED_BYTES
             (self._copied if copy else self._slots).append(slot)
         self._copies = _compat.clone_all([slot.tensor for slot in self._copied])
-        self._copied_versions = [_compat.version_of(slot.tensor) for slot in self._copied]
-        self._versions = [_compat.version_of(slot.tensor) for slot in self._slots]
+        self._copied_versions = _compat.versions_of([slot.tensor for slot in self._copied])
+        self._tensors = [slot.tensor for slot in self._slots]
+        self._versions = _compat.versions_of(self._tensors)
         self._variables: list[tuple[Any, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
 
-    def _add_module(self, module: nn.Module, whole: bool) -> None:
-        parameters, buffers = _compat.module_tensors(module)
+    def _add_module(self, module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any], whole: bool) -> None:
         if not isinstance(parameters, dict):  # a ScriptModule: what it holds is its own affair
             return
         for key, tensor in parameters.items():
@@ -118,14 +120,15 @@ class FunctionState:
 
         Versions now, not before: a forward may renorm its own weight (Embedding with max_norm), to the same values.
         """
-        for index, slot in enumerate(self._slots):
-            version = _compat.version_of(slot.tensor)
-            if version != self._versions[index]:
-                if isinstance(slot.tensor, nn.Parameter) or slot.owner is None:
-                    self._versions[index] = version
-                else:
-                    self._learn(slot, written=True)
-                    self._versions[index] = _LOST
+        versions = _compat.versions_of(self._tensors)
+        if versions != self._versions:
+            for index, slot in enumerate(self._slots):
+                if versions[index] != self._versions[index]:
+                    if isinstance(slot.tensor, nn.Parameter) or slot.owner is None:
+                        self._versions[index] = versions[index]
+                    else:
+                        self._learn(slot, written=True)
+                        self._versions[index] = _LOST
         if self._unsure:
             self._settle_unsure()
         # A variable that the forward itself changed (a counter) is left alone: its changes are meant to be seen.
@@ -147,6 +150,7 @@ class FunctionState:
                 kept.append(index)
             else:
                 self._slots.append(slot)
+                self._tensors.append(slot.tensor)
                 self._versions.append(_compat.version_of(slot.tensor))
         self._copied = [self._copied[index] for index in kept]
         self._copies = [self._copies[index] for index in kept]
@@ -161,11 +165,10 @@ class FunctionState:
 
     def lost_slots(self) -> list[Slot]:
         """Those changed in place since the forward, with no copy to go back to."""
-        return [
-            slot
-            for slot, version in zip(self._slots, self._versions, strict=True)
-            if _compat.version_of(slot.tensor) != version
-        ]
+        versions = _compat.versions_of(self._tensors)
+        if versions == self._versions:
+            return []
+        return [slot for slot, now, then in zip(self._slots, versions, self._versions, strict=True) if now != then]
 
     def restore(self) -> Callable[[], None]:
         """Put everything back to what the forward found; call the result to have all as it is now."""
@@ -189,8 +192,7 @@ class FunctionState:
         ]
         flags = [module for module, training in self._training.items() if module.training != training]
         tensors = [slot.tensor for slot in self._copied]
-        values = _compat.clone_all(tensors)
-        versions = [_compat.version_of(tensor) for tensor in tensors]
+        values, versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
 
         def undo() -> None:
             for module in flags:
