@@ -7,9 +7,7 @@ Writes a table to bench/results/checkpoint-<device>.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from reporting import RESULTS, device_name, save, versions
 from torch import Tensor, nn
 
 import lowtide
 
-RESULTS = Path(__file__).parent / "results"
 CASES = {
     "cpu": {"small": (128, 4, 64, torch.float32), "medium": (512, 4, 256, torch.float32)},
     "cuda": {"small": (1024, 2, 512, torch.bfloat16), "large": (4096, 4, 2048, torch.bfloat16)},
@@ -101,12 +99,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     lines = [
-        f"# `lowtide.checkpoint` against torch's, {name}",
+        f"# `lowtide.checkpoint` against torch's, {device_name(options.device)}",
         "",
-        f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, lowtide "
-        f"{lowtide.__version__}; 4 Llama-like blocks, each checkpointed; medians of {options.rounds} turns in one run.",
+        f"{versions()}; 4 Llama-like blocks, each checkpointed; medians of {options.rounds} turns in one run.",
         "",
         "| case | plain ms | torch ms | lowtide ms | lowtide / torch | no_grad: plain ms | lowtide ms | ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -130,10 +126,7 @@ def main() -> None:
             f"| {inference['plain'] * 1e3:.2f} | {inference['lowtide'] * 1e3:.2f} "
             f"| {inference['lowtide'] / inference['plain']:.3f} |"
         )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"checkpoint-{options.device}.md").write_text(text)
+    save(lines, options.out, f"checkpoint-{options.device}.md")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -12,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reporting import RESULTS, device_name, save, versions
 from torch import Tensor
 
 from lowtide.memory.codecs import CODECS
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def seconds(call: Callable[[], Any], device: str, rounds: int = 7) -> float:
@@ -50,11 +47,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     device, numel = options.device, (1 << 26 if options.device == "cuda" else 1 << 22)
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     lines = [
-        f"# Codecs on {name}",
+        f"# Codecs on {device_name(device)}",
         "",
-        f"{datetime.date.today()}, torch {torch.__version__}; {numel} values in rows of 1024; medians of 7. Error: the "
+        f"{versions()}; {numel} values in rows of 1024; medians of 7. Error: the "
         "root mean square and the largest, as a share of the largest magnitude. GB/s of the uncompressed bytes; "
         "*copy* is a plain copy on the device.",
         "",
@@ -77,10 +73,7 @@ def main() -> None:
                 f"| {kind} | `{codec.name}` | {encoded.nbytes / flat.nbytes:.1%} | {rms:.1e} | {largest:.1e} "
                 f"| {flat.nbytes / write_s / 1e9:.1f} | {flat.nbytes / read_s / 1e9:.1f} |"
             )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"codecs-{device}.md").write_text(text)
+    save(lines, options.out, f"codecs-{device}.md")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +15,11 @@ from typing import Any
 
 import torch
 from checkpoint import Block
+from reporting import RESULTS, device_name, save, versions
 from torch import Tensor, nn
 
 import lowtide
 
-RESULTS = Path(__file__).parent / "results"
 GIB = 1024**3
 
 
@@ -131,10 +129,9 @@ def main() -> None:
     ways["`save_on_cpu(pin_memory=True)`"] = lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
 
     lines = [
-        f"# Offload on {torch.cuda.get_device_name()}",
+        f"# Offload on {device_name('cuda')}",
         "",
-        f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, lowtide "
-        f"{lowtide.__version__}. {options.layers} Llama-like blocks of width {options.width}, {options.batch} x "
+        f"{versions()}. {options.layers} Llama-like blocks of width {options.width}, {options.batch} x "
         f"{options.tokens} tokens, bfloat16, eager, forward and backward; medians of {options.rounds} steps, one run. "
         f"Pinned copies alone: {gb_out:.1f} GB/s out, {gb_in:.1f} GB/s in. "
         f"Everything offloaded is {out_bytes / GIB:.2f} GiB out, {in_bytes / GIB:.2f} GiB in.",
@@ -170,10 +167,7 @@ def main() -> None:
         lines.append(f"| {name} | {ms:.1f} | {peak:.2f} | {shown} | {best} | {hidden} |")
     if trl is None:
         lines += ["", "TRL's `OffloadActivations` is not in the table: TRL could not be imported."]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "offload-cuda.md").write_text(text)
+    save(lines, options.out, "offload-cuda.md")
 
 
 if __name__ == "__main__":

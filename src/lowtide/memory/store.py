@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -139,14 +140,18 @@ class ActivationStore:
 
     # Public operations
 
-    def put(self, key: Hashable, tensor: Tensor, *, cost: float | None = None, codec: str | None = "store's") -> Handle:
+    def put(
+        self, key: Hashable, tensor: Tensor, *, cost: float | None = None, codec: str | EllipsisType | None = ...
+    ) -> Handle:
         """Hold `tensor` under `key`, in place of what was there. `cost` is what recomputing it would take.
+
+        `codec` is the store's unless given; None keeps the value as it is.
 
         Raises `CapacityError` if no tier can take it; then everything is as before.
         """
         if not isinstance(tensor, Tensor):
             raise TypeError(f"a store holds tensors, not {type(tensor).__name__}")
-        chosen = self._codec if codec == "store's" else find_codec(codec)
+        chosen = self._codec if isinstance(codec, EllipsisType) else find_codec(codec)
         if cost is not None and not (isinstance(cost, int | float) and cost >= 0):
             raise ValueError(f"cost is a number, 0 or more, not {cost!r}")
         with self._locked():
