@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,21 @@ def test_a_stored_input_changed_in_place_is_refused() -> None:
     h.add_(1)
     with pytest.raises(lowtide.CheckpointError, match=r"argument 'h'.*changed in place"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("determinism_check", ["default", "none"])
+def test_a_replay_keeps_no_copy_of_stored_inputs(determinism_check: str) -> None:
+    store, h = ActivationStore(disk="1MiB"), leaf(8) * 1
+    seen: list[weakref.ref[Tensor]] = []
+
+    def region(h: Tensor) -> Tensor:
+        if lowtide.is_recomputing():
+            seen.append(weakref.ref(h))
+        return h.sin().exp()
+
+    output = lowtide.checkpoint(region, h, store=store, determinism_check=determinism_check, early_stop=False)
+    torch.autograd.grad(output.sum(), h, retain_graph=True)
+    assert [reference() for reference in seen] == [None]
 
 
 def test_store_is_reserved() -> None:

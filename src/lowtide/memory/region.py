@@ -59,6 +59,7 @@ class Region:
         self._live: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._is_checked = determinism_check != "none"
         self._compares_values = determinism_check == "values"
+        self._is_watched = False  # whether torch's check of the replay will call `replay_checked`
         self._has_contexts = has_contexts
         self._arguments = arguments = Arguments(args, kwargs)
         self._watched = [(weakref.ref(tensor), _compat.version_of(tensor)) for tensor in arguments.tensors]
@@ -84,6 +85,7 @@ class Region:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_checked and (frame := _compat.current_frame()) is not None:
             _compat.watch_frame(frame, self)
+            self._is_watched = True
         output = self._function(*args, **kwargs)
         self._mutated_path = self._arguments.changed_container(args, kwargs)
         self._arguments.release_tensors()
@@ -104,6 +106,9 @@ class Region:
             raise
         except _compat.TorchCheckpointError as error:
             raise self.diverged(error) from None
+        finally:
+            if not self._is_watched:
+                self.replay_checked()
 
     def _refuse(self, lost: list[Slot], tensor: Tensor) -> None:
         raise divergence.mutated_state(self._function, str(next(slot for slot in lost if slot.tensor is tensor)))
@@ -130,7 +135,7 @@ class Region:
             return call()
 
     def _check_arguments(self) -> None:
-        """Refuse arguments that are not what they were. What no weak reference sees any more, autograd checks."""
+        """Refuse arguments that are not what they were. What hooks further out hold, those have to check."""
         if self._mutated_path is not None:
             raise divergence.mutated_argument(self._function, self._mutated_path, "was changed by the region itself")
         for path, value, fingerprint in self._objects:
@@ -149,6 +154,7 @@ class Region:
         return _metadata_and_values if self._compares_values else _compat.metadata_of
 
     def replay_checked(self) -> None:
+        """Let go of the inputs: kept until here in case the replay has to be looked into."""
         self._replay_tensors = []
 
     def diverged(self, torch_error: Exception) -> Exception:
