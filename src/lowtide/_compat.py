@@ -26,6 +26,11 @@ torch_checkpoint = torch_checkpoint_module.checkpoint
 TorchCheckpointError = torch_checkpoint_module.CheckpointError
 
 
+# `torch.compiler.disable` without importing the compiler, which takes longer than all of lowtide, until the first call.
+# Obsolete when torch's own is as lazy.
+disable_dynamo = torch._disable_dynamo
+
+
 def under_functorch() -> bool:
     """Whether a torch.func transform is running. Obsolete when torch.func supports saved-tensor hooks (#122729)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -95,7 +95,7 @@ def checkpoint(
     )
 
 
-@torch.compiler.disable
+@_compat.disable_dynamo
 def _checkpoint_eagerly(
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -25,7 +24,7 @@ class ModuleTensors:
         self._hook: Any = None
 
     def watch(self) -> None:
-        self._hook = register_module_forward_pre_hook(torch.compiler.disable(self._look))
+        self._hook = register_module_forward_pre_hook(lambda module, args: _look(self, module))
 
     def stop(self) -> None:
         self._hook.remove()
@@ -33,7 +32,8 @@ class ModuleTensors:
     def __contains__(self, tensor: Tensor) -> bool:
         return _compat.storage_id(tensor) in self._storages
 
-    def _look(self, module: nn.Module, args: Any) -> None:
+    def look(self, module: nn.Module) -> None:
+        """Note the storages of a module's own parameters and buffers."""
         if module in self._seen:
             return
         self._seen.add(module)
@@ -42,3 +42,8 @@ class ModuleTensors:
                 if tensor is not None and _compat.is_plain(tensor):
                     reference = _compat.StorageReference(tensor)  # holds the id, so that no activation gets it
                     self._storages[reference.id] = reference
+
+
+@_compat.disable_dynamo
+def _look(module_tensors: ModuleTensors, module: nn.Module) -> None:
+    module_tensors.look(module)

@@ -87,7 +87,7 @@ class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, _restore)
 
 
-@torch.compiler.disable
+@_compat.disable_dynamo
 def _keep(
     tensor: Tensor, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None
 ) -> KeptHere | _KeptInStore:
@@ -97,7 +97,7 @@ def _keep(
     return KeptHere(tensor) if alone else _KeptInStore(tensor, store)
 
 
-@torch.compiler.disable
+@_compat.disable_dynamo
 def _restore(kept: KeptHere | _KeptInStore) -> Tensor:
     return kept.restore()
 
