@@ -171,6 +171,28 @@ def test_someone_elses_forward_is_kept() -> None:
     assert model.blocks[0].forward is patched
 
 
+def test_a_layers_own_arguments_may_have_the_names_of_options() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, *, store: float, debug: Tensor, function: str = "sin") -> Tensor:
+            return getattr(torch, function)(self.linear(x) * store + debug)
+
+    model, x = nn.ModuleList(Odd() for _ in range(3)), torch.randn(4, 8, requires_grad=True)
+
+    def run() -> Tensor:
+        h = x
+        for layer in model:
+            h = layer(h, store=2.0, debug=torch.ones(8), function="tanh")
+        return torch.autograd.grad(h.sum(), x)[0]
+
+    plain = run()
+    with lowtide.apply(model, RecomputeAll()) as handle:
+        assert torch.equal(run(), plain) and handle.stats().num_replays == 3
+
+
 def test_limits_on_inputs_held() -> None:
     model = Model()
     handle = lowtide.apply(model, RecomputeAll(), max_checkpoints=2)

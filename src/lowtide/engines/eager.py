@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from lowtide.policies import Policy
 from lowtide.units import format_bytes
 
 _MARK = "lowtide_region"
+_OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ class Applied:
 
     def run(self, region: _Region, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward as decided."""
+        if not _OPTIONS.isdisjoint(kwargs):  # the layer's own arguments, which checkpoint() would take for its options
+            forward = functools.partial(forward, **{name: kwargs[name] for name in _OPTIONS & kwargs.keys()})
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
         if torch.compiler.is_compiling():
             return (
                 checkpoint(forward, *args, **kwargs) if self.enabled and region.recomputed else forward(*args, **kwargs)
