@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from reporting import RESULTS, device_name, save, versions
+from reporting import RESULTS, device_name, save, timed, versions
 from torch import Tensor, nn
 
 import lowtide
@@ -54,16 +53,6 @@ def torch_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
 
 def plain(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
-
-
-def timed(call: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def compare(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:

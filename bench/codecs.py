@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import RESULTS, device_name, save, versions
+from reporting import RESULTS, device_name, save, timed, versions
 from torch import Tensor
 
 from lowtide.memory.codecs import CODECS
 
 
 def seconds(call: Callable[[], Any], device: str, rounds: int = 7) -> float:
-    times = []
-    for _ in range(rounds + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    """Median of several runs, after two to warm up."""
+    return statistics.median([timed(call, device) for _ in range(rounds + 2)][2:])
 
 
 def inputs(device: str, numel: int) -> dict[str, Tensor]:

@@ -1,16 +1,30 @@
-"""Where benchmark results go, and what stands above them."""
+"""What benchmarks share: a timer, what stands above results, and where they go."""
 
 from __future__ import annotations
 
 import datetime
 import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import lowtide
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def timed(call: Callable[[], Any], device: str) -> float:
+    """Seconds that a call takes, what it started on the device included."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def device_name(device: str) -> str:

@@ -52,9 +52,12 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 _LAZY_TYPES = (nn.UninitializedParameter, nn.UninitializedBuffer)
 
 
+PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is strided bytes and no more: nothing sparse, wrapped or of another class."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_copyable(tensor: Tensor) -> bool:
@@ -303,7 +306,7 @@ def is_op(value: Any) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether there are numbers to look at: none in fake, meta, functional and other wrapped tensors."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and torch._C._len_torch_dispatch_stack() == 0
+    return type(tensor) in PLAIN_TYPES and not tensor.is_meta and torch._C._len_torch_dispatch_stack() == 0
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

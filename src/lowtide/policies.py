@@ -272,9 +272,14 @@ def plan_recomputation(
     >>> lowtide.plan_recomputation(5, lowtide.EveryN(2))
     [False, True, False, True, False]
     """
+    check_policy(policy)
+    return policy.decide(n, costs, bytes)
+
+
+def check_policy(policy: object) -> None:
+    """Raise unless this is a policy."""
     if not isinstance(policy, Policy):
         raise TypeError(f"a policy such as EveryN(4) is needed, not {policy!r}")
-    return policy.decide(n, costs, bytes)
 
 
 def _check_count(name: str, count: object) -> None:

@@ -23,8 +23,8 @@ from lowtide.errors import LowtideError
 from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.savedbytes import SavedBytes
-from lowtide.memory.store import ActivationStore
-from lowtide.policies import Policy
+from lowtide.memory.store import ActivationStore, check_store
+from lowtide.policies import Policy, check_policy
 from lowtide.units import format_bytes
 
 _MARK = "lowtide_region"
@@ -209,10 +209,8 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() works on an nn.Module, not {type(model).__name__}")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"a policy such as EveryN(4) is needed, not {policy!r}")
-    if store is not None and not isinstance(store, ActivationStore):
-        raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
+    check_policy(policy)
+    check_store(store)
     _refuse_other_checkpointing(model)
     found = find_regions(model, regions)
     decisions = policy.decide(len(found), costs, bytes)

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.errors import CapacityError, StoreError
-from lowtide.memory.store import ActivationStore, Missing
-from lowtide.policies import EveryN, Policy, Revolve, Uniform
+from lowtide.memory.store import ActivationStore, Missing, check_store
+from lowtide.policies import EveryN, Policy, Revolve, Uniform, check_policy
 from lowtide.units import format_bytes
 
 LayerFn = Callable[[Tensor, int], Tensor]
@@ -69,8 +69,8 @@ class ActivationCheckpointer:
         codec: str | None = None,
         store: ActivationStore | None = None,
     ) -> None:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"a policy such as EveryN(4) is needed, not {policy!r}")
+        check_policy(policy)
+        check_store(store)
         if isinstance(max_checkpoints, bool) or not isinstance(max_checkpoints, int) or max_checkpoints < 0:
             raise ValueError(f"max_checkpoints is a number of layers, 0 or more, not {max_checkpoints!r}")
         if store is not None and codec is not None:

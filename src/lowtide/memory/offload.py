@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError, StoreError
 from lowtide.memory.moduletensors import ModuleTensors
-from lowtide.memory.store import ActivationStore, Missing
+from lowtide.memory.store import ActivationStore, Missing, check_store
 from lowtide.memory.units import is_left_alone
 from lowtide.units import parse_bytes
 
@@ -135,8 +135,7 @@ class offload:
         min_bytes: int | str = "1MiB",
         codec: str | None = None,
     ) -> None:
-        if store is not None and not isinstance(store, ActivationStore):
-            raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
+        check_store(store)
         if store is not None and (codec, disk, device, host) != (None, None, None, _DEFAULT_HOST):
             raise ValueError("give budgets and codec to the store itself, or leave store out")
         if store is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide import _compat
 from lowtide.memory import divergence
@@ -27,7 +27,6 @@ from lowtide.memory.reach import Reach
 from lowtide.memory.state import FunctionState, Slot
 from lowtide.memory.store import ActivationStore
 
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
 _replays = threading.local()
 
 
@@ -64,7 +63,7 @@ class Region:
         self._arguments = arguments = Arguments(args, kwargs)
         self._watched = [(weakref.ref(tensor), _compat.version_of(tensor)) for tensor in arguments.tensors]
         self._objects = [(path, value, Fingerprint(value)) for path, value in arguments.objects]
-        self.has_subclass_inputs = any(type(tensor) not in _PLAIN_TENSORS for tensor in arguments.tensors)
+        self.has_subclass_inputs = any(type(tensor) not in _compat.PLAIN_TYPES for tensor in arguments.tensors)
         self._mutated_path: Path | None = None
         self._replay_tensors: list[Tensor] = []
         # Packed like any saved tensor: into `store`, or else wherever hooks further out want it.

@@ -372,13 +372,10 @@ class Shelves:
         return fetched
 
     def _drop(self, unit: Unit) -> None:
+        """Let go of a unit and of its bytes, wherever they are."""
         self._leave(unit)
         if self._units.get(unit.source) is unit:
             del self._units[unit.source]
-        self._free(unit)
-
-    def _free(self, unit: Unit) -> None:
-        """Let go of a unit's bytes, wherever they are."""
         self._arrivals.cancel(unit)
         self._arrivals.discard(unit)
         if unit.host is not None:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -158,7 +158,7 @@ class ActivationStore:
             old = self._entries.get(key)
             unit = old.unit if old is not None and old.unit is not None and old.unit.num_entries == 1 else None
             with self._shelves.replacing(unit):
-                entry = self._new_entry(key, tensor, cost, chosen, _compat.VersionWatch(tensor), ahead=False)
+                entry = self._new_entry(key, tensor, cost, chosen)
             if unit is not None and unit.num_entries == 0:
                 del self._entries[key]  # it made room for the new one
             self._forget(key)
@@ -166,9 +166,12 @@ class ActivationStore:
         return Handle(self, key)
 
     def put_saved(self, key: Hashable, tensor: Tensor, watch: _compat.VersionWatch) -> None:
-        """`put` under a new key, for values of a step that repeats: what had to leave the device leaves it at once."""
+        """`put` under a new key, for values of a step that repeats: what had to leave the device leaves it at once.
+
+        The caller has made sure that `tensor` is not one to be left alone.
+        """
         with self._locked():
-            self._add(self._new_entry(key, tensor, None, self._codec, watch, ahead=True))
+            self._add(self._stored(key, tensor, None, self._codec, watch, ahead=True))
 
     def get(self, key: Hashable) -> Tensor | Missing:
         """The value under `key`, on its device; a `Missing` if it was evicted; `KeyError` if it never was here."""
@@ -197,16 +200,14 @@ class ActivationStore:
     def clear(self) -> None:
         """Let go of everything."""
         with self._locked():
-            for key in [*self._entries, *self._missing]:
-                self._forget(key)
+            self._forget_all()
 
     def close(self) -> None:
         """Let go of everything and remove the spill folder. A closed store takes nothing more."""
         with self._lock:
             if not self._is_closed:
                 self._drain()
-                for key in [*self._entries, *self._missing]:
-                    self._forget(key)
+                self._forget_all()
                 self._is_closed = True
                 self._shelves.close()
 
@@ -247,7 +248,8 @@ class ActivationStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         # Copies made in inference mode could not be used outside of it.
-        with self._lock, torch.inference_mode(False):
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with self._lock, outside:
             if self._is_closed:
                 raise StoreError("this store is closed")
             self._drain()
@@ -258,7 +260,14 @@ class ActivationStore:
         while self._released:
             self._forget(self._released.popleft())
 
-    def _new_entry(
+    def _new_entry(self, key: Hashable, tensor: Tensor, cost: float | None, codec: Codec | None) -> _Entry:
+        watch = _compat.VersionWatch(tensor)
+        if is_left_alone(tensor):
+            held = tensor if tensor.grad_fn is None else tensor.detach()
+            return _Entry(key, None, None, held, watch, cost, self._shelves.tick())
+        return self._stored(key, tensor, cost, codec, watch, ahead=False)
+
+    def _stored(
         self,
         key: Hashable,
         tensor: Tensor,
@@ -268,9 +277,6 @@ class ActivationStore:
         *,
         ahead: bool,
     ) -> _Entry:
-        if is_left_alone(tensor):
-            held = tensor if tensor.grad_fn is None else tensor.detach()
-            return _Entry(key, None, None, held, watch, cost, self._shelves.tick())
         unit, start = self._shelves.put(tensor, codec, cost, watch, ahead=ahead)
         view = View(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
         return _Entry(key, unit, view, None, watch, cost, self._shelves.tick())
@@ -305,6 +311,10 @@ class ActivationStore:
             entry.unit.keys.pop(key, None)
             self._shelves.release(entry.unit)
 
+    def _forget_all(self) -> None:
+        for key in [*self._entries, *self._missing]:
+            self._forget(key)
+
     def _evicted(self, unit: Unit) -> None:
         for key in unit.keys:
             view = self._entries.pop(key).view
@@ -338,3 +348,9 @@ class ActivationStore:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} should be one of {list(choices)}, but got {value!r}")
+
+
+def check_store(store: object) -> None:
+    """Raise unless `store` is None or an `ActivationStore`."""
+    if store is not None and not isinstance(store, ActivationStore):
+        raise TypeError(f"store should be an ActivationStore, not {type(store).__name__}")
