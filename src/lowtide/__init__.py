@@ -5,15 +5,21 @@ from lowtide.errors import (
     CapacityError,
     ChangedInPlaceError,
     CheckpointError,
+    GraphError,
     LowtideError,
+    PlanError,
     StoreError,
+    TraceError,
     UnitError,
 )
+from lowtide.graph import StepGraph
 from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.layers import ActivationCheckpointer
+from lowtide.memory.measuring import Measured, measure
 from lowtide.memory.offload import offload
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore, Missing
+from lowtide.plans import Plan
 from lowtide.policies import (
     EveryN,
     KeepAll,
@@ -28,6 +34,9 @@ from lowtide.policies import (
     Uniform,
     plan_recomputation,
 )
+from lowtide.simulator import Timeline, simulate
+from lowtide.tracing.eager import trace
+from lowtide.tracing.estimating import Estimate, estimate
 
 __all__ = [
     "ActivationCheckpointer",
@@ -36,11 +45,16 @@ __all__ = [
     "CapacityError",
     "ChangedInPlaceError",
     "CheckpointError",
+    "Estimate",
     "EveryN",
+    "GraphError",
     "KeepAll",
     "LowtideError",
     "MaxBytes",
+    "Measured",
     "Missing",
+    "Plan",
+    "PlanError",
     "Policy",
     "RecomputeAll",
     "Revolve",
@@ -48,14 +62,21 @@ __all__ = [
     "Segments",
     "Selective",
     "SqrtN",
+    "StepGraph",
     "StoreError",
+    "Timeline",
+    "TraceError",
     "Uniform",
     "UnitError",
     "apply",
     "checkpoint",
+    "estimate",
     "is_recomputing",
+    "measure",
     "offload",
     "plan_recomputation",
+    "simulate",
+    "trace",
 ]
 
 __version__ = "0.1.0"

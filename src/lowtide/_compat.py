@@ -99,10 +99,15 @@ def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions:
         torch._C._autograd._unsafe_set_version_counter(tuple(t for t, _ in counted), tuple(v for _, v in counted))
 
 
-def reset_version(tensor: Tensor) -> None:
-    """Count no changes so far, for a tensor that has just been filled. Obsolete like `overwrite_all`."""
+def set_version(tensor: Tensor, version: int) -> None:
+    """Count as many changes as there were, for a tensor that has its content back. Obsolete like `overwrite_all`."""
     if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (0,))
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def reset_version(tensor: Tensor) -> None:
+    """Count no changes so far, for a tensor that has just been filled."""
+    set_version(tensor, 0)
 
 
 class ReadGuard(TorchDispatchMode):

@@ -5,6 +5,9 @@ LowtideError
 ├── StoreError (RuntimeError)        a stored value cannot be written, or not be had again as it was
 │   ├── CapacityError                no tier has room for a value
 │   └── ChangedInPlaceError          a value was changed in place after it was stored
+├── TraceError (RuntimeError)        a step that cannot be traced: no scalar loss, another step each time
+├── GraphError (ValueError)          a graph that is damaged, or no step that can have run
+├── PlanError (ValueError)           a plan that is damaged, or made for another step
 └── UnitError (ValueError)           bytes that cannot be read: `0.5`, `"12 apples"`, a negative budget
 
 Wrong types and unknown options are plain `TypeError` and `ValueError`, as elsewhere in Python.
@@ -31,6 +34,18 @@ class CapacityError(StoreError):
 
 class ChangedInPlaceError(StoreError):
     """A stored value was changed in place before it was used, which autograd itself would refuse."""
+
+
+class TraceError(LowtideError, RuntimeError):
+    """A step could not be traced; the message says what was found and what to do. The model is as it was."""
+
+
+class GraphError(LowtideError, ValueError):
+    """A graph, or a file of one, that is damaged or describes no step that can have run."""
+
+
+class PlanError(LowtideError, ValueError):
+    """A plan, or a file of one, that is damaged or does not belong to the step or model it is used with."""
 
 
 class UnitError(LowtideError, ValueError):

@@ -38,6 +38,37 @@ def peak_bytes_of(call: Callable[[], Any], device: torch.device | str = "cpu") -
 
 def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
     """Bytes allocated on the CPU since the start of `call()`, after each allocation and each release inside it."""
+    changes = (change for _, change in _allocations(_profiled(call)))
+    return list(accumulate(changes))  # the trace's own "Total Allocated" goes on from one profile to the next
+
+
+def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
+    """For each block inside `call()` under `record_function(mark)`: the most bytes it had allocated at one time."""
+    events = _profiled(call)
+    allocations = _allocations(events)
+    blocks = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == mark)
+    peaks, position = [], 0
+    for start, end in blocks:
+        while position < len(allocations) and allocations[position][0] < start:
+            position += 1
+        total = peak = 0
+        while position < len(allocations) and allocations[position][0] <= end:
+            total += allocations[position][1]
+            peak = max(peak, total)
+            position += 1
+        peaks.append(peak)
+    return peaks
+
+
+def _allocations(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """When the CPU's allocator gave or took how many bytes, in order."""
+    memory = [event for event in events if event.get("name") == "[memory]"]
+    memory.sort(key=lambda event: event["ts"])
+    return [(e["ts"], e["args"]["Bytes"]) for e in memory if e["args"]["Device Type"] == _CPU_DEVICE_TYPE]
+
+
+def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The events of torch.profiler's trace of `call()`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler reports its own housekeeping
@@ -46,8 +77,4 @@ def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    memory = [event for event in events if event.get("name") == "[memory]"]
-    memory.sort(key=lambda event: event["ts"])
-    changes = (event["args"]["Bytes"] for event in memory if event["args"]["Device Type"] == _CPU_DEVICE_TYPE)
-    return list(accumulate(changes))  # the trace's own "Total Allocated" goes on from one profile to the next
+            return json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]

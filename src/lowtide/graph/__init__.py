@@ -1,0 +1,249 @@
+"""StepGraph: one training step as data.
+
+Time is counted in **positions**: position `p` is the moment after `p` ops have finished, so op `i` runs between
+positions `i` and `i + 1`. Ops `0 .. num_forward - 1` are the forward, the others the backward. A **value** is one
+storage; its views are the same value. A value lives from the op that makes it (`born`) to the position at which Python
+lets go of it (`dropped`), and beyond that as long as a **save** holds it for the backward. A **call** is one call of
+one module, hence a run of forward ops: what can be replayed as a region.
+
+Keeping Python's hold and autograd's apart is what lets a simulator say what happens when saves are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lowtide.errors import GraphError
+from lowtide.units import format_bytes, format_seconds
+
+STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
+VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
+FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage on the device. Static ones are there before the step: `born` is -1."""
+
+    bytes: int
+    kind: str
+    name: str
+    born: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel call: values it reads, values it makes (views make none), and what it costs.
+
+    `workspace_bytes` are allocated and freed inside. A backward op names the forward op whose derivative it is.
+    """
+
+    name: str
+    call: int
+    seconds: float
+    flops: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...] = ()
+    workspace_bytes: int = 0
+    flags: tuple[str, ...] = ()
+    forward_op: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A value that autograd holds for the backward, from `made` to `released`; first read at `read` (-1: never)."""
+
+    value: int
+    call: int
+    made: int
+    read: int
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one module: forward ops `first` to `end - 1`. Calls of equal `structure` differ in names only."""
+
+    path: str
+    kind: str
+    parent: int
+    first: int
+    end: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    structure: int = -1
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
+
+    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32.
+    """
+
+    name: str
+    memory_bytes: int = 0
+    half_flops_per_s: float = 0.0
+    single_flops_per_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One training step: ops, values, saves, module calls and static memory. Made by `lowtide.trace`.
+
+    - `optimizer_state_bytes` counts states that the first step will create; `optimizer_workspace_bytes` is the most
+      that the optimizer's own step allocates on top.
+    - `other_bytes` is what else the process has allocated on the device.
+    - `step_s` is the plain step, forward and backward: measured where `is_measured`, else predicted.
+    - `notes` say what could not be seen, in words.
+
+    `print(graph)` is a summary; `to_json` and `from_json` are in `lowtide.StepGraph` too.
+    """
+
+    ops: tuple[Op, ...]
+    num_forward: int
+    values: tuple[Value, ...]
+    saves: tuple[Save, ...]
+    calls: tuple[Call, ...]
+    hardware: Hardware
+    optimizer_state_bytes: int = 0
+    optimizer_workspace_bytes: int = 0
+    other_bytes: int = 0
+    step_s: float = 0.0
+    is_measured: bool = False
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @cached_property
+    def static_bytes(self) -> dict[str, int]:
+        """Bytes that are there during the whole step, by kind; gradients as they are when the step ends."""
+        found = Counter({f"{kind}s" if kind != "batch" else kind: 0 for kind in ("parameter", "gradient", "buffer")})
+        for value in self.values:
+            if value.kind == "gradient" or (value.born < 0 and value.kind in STATIC_KINDS):
+                found[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
+        found["optimizer state"] = self.optimizer_state_bytes
+        found["other"] = self.other_bytes
+        return dict(found)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes of activations that the backward of a plain step needs, each storage once."""
+        saved = {save.value for save in self.saves}
+        return sum(self.values[v].bytes for v in saved if self.values[v].kind == "activation")
+
+    @cached_property
+    def calls_by_path(self) -> dict[str, tuple[int, ...]]:
+        """Which calls belong to each module path, in the order they ran."""
+        found: dict[str, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            found.setdefault(call.path, []).append(index)
+        return {path: tuple(indices) for path, indices in found.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what ran and how large it was; times and the machine do not count."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            digest.update(repr((op.name, op.call, op.inputs, op.outputs)).encode())
+        for value in self.values:
+            digest.update(repr((value.bytes, value.kind, value.name)).encode())
+        for call in self.calls:
+            digest.update(repr((call.path, call.first, call.end)).encode())
+        digest.update(repr(self.num_forward).encode())
+        return digest.hexdigest()[:16]
+
+    def path_of(self, op: int) -> str:
+        """The module in which op `op` runs (a backward op: its forward op), `""` for the model itself or none."""
+        call = self.ops[op].call
+        return self.calls[call].path if call >= 0 else ""
+
+    def forward_s(self) -> float:
+        """Seconds of the forward ops."""
+        return sum(op.seconds for op in self.ops[: self.num_forward])
+
+    def to_json(self) -> str:
+        """The graph as text, with a version; `StepGraph.from_json` reads it."""
+        from lowtide.graph.files import write
+
+        return write(self)
+
+    @staticmethod
+    def from_json(text: str) -> StepGraph:
+        """The graph that `to_json` wrote. Raises `GraphError` where the text is damaged; nothing in it can run."""
+        from lowtide.graph.files import read
+
+        return read(text)
+
+    def __str__(self) -> str:
+        structures = Counter(call.structure for call in self.calls if call.structure >= 0)
+        repeated = max(
+            (c for c in self.calls if structures[c.structure] > 1), key=lambda c: c.end - c.first, default=None
+        )
+        lines = [
+            f"StepGraph on {self.hardware.name}: {self.num_forward} forward and {len(self.ops) - self.num_forward} "
+            f"backward ops, {len(self.calls)} module calls",
+            f"  step        {format_seconds(self.step_s)} {'measured' if self.is_measured else 'predicted'}",
+            f"  activations {format_bytes(self.saved_bytes)} saved for the backward",
+        ]
+        lines += [f"  {name:<11} {format_bytes(size)}" for name, size in self.static_bytes.items() if size]
+        if repeated is not None:
+            lines.append(f"  repeated    {structures[repeated.structure]} x {repeated.kind} (as {repeated.path})")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def check(graph: StepGraph) -> None:
+    """Raise `GraphError` unless everything in the graph refers to what is there, in an order that can have run."""
+    num_ops, num_values, num_calls = len(graph.ops), len(graph.values), len(graph.calls)
+    _require(0 <= graph.num_forward <= num_ops, "num_forward is not a number of ops")
+    made: set[int] = {index for index, value in enumerate(graph.values) if value.born < 0}
+    for index, op in enumerate(graph.ops):
+        where = f"op {index} ({op.name})"
+        _require(-1 <= op.call < num_calls, f"{where} belongs to call {op.call}, which is not there")
+        _require(
+            op.forward_op < graph.num_forward, f"{where} is the derivative of op {op.forward_op}, not a forward op"
+        )
+        _require(op.seconds >= 0 and op.flops >= 0 and op.workspace_bytes >= 0, f"{where} has a negative cost")
+        for read in (*op.inputs, *op.mutates):
+            _require(read in made, f"{where} reads value {read} before anything made it")
+        for new in op.outputs:
+            _require(0 <= new < num_values, f"{where} makes value {new}, which is not there")
+            _require(graph.values[new].born == index, f"{where} makes value {new}, which was made elsewhere")
+        made.update(op.outputs)
+    for index, value in enumerate(graph.values):
+        _require(value.bytes >= 0, f"value {index} has {value.bytes} bytes")
+        _require(value.kind in VALUE_KINDS, f"value {index} is of the unknown kind {value.kind!r}")
+        _require(value.born < num_ops and index in made, f"value {index} is made by no op")
+        _require(value.born < value.dropped <= num_ops, f"value {index} is dropped before it is made")
+    for index, save in enumerate(graph.saves):
+        where = f"save {index}"
+        _require(0 <= save.value < num_values, f"{where} holds value {save.value}, which is not there")
+        _require(-1 <= save.call < num_calls, f"{where} belongs to call {save.call}, which is not there")
+        first_read = save.released if save.read == -1 else save.read
+        in_order = 0 <= save.made <= graph.num_forward <= first_read <= save.released <= num_ops
+        _require(in_order, f"{where} is made, read and released at {save.made}, {save.read}, {save.released}")
+        _require(graph.values[save.value].born < save.made or save.made == 0, f"{where} is made before its value")
+    for index, call in enumerate(graph.calls):
+        _require(0 <= call.first <= call.end <= graph.num_forward, f"call {index} ({call.path}) is not a run of ops")
+        _require(-1 <= call.parent < index, f"call {index} ({call.path}) has a parent that comes after it")
+        if call.parent >= 0:
+            outer = graph.calls[call.parent]
+            _require(
+                outer.first <= call.first and call.end <= outer.end, f"call {index} ({call.path}) leaves its parent"
+            )
+        _require(all(0 <= v < num_values for v in (*call.inputs, *call.outputs)), f"call {index} has unknown values")
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise GraphError(f"not a step that can have run: {problem}")

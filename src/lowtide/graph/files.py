@@ -1,0 +1,145 @@
+"""A `StepGraph` as JSON: columns rather than records, names written once, so that thousands of ops stay small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from typing import Any
+
+from lowtide.errors import GraphError
+from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
+
+FORMAT = "lowtide step graph"
+VERSION = 1
+
+_RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
+_SCALARS: dict[str, type[Any]] = {
+    "num_forward": int,
+    "optimizer_state_bytes": int,
+    "optimizer_workspace_bytes": int,
+    "other_bytes": int,
+    "step_s": float,
+    "is_measured": bool,
+}
+
+
+def write(graph: StepGraph) -> str:
+    names: dict[str, int] = {}
+
+    def encode(item: Any) -> Any:
+        return names.setdefault(item, len(names)) if isinstance(item, str) else item
+
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    for part, record in _RECORDS.items():
+        rows = getattr(graph, part)
+        content[part] = {f.name: [_encode(getattr(row, f.name), encode) for row in rows] for f in fields(record)}
+    content |= {name: getattr(graph, name) for name in _SCALARS}
+    content |= {"hardware": asdict(graph.hardware), "notes": list(graph.notes), "versions": graph.versions}
+    content["names"] = list(names)
+    return json.dumps(content, separators=(",", ":"))
+
+
+def read(text: str) -> StepGraph:
+    content = parse_object(text, FORMAT, VERSION, GraphError)
+    try:
+        names = _strings(content["names"])
+        parts: dict[str, Any] = {p: tuple(_rows(content[p], record, names)) for p, record in _RECORDS.items()}
+        scalars: dict[str, Any] = {name: _number(content[name], kind, name) for name, kind in _SCALARS.items()}
+        hardware = _hardware(content["hardware"])
+        versions = content["versions"]
+        if not isinstance(versions, dict):
+            raise ValueError("versions are not names and versions")
+        return StepGraph(
+            **parts,
+            **scalars,
+            hardware=hardware,
+            notes=tuple(_strings(content["notes"])),
+            versions=dict(zip(_strings(versions), _strings(versions.values()), strict=True)),
+        )
+    except GraphError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        cause = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise GraphError(f"damaged step graph: {cause}") from error
+
+
+def parse_object(text: str, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
+    """The JSON object in `text`, if it says it is a `form` of this `version`."""
+    try:
+        content = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as cause:
+        raise error(f"not a {form}: it is not JSON ({str(cause)[:100]})") from cause
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise error(f"not a {form}: it does not say that it is one")
+    if content.get("version") != version:
+        raise error(
+            f"this {form} has version {content.get('version')!r}, and this lowtide reads version {version}. "
+            "Make it again, or read it with the lowtide that wrote it."
+        )
+    return content
+
+
+def _encode(item: Any, encode: Callable[[Any], Any]) -> Any:
+    return [encode(each) for each in item] if isinstance(item, tuple) else encode(item)
+
+
+def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
+    wanted = fields(record)
+    if not isinstance(columns, dict) or set(columns) != {f.name for f in wanted}:
+        raise ValueError(f"the columns of {record.__name__} are not those of version {VERSION}")
+    if any(not isinstance(column, list) for column in columns.values()):
+        raise ValueError(f"a column of {record.__name__} is no list")
+    if len({len(column) for column in columns.values()}) > 1:
+        raise ValueError(f"the columns of {record.__name__} differ in length")
+    decoded = [_column(columns[f.name], str(f.type), names, f.name) for f in wanted]
+    return (record(*row) for row in zip(*decoded, strict=True))
+
+
+def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[Any]:
+    if kind == "str":
+        return [names[_index(item, names)] for item in column]
+    if kind == "int":
+        return [_number(item, int, label) for item in column]
+    if kind == "float":
+        return [_number(item, float, label) for item in column]
+    if any(not isinstance(item, list) for item in column):
+        raise ValueError(f"{label} holds something that is no list")
+    if kind == "tuple[int, ...]":
+        return [tuple(_number(each, int, label) for each in item) for item in column]
+    flags = [tuple(names[_index(each, names)] for each in item) for item in column]
+    unknown = {flag for item in flags for flag in item} - set(FLAGS)
+    if unknown:
+        raise ValueError(f"unknown flags {sorted(unknown)}")
+    return flags
+
+
+def _index(item: Any, names: list[str]) -> int:
+    if type(item) is not int or not 0 <= item < len(names):
+        raise ValueError(f"{item!r} is not the number of a name")
+    return item
+
+
+def _number(item: Any, kind: type[Any], label: str) -> Any:
+    accepted = (int, float) if kind is float else (kind,)
+    if type(item) not in accepted:
+        raise ValueError(f"{label} is {item!r}, not {kind.__name__}")
+    number = kind(item)
+    if kind is float and not (0 <= number < float("inf")):
+        raise ValueError(f"{label} is {number}, not a number of seconds or bytes")
+    return number
+
+
+def _strings(items: Any) -> list[str]:
+    found = list(items)
+    if any(not isinstance(item, str) for item in found):
+        raise ValueError("a name is no text")
+    return found
+
+
+def _hardware(content: Any) -> Hardware:
+    if not isinstance(content, dict) or set(content) != {f.name for f in fields(Hardware)}:
+        raise ValueError("hardware does not have the fields of version 1")
+    name = _strings([content.pop("name")])[0]
+    memory_bytes = _number(content.pop("memory_bytes"), int, "memory_bytes")
+    return Hardware(name, memory_bytes, **{key: _number(item, float, key) for key, item in content.items()})

@@ -1,0 +1,393 @@
+"""`simulate`: what a plan costs, event by event. The one referee of plans.
+
+A step is played as the eager engine runs it. A region's saves are dropped in the forward and its inputs held; the
+first time the backward asks for one of its saves the region is replayed, up to its last save, each op allocating anew.
+Regions inside regions are replayed from inside the outer one's replay. Saved values that move leave on one copy engine
+as soon as they are saved and return on another, in the order the backward asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lowtide.copies import CopyEngines
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan
+from lowtide.units import format_bytes, format_seconds
+
+KINDS = ("static", "kept", "transient", "gradients", "in flight")
+PHASES = ("forward", "replay", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bytes that live while each event of a step runs, as simulated: one event per op run, replayed ones included.
+
+    `live_bytes[e]` are the bytes at event `e` for each of `lowtide.simulator.KINDS`; `ops[e]` is the op it runs (-1:
+    the optimizer's step), `phases[e]` an index into `lowtide.simulator.PHASES`, `starts_s[e]` when it starts.
+    """
+
+    graph: StepGraph
+    plan: Plan
+    live_bytes: np.ndarray
+    ops: np.ndarray
+    phases: np.ndarray
+    starts_s: np.ndarray
+    replayed_s: float
+    stalled_s: float
+    host_bytes: int
+    copied_out_s: float
+    copied_in_s: float
+
+    @cached_property
+    def total_bytes(self) -> np.ndarray:
+        return self.live_bytes.sum(axis=1)
+
+    @property
+    def peak_event(self) -> int:
+        return int(self.total_bytes.argmax()) if len(self.ops) else -1
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at any event."""
+        return int(self.total_bytes.max()) if len(self.ops) else 0
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds that the plan adds to the plain step: replays, and waiting for copies."""
+        return self.replayed_s + self.stalled_s
+
+    @property
+    def peak_path(self) -> str:
+        """The module in which the peak is."""
+        op = int(self.ops[self.peak_event]) if len(self.ops) else -1
+        return self.graph.path_of(op) if op >= 0 else ""
+
+    @property
+    def peak_phase(self) -> str:
+        return PHASES[int(self.phases[self.peak_event])] if len(self.ops) else ""
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak is made of."""
+        if not len(self.ops):
+            return dict.fromkeys(KINDS, 0)
+        return dict(zip(KINDS, map(int, self.live_bytes[self.peak_event]), strict=True))
+
+    def live_at(self, event: int) -> dict[int, int]:
+        """Bytes of each value (activations and gradients) that lives at an event; played again up to there."""
+        run = _Run(self.graph, self.plan)
+        run.play(until=event)
+        return run.snapshot
+
+    def __str__(self) -> str:
+        op = int(self.ops[self.peak_event]) if len(self.ops) else -1
+        name = self.graph.ops[op].name if op >= 0 else "the optimizer's step"
+        where = f" of {self.peak_path}" if self.peak_path else ""
+        lines = [f"peak {format_bytes(self.peak_bytes)} predicted, in the {self.peak_phase}{where} ({name})"]
+        lines += [f"  {kind:<10} {format_bytes(size)}" for kind, size in self.peak_by_kind.items() if size]
+        lines.append(
+            f"  {format_seconds(self.replayed_s)} replayed, {format_seconds(self.stalled_s)} waited for copies"
+        )
+        return "\n".join(lines)
+
+
+def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
+    """The timeline of live bytes when `graph`'s step runs under `plan` (None: the plain step). Uses no torch.
+
+    Predicted, not measured: within a few percent of the allocator's own peak (docs/accuracy.md).
+    """
+    if not isinstance(graph, StepGraph):
+        raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
+    run = _Run(graph, plan)
+    run.play()
+    return run.timeline()
+
+
+class _Life:
+    """A value on the device, from an op that made it: held by Python, and by saves and regions."""
+
+    __slots__ = ("bytes", "holds", "is_gradient", "is_moved", "python", "value")
+
+    def __init__(self, value: int, size: int, is_gradient: bool) -> None:
+        self.value, self.bytes, self.is_gradient = value, size, is_gradient
+        self.python, self.holds, self.is_moved = True, 0, False
+
+
+class _Enough(Exception):
+    """The event asked for has been reached."""
+
+
+class _Run:
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
+        self.regions = plan.calls(graph)
+        self.owner = _owners(graph, self.regions)
+        self.stops = self._stops()
+        self.kept_ops = {
+            graph.calls[call].first + op for call, region in self.regions.items() for op in region.keep_ops
+        }
+        self._index()
+        self.kept = self.transient = self.gradients = 0
+        self.static = graph.optimizer_state_bytes + graph.other_bytes
+        self.static += sum(v.bytes for v in graph.values if v.born < 0 and v.kind not in ("gradient", "elsewhere"))
+        self.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
+        self.lives: dict[int, _Life] = {}
+        self.scopes: dict[int, dict[int, _Life]] = {}  # by replayed region
+        self.attached: dict[int, _Life] = {}  # by save
+        self.region_holds: dict[int, list[_Life]] = {}
+        self.copies = CopyEngines(graph, plan)
+        self.events: list[tuple[int, int, int, int, int, int]] = []
+        self.starts: list[float] = []
+        self.clock = self.replayed_s = 0.0
+        self.until: int | None = None
+        self.snapshot: dict[int, int] = {}
+
+    def _stops(self) -> dict[int, int]:
+        """The position up to which each region is replayed: its last save, or the entry of its last inner region."""
+        stops: dict[int, int] = {}
+        for save in self.graph.saves:
+            region = self.owner[save.call]
+            if region >= 0:
+                stops[region] = max(stops.get(region, 0), save.made)
+        for call in self.regions:
+            outer = self.owner[self.graph.calls[call].parent]
+            if outer >= 0 and call in stops:
+                stops[outer] = max(stops.get(outer, 0), self.graph.calls[call].first)
+        return stops
+
+    def _index(self) -> None:
+        graph = self.graph
+        self.saves_at, self.reads_at = defaultdict(list), defaultdict(list)
+        self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
+        self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
+        for index, save in enumerate(graph.saves):
+            self.saves_at[save.made].append(index)
+            self.releases_at[save.released].append(index)
+            if save.read >= 0:
+                self.reads_at[save.read].append(index)
+        for call in sorted(self.regions):
+            if call in self.stops:  # a region without saves has nothing to replay
+                self.entries_at[graph.calls[call].first].append(call)
+        end = len(graph.ops)
+        for index, value in enumerate(graph.values):
+            if value.born >= 0 and value.dropped < end:
+                self.drops_at[value.dropped].append(index)
+        for call in self.regions:
+            if self.regions[call].keep_ops and self.owner[graph.calls[call].parent] >= 0:
+                raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
+
+    # Bookkeeping of one value.
+
+    def _bear(self, value: int) -> _Life:
+        life = _Life(value, self.graph.values[value].bytes, self.graph.values[value].kind == "gradient")
+        if life.is_gradient:
+            self.gradients += life.bytes
+        else:
+            self.transient += life.bytes
+        return life
+
+    def _hold(self, life: _Life) -> None:
+        if not life.holds and not life.is_gradient:
+            self.transient -= life.bytes
+            self.kept += life.bytes
+        life.holds += 1
+
+    def _unhold(self, life: _Life) -> None:
+        life.holds -= 1
+        if not life.holds and not life.is_gradient:
+            self.kept -= life.bytes
+            self.transient += life.bytes
+            if not life.python:
+                self._free(life)
+
+    def _drop(self, life: _Life) -> None:
+        if life.python:
+            life.python = False
+            if not life.holds:
+                self._free(life)
+
+    def _free(self, life: _Life) -> None:
+        if life.is_gradient:
+            self.gradients -= life.bytes
+        else:
+            self.transient -= life.bytes
+
+    def _find(self, value: int, region: int) -> _Life | None:
+        """The life of a value as seen from inside a region's replay (-1: the forward)."""
+        while region >= 0:
+            scope = self.scopes.get(region)
+            if scope is not None and value in scope:
+                return scope[value]
+            region = self.owner[self.graph.calls[region].parent]
+        return self.lives.get(value)
+
+    # Playing.
+
+    def play(self, until: int | None = None) -> None:
+        self.until = until
+        graph = self.graph
+        try:
+            for op in range(graph.num_forward):
+                self._settle(op, -1, self.lives, -1)
+                self._run(op, 0, self.lives)
+            self._settle(graph.num_forward, -1, self.lives, -1)
+            self._begin_backward()
+            for position in range(graph.num_forward, len(graph.ops)):
+                self._backward_position(position)
+                self._run(position, 2, self.lives)
+            self._backward_position(len(graph.ops))
+            self._emit(-1, 3, graph.optimizer_workspace_bytes)
+        except _Enough:
+            pass
+
+    def _settle(self, position: int, region: int, scope: dict[int, _Life], within: int) -> None:
+        """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
+        for index in self.saves_at.get(position, ()):
+            save = self.graph.saves[index]
+            if self.owner[save.call] == region and (life := self._find(save.value, region)) is not None:
+                self._hold(life)
+                self.attached[index] = life
+                if region < 0:
+                    self.copies.saved(life, self.clock)
+        for call in self.entries_at.get(position, ()):
+            if self.owner[self.graph.calls[call].parent] == region:
+                lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
+                self.region_holds[call] = [life for life in lives if life is not None]
+                for life in self.region_holds[call]:
+                    self._hold(life)
+                    if region < 0:
+                        self.copies.saved(life, self.clock)
+        for value in self.drops_at.get(position, ()):
+            if value in scope and self.graph.values[value].born >= within:
+                self._drop(scope[value])
+
+    def _begin_backward(self) -> None:
+        if self.plan.moves:
+            reads = sorted((save for save in self.graph.saves if save.read >= 0), key=lambda save: save.read)
+            order: list[int] = []
+            for save in reads:
+                region = self.owner[save.call]
+                order += [save.value] if region < 0 else self.graph.calls[region].inputs
+            self.copies.begin_backward(order, self.clock)
+
+    def _backward_position(self, position: int) -> None:
+        saves = self.graph.saves
+        releases = self.releases_at.get(position, ())
+        for index in releases:
+            if saves[index].read < position:
+                self._release(index)
+        if position > self.graph.num_forward:
+            for value in self.drops_at.get(position, ()):
+                if value in self.lives:
+                    self._drop(self.lives[value])
+        for index in self.reads_at.get(position, ()):
+            region = self.owner[saves[index].call]
+            if region >= 0:
+                self._ensure(region)
+            elif index in self.attached:
+                self.clock = self.copies.read(self.attached[index], self.clock)
+        for index in releases:
+            if saves[index].read >= position:
+                self._release(index)
+
+    def _release(self, index: int) -> None:
+        life = self.attached.pop(index, None)
+        if life is not None:
+            if self.owner[self.graph.saves[index].call] < 0:
+                self.copies.released(life)
+            self._unhold(life)
+
+    def _ensure(self, region: int) -> None:
+        if region in self.scopes:
+            return
+        outer = self.owner[self.graph.calls[region].parent]
+        if outer >= 0:
+            self._ensure(outer)
+        self._replay(region)
+
+    def _replay(self, region: int) -> None:
+        scope: dict[int, _Life] = {}
+        self.scopes[region] = scope
+        first, stop = self.graph.calls[region].first, self.stops[region]
+        reused: list[_Life] = []
+        for life in self.region_holds.get(region, ()):
+            self.clock = self.copies.read(life, self.clock)
+        for op in range(first, stop):
+            self._settle(op, region, scope, first)
+            if op in self.kept_ops:
+                for value in self.graph.ops[op].outputs:
+                    if value in self.lives:
+                        scope[value] = self.lives[value]
+                        reused.append(scope[value])
+            else:
+                self._run(op, 1, scope)
+        self._settle(stop, region, scope, first)
+        for life in scope.values():
+            self._drop(life)
+        is_outermost = self.owner[self.graph.calls[region].parent] < 0
+        for life in self.region_holds.pop(region, ()):
+            if is_outermost:
+                self.copies.released(life)
+            self._unhold(life)
+        for life in reused:
+            self._unhold(life)
+
+    def _run(self, index: int, phase: int, scope: dict[int, _Life]) -> None:
+        op = self.graph.ops[index]
+        for value in op.outputs:
+            scope[value] = self._bear(value)
+            if phase == 0 and index in self.kept_ops:
+                self._hold(scope[value])
+        self.copies.advance(self.clock)
+        self._emit(index, phase, op.workspace_bytes)
+        self.clock += op.seconds
+        if phase == 1:
+            self.replayed_s += op.seconds
+
+    def _emit(self, op: int, phase: int, workspace: int) -> None:
+        away, in_flight = self.copies.bytes_away, self.copies.bytes_in_flight
+        self.events.append((op, phase, self.kept - away, self.transient + workspace, self.gradients, in_flight))
+        self.starts.append(self.clock)
+        if self.until is not None and len(self.events) > self.until:
+            for life in self._all_lives():
+                self.snapshot[life.value] = self.snapshot.get(life.value, 0) + life.bytes
+            raise _Enough
+
+    def _all_lives(self) -> list[_Life]:
+        lives = {id(life): life for scope in (self.lives, *self.scopes.values()) for life in scope.values()}
+        return [life for life in lives.values() if (life.python or life.holds) and not self.copies.is_away(life)]
+
+    def timeline(self) -> Timeline:
+        table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
+        static = np.full((len(table), 1), self.static, dtype=np.int64)
+        return Timeline(
+            graph=self.graph,
+            plan=self.plan,
+            live_bytes=np.hstack([static, table[:, 2:]]),
+            ops=table[:, 0],
+            phases=table[:, 1],
+            starts_s=np.array(self.starts),
+            replayed_s=self.replayed_s,
+            stalled_s=self.copies.stalled_s,
+            host_bytes=self.copies.most_host_bytes,
+            copied_out_s=self.copies.out_s,
+            copied_in_s=self.copies.in_s,
+        )
+
+
+def _owners(graph: StepGraph, regions: Container[int]) -> dict[int, int]:
+    """For each call, the innermost recomputed call it is or lies in; -1 for none, and for no call at all."""
+    owner = {-1: -1}
+    for index, call in enumerate(graph.calls):
+        owner[index] = index if index in regions else owner[call.parent]
+    return owner

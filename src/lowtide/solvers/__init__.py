@@ -1,0 +1,1 @@
+"""Plans that fit: one way to decide per file."""

@@ -1,0 +1,40 @@
+"""The smallest peak that recomputation alone can reach: regions nested in regions, as deep as it helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
+
+
+def regions_at(graph: StepGraph, depths: Iterable[int]) -> Plan:
+    """The plan that recomputes every module call at these depths of the module tree (the model itself is 0)."""
+    wanted, depth_of = set(depths), {-1: -1}
+    regions, seen = [], dict.fromkeys(graph.calls_by_path, 0)
+    for index, call in enumerate(graph.calls):
+        depth_of[index] = depth_of[call.parent] + 1
+        nth = seen[call.path]
+        seen[call.path] += 1
+        if depth_of[index] in wanted and call.end > call.first:
+            regions.append(Recompute(call.path, nth))
+    return Plan(regions=tuple(regions))
+
+
+def deepest(graph: StepGraph) -> int:
+    """The depth of the deepest module call."""
+    depth_of = {-1: -1}
+    for index, call in enumerate(graph.calls):
+        depth_of[index] = depth_of[call.parent] + 1
+    return max(depth_of.values())
+
+
+def floor_plan(graph: StepGraph) -> Plan:
+    """The plan of the smallest simulated peak among: nothing, and all calls of any range of depths."""
+    most = deepest(graph)
+    candidates = [Plan()]
+    for first in range(1, most + 1):
+        for last in range(first, most + 1):
+            candidates.append(regions_at(graph, range(first, last + 1)))
+    return min(candidates, key=lambda plan: simulate(graph, plan).peak_bytes)

@@ -1,0 +1,1 @@
+"""A training step, watched."""

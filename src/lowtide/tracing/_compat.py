@@ -1,0 +1,200 @@
+"""The private torch API that tracing needs, one small function each, with what would make it obsolete."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lowtide._compat import (
+    PLAIN_TYPES,
+    accelerator,
+    autograd_nodes_since,
+    is_uninitialized,
+    module_tensors,
+    sequence_number,
+    set_version,
+    storage_id,
+    submodules,
+    version_of,
+    without_modes,
+)
+
+__all__ = [
+    "PLAIN_TYPES",
+    "accelerator",
+    "is_uninitialized",
+    "module_tensors",
+    "sequence_number",
+    "set_version",
+    "storage_id",
+    "submodules",
+    "version_of",
+    "without_modes",
+]
+
+
+# What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
+DispatchMode = TorchDispatchMode
+
+
+def running_node() -> Any | None:
+    """The autograd node whose backward runs now. Obsolete with a public one."""
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Any) -> int:
+    """The number of a node: nodes are numbered in the order the forward made them. Obsolete with a public one."""
+    return node._sequence_nr()
+
+
+class StorageUses:
+    """How many tensors share a storage, without counting as one of them. Obsolete with a public use count."""
+
+    __slots__ = ("_reference", "id")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)
+        self.id: int = self._reference.cdata
+
+    def count(self) -> int:
+        return 0 if self._reference.expired() else torch._C._storage_Use_Count(self.id) - _uses_by_python()
+
+
+@functools.cache
+def _uses_by_python() -> int:
+    """What a storage's own Python object adds to its uses: it differs between versions of torch."""
+    with _disable_current_modes():
+        tensor = torch.empty(1)
+        return torch._C._storage_Use_Count(StorageWeakRef(tensor.untyped_storage()).cdata) - 1
+
+
+def fake_mode() -> Any:
+    """Tensors that have shapes and devices and no bytes. Obsolete when `torch.compiler` or `torch.utils` exports it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def fake_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """A block in which fake tensors raise and do not also log; their logger has no public name."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+def fake_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where only real numbers would tell: sizes or branches that depend on data."""
+    from torch._subclasses import fake_tensor
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.UnsupportedFakeTensorException,
+    )
+
+
+def leaves_of(output: Tensor) -> list[Tensor]:
+    """The leaves that a backward from `output` accumulates into."""
+    return [node.variable for node in autograd_nodes_since(0, [output.grad_fn]) if hasattr(node, "variable")]
+
+
+def allocator_meter(device: torch.device) -> Callable[[], tuple[int, int]] | None:
+    """Reads bytes allocated now and the most since it was last read; None on the CPU, whose allocator does not count.
+
+    Obsolete when `torch.accelerator.memory_allocated` is as quick.
+    """
+    if device.type != "cuda":
+        return None
+
+    def read() -> tuple[int, int]:
+        counted = torch._C._cuda_memoryStats(device.index)["allocated_bytes"]["all"]
+        torch._C._cuda_resetPeakMemoryStats(device.index)
+        return counted["current"], counted["peak"]
+
+    return read
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a tensor's bytes: itself, or what a wrapper subclass wraps, all the way down."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+    if tensor.layout is not torch.strided:
+        parts = {
+            torch.sparse_coo: ("_indices", "_values"),
+            torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+        }.get(tensor.layout, ())
+        return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
+    return [tensor]
+
+
+def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
+    """Of an op: namespace, name, which arguments it writes to, whether it draws random numbers, whether it is a view.
+
+    Obsolete when `OpOverload` shows its schema publicly.
+    """
+    schema = op._schema
+    written = frozenset(
+        index for index, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
+    )
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return op.namespace, str(op), written, is_random, bool(op.is_view)
+
+
+# Ops that compute nothing and make no storage: questions about a tensor, and other names for one.
+BOOKKEEPING_OPS = frozenset(
+    {torch.ops.prim.device.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+)
+
+
+def op_argument_names(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def gives_a_number(op: Any) -> bool:
+    """Whether an op's result is no tensor: `item`, `equal`. Obsolete with a public schema."""
+    return all(str(result.type) in ("number", "Scalar", "bool", "int", "float") for result in op._schema.returns)
+
+
+def op_packet(op: Any) -> Any:
+    return getattr(op, "_overloadpacket", op)
+
+
+def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
+    """Whether an optimizer updates all parameters of a group at once. Obsolete when torch.optim says so publicly."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    def uses_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
+        if group.get("fused"):
+            return False
+        if group.get("foreach") is not None:
+            return bool(group["foreach"])
+        return _default_to_fused_or_foreach(parameters, group.get("differentiable", False), use_fused=False)[1]
+
+    return uses_foreach

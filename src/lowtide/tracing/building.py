@@ -1,0 +1,41 @@
+"""From what a recorder saw to a `StepGraph`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
+from lowtide.graph.structures import with_structures
+from lowtide.tracing.recorder import Recorder
+
+
+def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: Any) -> StepGraph:
+    """The graph of a finished recording."""
+    values = [Value(v.bytes, v.kind, v.name, v.born, v.dropped) for v in recorder.values]
+    ops = [
+        Op(
+            op.name,
+            op.call,
+            op.seconds,
+            op.flops,
+            op.inputs,
+            op.outputs,
+            op.mutates,
+            op.workspace_bytes,
+            op.flags,
+            op.forward_op,
+        )
+        for op in recorder.ops
+    ]
+    saves = [Save(s.value, s.call, s.made, s.read, s.released) for s in recorder.saves]
+    calls = [Call(c.path, c.kind, c.parent, c.first, c.end, c.inputs, c.outputs) for c in recorder.calls]
+    return StepGraph(
+        ops=tuple(ops),
+        num_forward=recorder.num_forward,
+        values=tuple(values),
+        saves=tuple(saves),
+        calls=tuple(with_structures(ops[: recorder.num_forward], calls, values, saves)),
+        hardware=hardware,
+        notes=(*dict.fromkeys(recorder.notes), *notes),
+        **facts,
+    )

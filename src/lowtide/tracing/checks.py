@@ -1,0 +1,110 @@
+"""What a step must be to be traced, and what to say where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import TraceError
+from lowtide.tracing import _compat
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.records import tensors_in
+
+
+def arguments(model: object, loss_fn: object, mode: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a function of the batch that returns the loss, not {type(loss_fn).__name__}")
+    if mode not in ("auto", "real", "fake"):
+        raise ValueError(f"mode is 'auto', 'real' or 'fake', not {mode!r}")
+    lazy = [name for name, parameter in _named_tensors(model) if _compat.is_uninitialized(parameter)]
+    if lazy:
+        raise TraceError(f"{lazy[0]} is not initialised yet: run the model once before tracing it")
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def device_of(model: nn.Module, args: Any) -> torch.device:
+    """The device the model is on; a model on several is refused."""
+    found = {parameter.device for _, parameter in _named_tensors(model) if parameter.numel() > 1}
+    accelerated = {device for device in found if device.type != "cpu"}
+    if len(accelerated) > 1:
+        raise TraceError(
+            f"the model is on several devices ({', '.join(sorted(map(str, accelerated)))}). "
+            "A trace is of one device: trace each stage on its own."
+        )
+    if accelerated:
+        return accelerated.pop()
+    if found:
+        return found.pop()
+    return next((tensor.device for tensor in tensors_in(args)), torch.device("cpu"))
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
+    """The loss; where devices are mixed up, an error that says which."""
+    try:
+        return loss_fn(*args)
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if "device" not in text or isinstance(error, _compat.fake_errors()):
+            raise
+        batch = sorted({str(tensor.device) for tensor in tensors_in(args)})
+        model_devices = sorted({str(tensor.device) for _, tensor in _named_tensors(model)})
+        if set(batch) <= set(model_devices):
+            raise
+        raise TraceError(
+            f"the batch is on {', '.join(batch)} and the model on {', '.join(model_devices)}: "
+            f"move the batch to the model's device, or let loss_fn do so. ({text.splitlines()[0][:200]})"
+        ) from error
+
+
+def loss(found: object) -> None:
+    if not isinstance(found, Tensor):
+        hint = " (of a Hugging Face model, return `.loss`)" if hasattr(found, "loss") else ""
+        raise TraceError(f"loss_fn returned {type(found).__name__}, not a tensor: let it return the loss{hint}")
+    if found.numel() != 1:
+        raise TraceError(
+            f"loss_fn returned a tensor of shape {tuple(found.shape)}, not a scalar: reduce it, say by `.mean()`"
+        )
+    if not found.requires_grad:
+        raise TraceError(
+            "the loss needs no gradient: is it computed under no_grad, detached, or are all parameters frozen?"
+        )
+
+
+def touched(model: nn.Module) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.grad is None for parameter in trained):
+        raise TraceError(
+            "no parameter of the model got a gradient: loss_fn computes its loss from something else. "
+            "Let it use the model given to trace, not a copy or a wrapper of it."
+        )
+
+
+def same_step(recorders: list[Recorder]) -> None:
+    """Raise unless several runs of the step did the same; gradients are copied or not as references happen to be."""
+    first = recorders[0]
+    for other in recorders[1:]:
+        pairs = zip(first.ops[: first.num_forward], other.ops[: other.num_forward], strict=False)
+        for number, (a, b) in enumerate(pairs):
+            if a.name != b.name or first.path_of(a.call) != other.path_of(b.call):
+                raise TraceError(
+                    f"the step is another each time it runs: op {number} was {a.name} in "
+                    f"{first.path_of(a.call) or 'the model'} and is now {b.name} in "
+                    f"{other.path_of(b.call) or 'the model'}. A plan holds for one step: make choices that vary "
+                    "(layer drop, random depth, caches) the same for every step while planning."
+                )
+        if first.num_forward != other.num_forward:
+            raise TraceError(
+                f"the step is another each time it runs: it had {first.num_forward} forward ops, "
+                f"and then {other.num_forward}"
+            )

@@ -1,0 +1,125 @@
+"""What devices can do: a small table for those that are not here, and what is known of the one that is.
+
+Peaks are the vendors' figures without sparsity; `EFFICIENCY` is what large kernels reach of them. Links are what
+pinned copies reach over the usual slot.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lowtide.errors import TraceError
+from lowtide.graph import Hardware
+from lowtide.tracing import _compat
+
+_GIB = 1024**3
+
+# Share of the peaks that kernels reach: matrix products, and those that only move memory.
+MATMUL_EFFICIENCY = 0.6
+MEMORY_EFFICIENCY = 0.75
+LAUNCH_S = 3e-6
+
+DEVICES: dict[str, Hardware] = {
+    device.name: device
+    for device in (
+        Hardware("V100", 32 * _GIB, 125e12, 15.7e12, 0.9e12, 11e9),
+        Hardware("T4", 16 * _GIB, 65e12, 8.1e12, 0.32e12, 11e9),
+        Hardware("A10G", 24 * _GIB, 70e12, 35e12, 0.6e12, 22e9),
+        Hardware("A100", 80 * _GIB, 312e12, 19.5e12, 2.0e12, 22e9),
+        Hardware("A100-40GB", 40 * _GIB, 312e12, 19.5e12, 1.56e12, 22e9),
+        Hardware("L4", 24 * _GIB, 121e12, 30e12, 0.3e12, 22e9),
+        Hardware("L40S", 48 * _GIB, 362e12, 91e12, 0.86e12, 22e9),
+        Hardware("RTX 3090", 24 * _GIB, 71e12, 35.6e12, 0.94e12, 22e9),
+        Hardware("RTX 4090", 24 * _GIB, 165e12, 82e12, 1.0e12, 22e9),
+        Hardware("RTX 5090", 32 * _GIB, 210e12, 105e12, 1.79e12, 50e9),
+        Hardware("H100", 80 * _GIB, 989e12, 67e12, 3.35e12, 50e9),
+        Hardware("H200", 141 * _GIB, 989e12, 67e12, 4.8e12, 50e9),
+        Hardware("B200", 180 * _GIB, 2250e12, 80e12, 8.0e12, 50e9),
+        Hardware("MI300X", 192 * _GIB, 1307e12, 163e12, 5.3e12, 50e9),
+    )
+}
+
+
+def register_device(hardware: Hardware) -> None:
+    """Make a device known by its name, for `trace(..., device=name)`."""
+    DEVICES[hardware.name] = hardware
+
+
+def named_device(name: str) -> Hardware | None:
+    """The device of that name in the table, whatever its case."""
+    wanted = name.strip().lower()
+    return next((device for known, device in DEVICES.items() if known.lower() == wanted), None)
+
+
+def unknown_device(name: object) -> TraceError:
+    return TraceError(
+        f"{name!r} is neither a torch device nor in lowtide's table of devices: {', '.join(DEVICES)}. "
+        "Add one with lowtide.tracing.devices.register_device(Hardware(...))."
+    )
+
+
+def present_device(device: torch.device) -> Hardware:
+    """What is known of a device that is here; speeds of one that is not in the table are those of its nearest kin."""
+    if device.type == "cpu":
+        cores = os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        return Hardware("cpu", memory, 3e10 * cores, 3e10 * cores, 1.5e10)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+        words = name.replace("-", " ").lower().split()
+        known = [item for item in DEVICES.values() if all(word in words for word in item.name.lower().split())]
+        kin = max(known, key=lambda item: len(item.name), default=DEVICES["A100"])
+        return Hardware(
+            name, memory, kin.half_flops_per_s, kin.single_flops_per_s, kin.memory_bytes_per_s, kin.link_bytes_per_s
+        )
+    kin = DEVICES["A100"]
+    return Hardware(
+        str(device), 0, kin.half_flops_per_s, kin.single_flops_per_s, kin.memory_bytes_per_s, kin.link_bytes_per_s
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a step could still allocate on a device, what torch's allocator has cached included."""
+    if device.type == "cpu":
+        if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+            return 1 << 62
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 1 << 62
+
+
+def link_bytes_per_s(device: torch.device, num_bytes: int = 1 << 26) -> float:
+    """Measured speed of pinned copies between a device and host memory, the slower way; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0.0
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    slowest = 0.0
+    for target, source in ((there, here), (here, there)):
+        times = []
+        for _ in range(3):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        slowest = max(slowest, min(times))
+    return num_bytes / slowest
+
+
+def block_bytes(device: torch.device) -> int:
+    """The allocator's granularity: sizes are rounded up to it."""
+    return 512 if device.type == "cuda" else 1
+
+
+def trace_device(device: torch.device) -> torch.device:
+    """With an index, as tensors have it."""
+    if device.type == "cuda" and device.index is None and _compat.accelerator() is not None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

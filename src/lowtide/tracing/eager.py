@@ -1,0 +1,320 @@
+"""`trace`: one training step, watched as it runs, becomes a `StepGraph`."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import TraceError
+from lowtide.graph import Hardware, StepGraph
+from lowtide.memory.meter import cpu_peaks_within
+from lowtide.simulator import simulate
+from lowtide.tracing import _compat, checks
+from lowtide.tracing.building import build
+from lowtide.tracing.devices import (
+    block_bytes,
+    free_bytes,
+    link_bytes_per_s,
+    named_device,
+    present_device,
+    trace_device,
+    unknown_device,
+)
+from lowtide.tracing.faking import Faker
+from lowtide.tracing.optimizers import optimizer_memory
+from lowtide.tracing.plainpaths import plain_paths
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.records import Clock, tensors_in
+from lowtide.tracing.restoring import Restorer
+from lowtide.tracing.shadows import Shadows
+from lowtide.tracing.timing import clock_for, fit_to_total, medians, predicted_s
+from lowtide.tracing.workspaces import foretell_workspaces
+from lowtide.units import format_bytes
+
+Mode = Literal["auto", "real", "fake"]
+_MARK = "lowtide::op"
+_NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
+
+
+def trace(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *args: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    mode: Mode = "auto",
+    device: torch.device | str | None = None,
+) -> StepGraph:
+    """One training step of `model` as data: `loss_fn(*args)` and its backward.
+
+    - `mode="real"` runs five true steps and measures; parameters, gradients, buffers, random states, flags and hooks
+      are then as they were, to the bit. `"fake"` runs on tensors without bytes: for a model on the meta device, a batch
+      that would not fit, a device that is not here. `"auto"` is real where a plain step fits.
+    - `device` is where the step will run: by default the model's own; a torch device, or a name such as `"H100"`.
+    - `optimizer` adds its state, that of a first step to come included; its step is never taken.
+
+    Gradients that are there already count as accumulated into; call `zero_grad()` first for a step that makes them.
+    Raises `TraceError` where `loss_fn` gives no loss of this model, or another step each time.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    >>> graph = lowtide.trace(model, lambda x: model(x).mean(), torch.randn(4, 8))
+    >>> [call.path for call in graph.calls]
+    ['', '0', '1', '2']
+    """
+    checks.arguments(model, loss_fn, mode)
+    setting = _setting(model, args, device)
+    if mode == "real":
+        if setting.is_foreign or setting.is_on_meta:
+            raise TraceError(
+                f"a real step needs the model on the device it is traced for; this one is on {setting.found} "
+                f"and the trace is for {setting.hardware.name}. Use mode='fake', or move the model."
+            )
+        return _trace_real(model, loss_fn, args, optimizer, setting)
+    if mode == "fake" or setting.is_foreign or setting.is_on_meta:
+        return _trace_fake(model, loss_fn, args, optimizer, setting)
+    return _trace_auto(model, loss_fn, args, optimizer, setting)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Where the step is traced, and for what."""
+
+    device: torch.device  # of the tensors in the trace
+    hardware: Hardware  # what the times are for
+    found: torch.device  # where the model is
+    is_foreign: bool  # traced for another device than the model is on
+
+    @property
+    def is_on_meta(self) -> bool:
+        return self.found.type == "meta"
+
+
+def _setting(model: nn.Module, args: Any, device: torch.device | str | None) -> _Setting:
+    found = checks.device_of(model, args)
+    here = _compat.accelerator()
+    if device is None:
+        target = (here or torch.device("cpu")) if found.type == "meta" else found
+        target = trace_device(target)
+        return _Setting(target, present_device(target), found, False)
+    hardware = named_device(device) if isinstance(device, str) else None
+    if hardware is not None:
+        return _Setting(trace_device(here or torch.device("cpu")), hardware, found, True)
+    try:
+        target = trace_device(torch.device(device))
+    except (RuntimeError, TypeError) as error:
+        raise unknown_device(device) from error
+    if target.type != "cpu" and (here is None or here.type != target.type):
+        raise TraceError(f"there is no {target} here. Name the device the step is for instead: device='H100'.")
+    return _Setting(target, present_device(target), found, target != found)
+
+
+def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
+    try:
+        foretold = _trace_fake(model, loss_fn, args, optimizer, setting)
+    except Exception:  # only a real run tells what the step does, or what is wrong with it
+        return _trace_real(model, loss_fn, args, optimizer, setting)
+    there = sum(size for kind, size in foretold.static_bytes.items() if kind != "gradients")
+    needed = simulate(foretold).peak_bytes - there + foretold.optimizer_state_bytes
+    available = free_bytes(setting.device)
+    if needed <= 0.95 * available:
+        try:
+            return _trace_real(model, loss_fn, args, optimizer, setting)
+        except torch.OutOfMemoryError:
+            available = free_bytes(setting.device)
+    note = (
+        f"traced on fake tensors: a plain step would need {format_bytes(needed)} more, and "
+        f"{format_bytes(available)} are free"
+    )
+    return replace(foretold, notes=(*foretold.notes, note))
+
+
+def _trace_fake(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
+    try:
+        with plain_paths():
+            recorders = _record_fake(model, loss_fn, args, setting)
+    except _compat.fake_errors():
+        recorders = _record_fake(model, loss_fn, args, setting, reports=True)
+    checks.same_step(recorders)
+    recorder = recorders[1]
+    foretell_workspaces(recorder)
+    for op in recorder.ops:
+        op.seconds = predicted_s(op, setting.hardware)
+    step_s = sum(op.seconds for op in recorder.ops)
+    return _finish(recorder, optimizer, setting, setting.hardware, step_s, is_measured=False)
+
+
+def _record_fake(model: Any, loss_fn: Any, args: Any, setting: _Setting, reports: bool = False) -> list[Recorder]:
+    """Two recordings on fake tensors."""
+    restorer = Restorer(model, tensors_in(args), setting.device)
+    faker = Faker(setting.device, moves_all=setting.is_foreign)
+    recorders = []
+    try:
+        fake_args = faker.fake_all(args)
+        with _eagerly(), _compat.quiet_fakes(), faker.in_place_of(model):
+            for _ in range(2):
+                shadows = Shadows()
+                for real, fake in faker.made():
+                    shadows.know(fake, real)
+                recorder = Recorder(
+                    setting.device,
+                    checks.names_of(model),
+                    shadows=shadows,
+                    block_bytes=block_bytes(setting.device),
+                )
+                _record(recorder, model, loss_fn, fake_args, restorer)
+                recorders.append(recorder)
+                for tensor in [*model.parameters(), *tensors_in(fake_args)]:
+                    if tensor.is_leaf:
+                        tensor.grad = faker.gradient_before(tensor)
+    except (TraceError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if isinstance(error, _compat.fake_errors()) and not reports:
+            raise
+        raise TraceError(
+            f"the step cannot be traced on fake tensors: {type(error).__name__}: {str(error)[:300]}\n"
+            "Where it runs on real ones, what it does depends on numbers in its tensors, or on a kernel without a fake "
+            "version: use mode='real'."
+        ) from error
+    finally:
+        restorer.restore()
+    return recorders
+
+
+def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
+    restorer = Restorer(model, tensors_in(args), setting.device)
+    device = setting.device
+    recorders: list[Recorder] = []
+    forward_s, backward_s = [], []
+    try:
+        with _eagerly():
+            for number in range(_NUM_RECORDED):
+                measures = number == 1  # what ops allocate inside
+                recorder = Recorder(
+                    device,
+                    checks.names_of(model),
+                    clock_for(device),
+                    restorer.before_write,
+                    meter=_compat.allocator_meter(device) if measures else None,
+                    mark=_MARK if measures and device.type == "cpu" else None,
+                    block_bytes=block_bytes(device),
+                )
+
+                def record(recorder: Recorder = recorder) -> None:
+                    _record(recorder, model, loss_fn, args, restorer)
+
+                if measures and device.type == "cpu":
+                    recorder.add_workspaces(cpu_peaks_within(record, _MARK))
+                else:
+                    record()
+                recorders.append(recorder)
+                restorer.reset_gradients()
+            for _ in range(_NUM_TIMED):
+                forward, backward = _time_step(loss_fn, args, device)
+                forward_s.append(forward)
+                backward_s.append(backward)
+                restorer.reset_gradients()
+    finally:
+        restorer.restore()
+    checks.same_step(recorders)
+    recorder = recorders[1]  # by now every workspace that stays is there
+    times = medians([[op.seconds for op in each.ops] for each in recorders])
+    cut = recorder.num_forward
+    times = [*fit_to_total(times[:cut], min(forward_s)), *fit_to_total(times[cut:], min(backward_s))]
+    for op, seconds in zip(recorder.ops, times, strict=True):
+        op.seconds = seconds
+    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device))
+    return _finish(recorder, optimizer, setting, hardware, min(forward_s) + min(backward_s), is_measured=True)
+
+
+def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        recorder.know(parameter, "parameter", name)
+        if parameter.grad is not None:
+            recorder.know(parameter.grad, "gradient", name)
+    for name, buffer in model.named_buffers(remove_duplicate=True):
+        recorder.know(buffer, "buffer", name)
+    for number, tensor in enumerate(tensors_in(args)):
+        recorder.know(tensor, "batch", f"batch[{number}]")
+    with recorder.watching():
+        loss = checks.run(loss_fn, args, model)
+        checks.loss(loss)
+        recorder.begin_backward()
+        restorer.add_leaves(_compat.leaves_of(loss))
+        loss.backward()
+        checks.touched(model)
+        recorder.finish(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
+
+
+def _time_step(loss_fn: Any, args: Any, device: torch.device) -> tuple[float, float]:
+    """Seconds of a plain forward and its backward."""
+    clock = clock_for(device) if device.type != "cpu" else Clock()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    marks = [clock.mark()]
+    loss = loss_fn(*args)
+    marks.append(clock.mark())
+    loss.backward()
+    marks.append(clock.mark())
+    forward, backward = clock.seconds([(marks[0], marks[1]), (marks[1], marks[2])])
+    return forward, backward
+
+
+def _finish(
+    recorder: Recorder,
+    optimizer: Any,
+    setting: _Setting,
+    hardware: Hardware,
+    step_s: float,
+    *,
+    is_measured: bool,
+) -> StepGraph:
+    state_bytes, workspace_bytes, notes = optimizer_memory(optimizer, recorder.block_bytes)
+    if setting.is_foreign and setting.device.type == "cpu":
+        notes.append(f"traced with the CPU's kernels, as there is no accelerator here; times are for {hardware.name}")
+    return build(
+        recorder,
+        hardware,
+        optimizer_state_bytes=state_bytes,
+        optimizer_workspace_bytes=workspace_bytes,
+        other_bytes=_other_bytes(recorder, optimizer, setting) if is_measured else 0,
+        step_s=step_s,
+        is_measured=is_measured,
+        notes=notes,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting) -> int:
+    """What the process holds on the device besides this step: workspaces of libraries, other models."""
+    if setting.device.type == "cpu":
+        return 0
+    known = sum(value.bytes for value in recorder.values if value.born < 0)
+    if optimizer is not None:
+        known += sum(
+            part.untyped_storage().nbytes()
+            for state in optimizer.state.values()
+            for tensor in tensors_in(state)
+            for part in _compat.inner_tensors(tensor)
+            if part.device == setting.device
+        )
+    return max(0, torch.accelerator.memory_allocated(setting.device) - known)
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    """A block in which compiled modules run as they were written; nothing to do where no one imported the compiler."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

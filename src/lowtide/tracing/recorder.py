@@ -1,0 +1,373 @@
+"""Watches one step: every op, every storage, every save, every module call.
+
+One recorder sees real and fake tensors alike. What it finds out that an allocator's history cannot tell is *who* holds
+a storage: each saved tensor is held by the recorder in autograd's place, as an alias it can count, so that a storage
+with as many users as aliases is one that Python has let go of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from lowtide.errors import TraceError
+from lowtide.tracing import _compat
+from lowtide.tracing.records import Clock, RawCall, RawOp, RawSave, RawValue, tensors_in
+from lowtide.tracing.shadows import Shadows
+
+_INDEX_OPS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "topk",
+        "sort",
+        "argsort",
+        "argmax",
+        "argmin",
+        "multinomial",
+        "nonzero",
+        "unique",
+        "_unique2",
+        "kthvalue",
+    )
+)
+_OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
+
+
+class _Alias:
+    """What autograd keeps in place of a saved tensor."""
+
+    __slots__ = ("recorder", "saves", "tensor")
+
+    def __init__(self, recorder: Recorder, tensor: Tensor, saves: list[RawSave]) -> None:
+        self.recorder, self.tensor, self.saves = recorder, tensor, saves
+
+    def __del__(self) -> None:
+        self.recorder.release(self.saves)
+
+
+class Recorder(_compat.DispatchMode):
+    """Enter it around a forward and a backward on `device`; `begin_backward()` in between, `finish()` after."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        names: dict[nn.Module, str],
+        clock: Clock | None = None,
+        before_write: Callable[[Tensor], None] | None = None,
+        meter: Callable[[], tuple[int, int]] | None = None,
+        mark: str | None = None,
+        shadows: Shadows | None = None,
+        block_bytes: int = 1,
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self.ops: list[RawOp] = []
+        self.values: list[RawValue] = []
+        self.saves: list[RawSave] = []
+        self.calls: list[RawCall] = []
+        self.num_forward = -1
+        self.notes: list[str] = []
+        self.marks: list[tuple[Any, Any]] = []
+        self._names = names
+        self._clock = clock or Clock()
+        self._before_write = before_write
+        self._meter = meter  # bytes allocated now, and the most since it was last read
+        self._shadows = shadows
+        self._mark = mark  # a name for each op in the profiler's trace
+        self.block_bytes = block_bytes
+        self._by_storage: dict[int, int] = {}
+        self._polled: dict[int, RawValue] = {}  # values that Python may still hold
+        self._open_calls: list[int] = []
+        self._num_entered = 0  # module calls seen in the backward: someone else's replay
+        self._op_of_node: dict[int, int] = {}
+        self._facts: dict[Any, tuple[str, tuple[str, ...], frozenset[int], list[str]]] = {}
+        self._is_over = False
+
+    def path_of(self, call: int) -> str:
+        return self.calls[call].path if call >= 0 else ""
+
+    # Values.
+
+    def know(self, tensor: Tensor, kind: str, name: str) -> None:
+        """A tensor that is there before the step."""
+        for part in _compat.inner_tensors(tensor):
+            self._value_of(part, kind, name, born=-1)
+
+    def _value_of(self, tensor: Tensor, kind: str, name: str, born: int) -> int:
+        known = self._by_storage.get(_compat.storage_id(tensor))
+        if known is not None:
+            return known
+        storage = tensor.untyped_storage()
+        is_here = tensor.device == self.device
+        size = -(-storage.nbytes() // self.block_bytes) * self.block_bytes if is_here else 0
+        uses = _compat.StorageUses(storage)
+        value = RawValue(size, kind if is_here else "elsewhere", name, born, uses)
+        index = len(self.values)
+        self.values.append(value)
+        self._by_storage[uses.id] = index
+        if born >= 0:
+            self._polled[index] = value
+        return index
+
+    def values_of(self, tensors: Iterator[Tensor]) -> tuple[int, ...]:
+        """The values that tensors are made of; those not seen before were there before the step."""
+        found: dict[int, None] = {}
+        for tensor in tensors:
+            for part in _compat.inner_tensors(tensor) if type(tensor) not in _compat.PLAIN_TYPES else (tensor,):
+                found[self._value_of(part, "constant", "", born=-1)] = None
+        return tuple(found)
+
+    def _poll(self) -> None:
+        """Find out which values Python let go of since the last op."""
+        position = len(self.ops)
+        gone = [
+            index
+            for index, value in self._polled.items()
+            if value.uses is not None and value.uses.count() <= value.num_aliases
+        ]
+        for index in gone:
+            value = self._polled.pop(index)
+            value.dropped = position
+            if not value.num_aliases:
+                self._forget(value)
+
+    def _forget(self, value: RawValue) -> None:
+        if value.uses is not None:
+            self._by_storage.pop(value.uses.id, None)
+            value.uses = None
+
+    # Ops.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _seen_through() for kind in types):
+            return NotImplemented  # a subclass takes its op apart, and the parts come here
+        if func in _compat.BOOKKEEPING_OPS:
+            out = func(*args, **kwargs)
+            if self._shadows is not None:
+                self._shadows.follow(func, args, kwargs, out)
+            return out
+        if self._shadows is not None:
+            known, answer = self._shadows.answer(func, args, kwargs)
+            if known:
+                return answer
+        name, flags, written, argument_names = self._facts_of(func)
+        self._refuse_missing_device(name, kwargs)
+        self._poll()
+        index = len(self.ops)
+        given = list(tensors_in((args, kwargs)))
+        inputs = self.values_of(iter(given))
+        mutated: list[Tensor] = []
+        if written:
+            mutated = [
+                t for i in written for t in tensors_in(args[i] if i < len(args) else kwargs.get(argument_names[i]))
+            ]
+            if self._before_write is not None:
+                for tensor in mutated:
+                    if self.values[self.values_of(iter([tensor]))[0]].born < 0:
+                        self._before_write(tensor)
+        call, forward_op = self._place()
+        allocated = self._meter()[0] if self._meter is not None else 0
+        before = self._clock.mark()
+        if self._mark is None:
+            out = func(*args, **kwargs)
+        else:
+            with torch.profiler.record_function(self._mark):
+                out = func(*args, **kwargs)
+        self.marks.append((before, self._clock.mark()))
+        if self._shadows is not None:
+            self._shadows.follow(func, args, kwargs, out)
+        made = list(tensors_in(out))
+        num_known = len(self.values)
+        outputs = tuple(
+            dict.fromkeys(
+                value
+                for tensor in made
+                if (value := self._value_of(tensor, "activation", name, born=index)) >= num_known
+            )
+        )
+        if "view" in flags and outputs:
+            flags = tuple(flag for flag in flags if flag != "view")
+        workspace = 0
+        if self._meter is not None:
+            kept = sum(self.values[value].bytes for value in outputs)
+            workspace = max(0, self._meter()[1] - allocated - kept)
+        self.ops.append(
+            RawOp(
+                name,
+                _compat.op_packet(func),
+                call,
+                inputs,
+                outputs,
+                self.values_of(iter(mutated)) if mutated else (),
+                flags,
+                _flops(func, args, kwargs, out),
+                sum(tensor.nbytes for tensor in given) + sum(tensor.nbytes for tensor in made),
+                made[0].dtype if made else None,
+                forward_op,
+                workspace,
+            )
+        )
+        return out
+
+    def _facts_of(self, func: Any) -> tuple[str, tuple[str, ...], frozenset[int], list[str]]:
+        facts = self._facts.get(func)
+        if facts is None:
+            namespace, name, written, is_random, is_view = _compat.op_facts(func)
+            base = f"{namespace}::{name.split('.')[1]}"
+            flags = {
+                "random": is_random,
+                "collective": namespace in _COLLECTIVE_NAMESPACES,
+                "mutates": bool(written),
+                "view": is_view,
+                "index": base in _INDEX_OPS,
+                "custom": namespace not in _OWN_NAMESPACES and namespace not in _COLLECTIVE_NAMESPACES,
+            }
+            facts = (
+                name,
+                tuple(flag for flag, holds in flags.items() if holds),
+                written,
+                _compat.op_argument_names(func),
+            )
+            self._facts[func] = facts
+            if flags["custom"]:
+                self.notes.append(f"{name} is a custom kernel: seen from outside, as one op")
+        return facts
+
+    def _place(self) -> tuple[int, int]:
+        """In which module call this op runs, and for a backward op which forward op it belongs to."""
+        if self.num_forward < 0:
+            # A node is numbered before its op runs, so the last number given is this op's, or an outer one's.
+            self._op_of_node.setdefault(_compat.sequence_number() - 1, len(self.ops))
+            return (self._open_calls[-1] if self._open_calls else -1), -1
+        node = _compat.running_node()
+        forward_op = -1 if node is None else self._op_of_node.get(_compat.node_number(node), -1)
+        if forward_op < 0 and self.ops and len(self.ops) > self.num_forward:
+            return self.ops[-1].call, -1  # accumulation into a leaf: placed with the op that made the gradient
+        return (self.ops[forward_op].call if forward_op >= 0 else -1), forward_op
+
+    def _refuse_missing_device(self, name: str, kwargs: dict[str, Any]) -> None:
+        wanted = kwargs.get("device")
+        if wanted is None:
+            return
+        wanted = torch.device(wanted)
+        if wanted.type not in ("cpu", "meta", self.device.type) and _compat.accelerator() is None:
+            raise TraceError(
+                f"{name} asks for {wanted}, and this machine has none. Let loss_fn follow the device of its batch "
+                "(`x.to(batch.device)`), so that the step can be traced here."
+            )
+
+    # Saves.
+
+    def _pack(self, tensor: Tensor) -> _Alias:
+        call = self._open_calls[-1] if self._open_calls else -1
+        with _compat.without_modes():
+            alias = tensor.detach()
+        saves = []
+        for index in self.values_of(iter([tensor])):
+            self.values[index].num_aliases += 1
+            saves.append(RawSave(index, call, len(self.ops)))
+        if self.num_forward < 0:  # what a replay in the backward saves is not the forward's
+            self.saves += saves
+        return _Alias(self, alias, saves)
+
+    def _unpack(self, kept: _Alias) -> Tensor:
+        for save in kept.saves:
+            if save.read < 0:
+                save.read = len(self.ops)
+        return kept.tensor
+
+    def release(self, saves: list[RawSave]) -> None:
+        if self._is_over:
+            return
+        for save in saves:
+            save.released = len(self.ops)
+            value = self.values[save.value]
+            value.num_aliases -= 1
+            if not value.num_aliases and save.value not in self._polled and value.born >= 0:
+                self._forget(value)
+
+    # Module calls.
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if self.num_forward >= 0:
+            self._num_entered += 1
+            return
+        path = self._names.get(module)
+        if path is None:  # made on the fly, or not part of the model
+            path = f"<{type(module).__name__}>"
+        parent = self._open_calls[-1] if self._open_calls else -1
+        self._open_calls.append(len(self.calls))
+        self.calls.append(RawCall(path, type(module).__name__, parent, len(self.ops)))
+
+    def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if self.num_forward >= 0:
+            return
+        kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch leaves kwargs out after an exception
+        call = self.calls[self._open_calls.pop()]
+        call.end = len(self.ops)
+        call.inputs = self.values_of(tensors_in((args, kwargs)))
+        call.outputs = self.values_of(tensors_in(output))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Recorder]:
+        """A block whose ops, saves and module calls are recorded."""
+        entered = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        left = nn.modules.module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
+                yield self
+        finally:
+            self._is_over = True
+            entered.remove()
+            left.remove()
+
+    def begin_backward(self) -> None:
+        """The forward is over."""
+        self._poll()
+        self.num_forward = len(self.ops)
+
+    def add_workspaces(self, peaks: list[int]) -> None:
+        """What each op had allocated inside, its outputs included."""
+        for op, peak in zip(self.ops, peaks, strict=True):
+            op.workspace_bytes = max(0, peak - sum(self.values[value].bytes for value in op.outputs))
+
+    def finish(self, gradients: dict[str, Tensor] | None = None) -> None:
+        """The backward is over: what lives now lives on, among it these gradients."""
+        self._poll()
+        for name, gradient in (gradients or {}).items():
+            for index in self.values_of(iter([gradient])):
+                value = self.values[index]
+                if value.kind == "activation":
+                    value.kind, value.name = "gradient", name
+        self._is_over = True
+        end = len(self.ops)
+        for value in self.values:
+            if value.dropped < 0 or value.born < 0:
+                value.dropped = end
+        for save in self.saves:
+            if save.released < 0:
+                save.released = end
+        for op, seconds in zip(self.ops, self._clock.seconds(self.marks), strict=True):
+            op.seconds = seconds
+        self.marks.clear()
+
+
+def _seen_through() -> tuple[type, ...]:
+    return (*_compat.PLAIN_TYPES, _compat.fake_type(), nn.Buffer)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    formula = flop_registry.get(_compat.op_packet(func))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except Exception:  # a formula that does not know this form of its op: no FLOPs rather than no trace
+        return 0

@@ -1,0 +1,86 @@
+"""What a recorder writes down, before it is a graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.tracing import _compat
+
+
+@dataclass(slots=True)
+class RawOp:
+    name: str
+    packet: Any
+    call: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...]
+    flags: tuple[str, ...]
+    flops: int
+    moved_bytes: int  # read and written, views as large as they are
+    dtype: torch.dtype | None
+    forward_op: int
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class RawValue:
+    bytes: int
+    kind: str
+    name: str
+    born: int
+    uses: _compat.StorageUses | None
+    dropped: int = -1
+    num_aliases: int = 0
+
+
+@dataclass(slots=True)
+class RawSave:
+    value: int
+    call: int
+    made: int
+    read: int = -1
+    released: int = -1
+
+
+@dataclass(slots=True)
+class RawCall:
+    path: str
+    kind: str
+    parent: int
+    first: int
+    end: int = -1
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass
+class Clock:
+    """How op times are taken: `mark` before and after each op, `seconds` from the marks when the step is over."""
+
+    mark: Callable[[], Any] = time.perf_counter
+    seconds: Callable[[list[tuple[Any, Any]]], list[float]] = field(
+        default=lambda marks: [after - before for before, after in marks]
+    )
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif hasattr(tree, "__dataclass_fields__"):
+        for name in tree.__dataclass_fields__:
+            yield from tensors_in(getattr(tree, name, None))

@@ -1,0 +1,64 @@
+"""Seconds per op: measured on a device, or foretold from FLOPs and bytes."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+
+from lowtide.graph import Hardware
+from lowtide.tracing.devices import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from lowtide.tracing.records import Clock, RawOp
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Device events where there is an accelerator, else the host's clock."""
+    if device.type == "cpu":
+        return Clock()
+
+    def mark() -> Any:
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(marks: list[tuple[Any, Any]]) -> list[float]:
+        torch.accelerator.synchronize(device)
+        return [before.elapsed_time(after) / 1e3 for before, after in marks]
+
+    return Clock(mark, seconds)
+
+
+def predicted_s(op: RawOp, hardware: Hardware) -> float:
+    """The longer of computing and moving memory, and a launch."""
+    if "view" in op.flags:
+        return 0.0
+    flops_per_s = hardware.half_flops_per_s if op.dtype in _HALF else hardware.single_flops_per_s
+    computing = op.flops / (flops_per_s * MATMUL_EFFICIENCY) if op.flops else 0.0
+    moving = op.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
+    return max(computing, moving) + LAUNCH_S
+
+
+def medians(runs: list[list[float]]) -> list[float]:
+    """Op by op over several runs of the same ops."""
+    return [median(times) for times in zip(*runs, strict=True)]
+
+
+def fit_to_total(times: list[float], total_s: float) -> list[float]:
+    """Op times that sum to what the ops took together.
+
+    Watching adds about the same to every op (the time between marks), and leaves out what the host does between ops: so
+    the same is taken from each, or added to each, down to nothing.
+    """
+    if not times:
+        return []
+    low, high = -total_s, max(times)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(max(t - middle, 0.0) for t in times) > total_s:
+            low = middle
+        else:
+            high = middle
+    return [max(t - high, 0.0) for t in times]
