@@ -327,11 +327,12 @@ def _of_transformers(scale: int, kind: str, blocks: str | list[str], config: dic
     import transformers
 
     transformers.logging.set_verbosity_error()
+    batch = max(2, scale // 2)
     model = getattr(transformers, head)(getattr(transformers, f"{kind}Config")(**config))
     if "image_size" in config or kind == "ResNet":
-        images = torch.randn(2, 3, config.get("image_size", 32 * scale), config.get("image_size", 32 * scale))
-        return Job(model, lambda x: model(x, labels=x.new_zeros(2, dtype=torch.long)).loss, (images,), blocks)
-    ids = torch.randint(config["vocab_size"], (2, 64 * scale))
+        images = torch.randn(batch, 3, config.get("image_size", 32 * scale), config.get("image_size", 32 * scale))
+        return Job(model, lambda x: model(x, labels=x.new_zeros(batch, dtype=torch.long)).loss, (images,), blocks)
+    ids = torch.randint(config["vocab_size"], (batch, 64 * scale))
     return Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), blocks)
 
 

@@ -170,9 +170,11 @@ class _Run:
         self.saves_at, self.reads_at = defaultdict(list), defaultdict(list)
         self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
         self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
+        moved = self.plan.moved_values(graph)
         for index, save in enumerate(graph.saves):
             self.saves_at[save.made].append(index)
-            self.releases_at[save.released].append(index)
+            comes_back = self.owner[save.call] >= 0 or save.value in moved
+            self.releases_at[save.used if comes_back and save.used >= 0 else save.released].append(index)
             if save.read >= 0:
                 self.reads_at[save.read].append(index)
         for call in sorted(self.regions):

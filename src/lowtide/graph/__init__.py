@@ -56,13 +56,18 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A value that autograd holds for the backward, from `made` to `released`; first read at `read` (-1: never)."""
+    """A value that autograd holds for the backward, from `made` to `released`; first read at `read` (-1: never).
+
+    Whoever reads it is done with it at `used`, a little before autograd lets go (-1: then). A value that was brought
+    back for the read, by a replay or a copy, ends there.
+    """
 
     value: int
     call: int
     made: int
     read: int
     released: int
+    used: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +236,7 @@ def check(graph: StepGraph) -> None:
         _require(-1 <= save.call < num_calls, f"{where} belongs to call {save.call}, which is not there")
         first_read = save.released if save.read == -1 else save.read
         in_order = 0 <= save.made <= graph.num_forward <= first_read <= save.released <= num_ops
+        in_order = in_order and (save.used == -1 or first_read <= save.used <= save.released)
         _require(in_order, f"{where} is made, read and released at {save.made}, {save.read}, {save.released}")
         _require(graph.values[save.value].born < save.made or save.made == 0, f"{where} is made before its value")
     for index, call in enumerate(graph.calls):

@@ -18,6 +18,7 @@ from lowtide._compat import (
     PLAIN_TYPES,
     accelerator,
     autograd_nodes_since,
+    is_plain,
     is_uninitialized,
     module_tensors,
     sequence_number,
@@ -31,6 +32,7 @@ from lowtide._compat import (
 __all__ = [
     "PLAIN_TYPES",
     "accelerator",
+    "is_plain",
     "is_uninitialized",
     "module_tensors",
     "sequence_number",

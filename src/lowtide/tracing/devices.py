@@ -20,6 +20,8 @@ _GIB = 1024**3
 MATMUL_EFFICIENCY = 0.6
 MEMORY_EFFICIENCY = 0.75
 LAUNCH_S = 3e-6
+# What cuBLAS keeps allocated once it was used: a workspace for the forward's thread and one for the backward's.
+CUBLAS_BYTES = 65 << 20
 
 DEVICES: dict[str, Hardware] = {
     device.name: device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from lowtide.simulator import simulate
 from lowtide.tracing import _compat, checks
 from lowtide.tracing.building import build
 from lowtide.tracing.devices import (
+    CUBLAS_BYTES,
     block_bytes,
     free_bytes,
     link_bytes_per_s,
@@ -243,16 +245,25 @@ def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, resto
         recorder.know(buffer, "buffer", name)
     for number, tensor in enumerate(tensors_in(args)):
         recorder.know(tensor, "batch", f"batch[{number}]")
-    with recorder.watching():
+    with contextlib.ExitStack() as stack:
+        for name, parameter in model.named_parameters(remove_duplicate=True):
+            if parameter.requires_grad and parameter.is_leaf:
+                # Otherwise every op of the backward would look at every gradient made before it.
+                hook = functools.partial(_note_gradient, recorder, name)
+                stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        stack.enter_context(recorder.watching())
         loss = checks.run(loss_fn, args, model)
         checks.loss(loss)
         recorder.begin_backward()
         restorer.add_leaves(_compat.leaves_of(loss))
         loss.backward()
         checks.touched(model)
-        recorder.finish(
-            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        )
+        recorder.finish()
+
+
+def _note_gradient(recorder: Recorder, name: str, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        recorder.note_gradient(parameter.grad, name)
 
 
 def _time_step(loss_fn: Any, args: Any, device: torch.device) -> tuple[float, float]:
@@ -286,7 +297,7 @@ def _finish(
         hardware,
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
-        other_bytes=_other_bytes(recorder, optimizer, setting) if is_measured else 0,
+        other_bytes=_other_bytes(recorder, optimizer, setting),
         step_s=step_s,
         is_measured=is_measured,
         notes=notes,
@@ -296,8 +307,10 @@ def _finish(
 
 def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting) -> int:
     """What the process holds on the device besides this step: workspaces of libraries, other models."""
-    if setting.device.type == "cpu":
+    if setting.hardware.name == "cpu":
         return 0
+    if setting.is_foreign or setting.is_on_meta or setting.device.type != "cuda":
+        return CUBLAS_BYTES
     known = sum(value.bytes for value in recorder.values if value.born < 0)
     if optimizer is not None:
         known += sum(
@@ -307,7 +320,7 @@ def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting) -> int:
             for part in _compat.inner_tensors(tensor)
             if part.device == setting.device
         )
-    return max(0, torch.accelerator.memory_allocated(setting.device) - known)
+    return max(CUBLAS_BYTES, torch.accelerator.memory_allocated(setting.device) - known)
 
 
 @contextlib.contextmanager

@@ -83,6 +83,7 @@ class Recorder(_compat.DispatchMode):
         self.block_bytes = block_bytes
         self._by_storage: dict[int, int] = {}
         self._polled: dict[int, RawValue] = {}  # values that Python may still hold
+        self._in_use: dict[int, list[RawSave]] = {}  # saves that the backward has read and may still be using
         self._open_calls: list[int] = []
         self._num_entered = 0  # module calls seen in the backward: someone else's replay
         self._op_of_node: dict[int, int] = {}
@@ -126,6 +127,8 @@ class Recorder(_compat.DispatchMode):
     def _poll(self) -> None:
         """Find out which values Python let go of since the last op."""
         position = len(self.ops)
+        if self._in_use:
+            self._find_used(position)
         gone = [
             index
             for index, value in self._polled.items()
@@ -136,6 +139,13 @@ class Recorder(_compat.DispatchMode):
             value.dropped = position
             if not value.num_aliases:
                 self._forget(value)
+
+    def _find_used(self, position: int) -> None:
+        for index in list(self._in_use):
+            value = self.values[index]
+            if value.uses is None or value.uses.count() <= value.num_aliases:
+                for save in self._in_use.pop(index):
+                    save.used = position if save.used < 0 else save.used
 
     def _forget(self, value: RawValue) -> None:
         if value.uses is not None:
@@ -281,13 +291,17 @@ class Recorder(_compat.DispatchMode):
         for save in kept.saves:
             if save.read < 0:
                 save.read = len(self.ops)
-        return kept.tensor
+                self._in_use.setdefault(save.value, []).append(save)
+        with _compat.without_modes():
+            return kept.tensor.detach()  # one more user, to see when the backward is done with it
 
     def release(self, saves: list[RawSave]) -> None:
         if self._is_over:
             return
         for save in saves:
             save.released = len(self.ops)
+            if save.used < 0:
+                save.used = save.released
             value = self.values[save.value]
             value.num_aliases -= 1
             if not value.num_aliases and save.value not in self._polled and value.born >= 0:
@@ -338,14 +352,17 @@ class Recorder(_compat.DispatchMode):
         for op, peak in zip(self.ops, peaks, strict=True):
             op.workspace_bytes = max(0, peak - sum(self.values[value].bytes for value in op.outputs))
 
-    def finish(self, gradients: dict[str, Tensor] | None = None) -> None:
-        """The backward is over: what lives now lives on, among it these gradients."""
+    def note_gradient(self, gradient: Tensor, name: str) -> None:
+        """A leaf has a gradient: it lives on, and need not be watched."""
+        for index in self.values_of(iter([gradient])):
+            value = self.values[index]
+            if value.kind == "activation":
+                value.kind, value.name = "gradient", name
+                self._polled.pop(index, None)
+
+    def finish(self) -> None:
+        """The backward is over: what lives now lives on."""
         self._poll()
-        for name, gradient in (gradients or {}).items():
-            for index in self.values_of(iter([gradient])):
-                value = self.values[index]
-                if value.kind == "activation":
-                    value.kind, value.name = "gradient", name
         self._is_over = True
         end = len(self.ops)
         for value in self.values:
@@ -354,6 +371,8 @@ class Recorder(_compat.DispatchMode):
         for save in self.saves:
             if save.released < 0:
                 save.released = end
+            if save.used < 0 or save.read < 0:
+                save.used = save.released
         for op, seconds in zip(self.ops, self._clock.seconds(self.marks), strict=True):
             op.seconds = seconds
         self.marks.clear()

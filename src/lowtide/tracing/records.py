@@ -48,6 +48,7 @@ class RawSave:
     made: int
     read: int = -1
     released: int = -1
+    used: int = -1
 
 
 @dataclass(slots=True)

@@ -9,25 +9,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.tracing import _compat
+from lowtide.tracing.snapshots import Snapshot
 
 
 class Restorer:
     """Take it before the step, call `restore()` after. Contents are copied only when something is about to write them.
 
-    Modules get back their attributes, among them training flags, hooks and caches, lists and dicts among those with the
-    content they had. Leaves get back their gradients, random generators their states.
+    Modules get back their attributes, among them training flags, hooks and caches, with what lies in those. Leaves get
+    back their gradients, random generators their states, optimizers that a hook steps in the backward theirs.
     """
 
     def __init__(self, model: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
-        self._states = [(module, _state_of(module)) for module in _compat.submodules(model)]
+        self._modules = Snapshot(vars(module) for module in _compat.submodules(model))
+        self._optimizers: dict[int, Snapshot] = {}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._seen: set[int] = set()
-        self.add_leaves([*model.parameters(), *tensors])
+        given = [*model.parameters(), *tensors]
+        self.add_leaves(given)
+        self._data = [(tensor, tensor.detach()) for tensor in [*given, *model.buffers()] if _compat.is_plain(tensor)]
+        self._versions = [(tensor, _compat.version_of(tensor)) for tensor, _ in self._data]
         self._device = device if device.type not in ("cpu", "meta") and _compat.accelerator() is not None else None
         self._generators = _generator_states(self._device)
+        self._own_generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     def add_leaves(self, tensors: Iterable[Tensor]) -> None:
         """Leaves whose gradients belong to someone."""
@@ -36,14 +44,18 @@ class Restorer:
                 self._seen.add(id(tensor))
                 self._gradients.append((tensor, tensor.grad))
 
-    def before_write(self, tensor: Tensor) -> None:
-        """An op is about to write to a tensor that was there before the step."""
+    def before_write(self, target: Tensor | torch.Generator) -> None:
+        """An op is about to write to a tensor that was there before the step, or to draw from a generator."""
+        if isinstance(target, torch.Generator):
+            self._own_generators.setdefault(id(target), (target, target.get_state()))
+            return
         with _compat.without_modes(), torch.no_grad():
-            storage = tensor.untyped_storage()
-            if _compat.storage_id(tensor) not in self._copies and not _compat.is_fake(tensor):
-                everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-                copy = everything.clone()
-                self._copies[_compat.storage_id(tensor)] = tensor, everything, copy, _compat.version_of(tensor)
+            for tensor in _compat.inner_tensors(target):
+                key = _compat.storage_id(tensor)
+                if key not in self._copies and not _compat.is_fake(tensor) and not tensor.is_meta:
+                    everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                    everything.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+                    self._copies[key] = tensor, everything, everything.clone(), _compat.version_of(tensor)
 
     def reset_gradients(self) -> None:
         """The gradients there were, as objects; their content comes with `restore`."""
@@ -52,37 +64,28 @@ class Restorer:
                 leaf.grad = gradient
 
     def restore(self) -> None:
+        self._hook.remove()
         self.reset_gradients()
-        for module, state in self._states:
-            _restore_state(module, state)
+        for snapshot in (self._modules, *self._optimizers.values()):
+            snapshot.restore()
+        for tensor, data in self._data:
+            if _compat.storage_id(tensor) != _compat.storage_id(data):
+                tensor.data = data
         for tensor, everything, copy, version in self._copies.values():
             with torch.no_grad():
                 everything.copy_(copy)
             _compat.set_version(tensor, version)
+        for tensor, version in self._versions:
+            if _compat.version_of(tensor) != version:
+                _compat.set_version(tensor, version)
         self._copies.clear()
+        for generator, state in self._own_generators.values():
+            generator.set_state(state)
         _set_generator_states(self._generators, self._device)
 
-
-def _state_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute and, of a container, its content."""
-    return {name: (value, _content(value)) for name, value in vars(module).items()}
-
-
-def _content(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | list | set) else None
-
-
-def _restore_state(module: nn.Module, state: dict[str, tuple[Any, Any]]) -> None:
-    attributes = vars(module)
-    for name in [name for name in attributes if name not in state]:
-        del attributes[name]
-    for name, (value, content) in state.items():
-        attributes[name] = value
-        if isinstance(value, list):
-            value[:] = content
-        elif isinstance(value, dict | set):
-            value.clear()
-            value.update(content)
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = Snapshot([vars(optimizer)])
 
 
 def _generator_states(device: torch.device | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What kernels allocate inside, where nothing can be measured: rules read off oneDNN's kernels on the CPU.
+"""What kernels allocate inside, where nothing can be measured: rules read off kernels as they are today.
 
-Real traces measure this. Fake tensors have no kernels, so for the CPU's convolutions, recurrent layers and the like the
-reordered copies they make are foretold here; on accelerators nothing is added.
+Real traces measure this. Fake tensors have no kernels, so the reordered copies that oneDNN's convolutions and recurrent
+layers make on the CPU, and the buffers of CUDA's reductions and attention, are foretold here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,30 @@ _RNN_SAVED_PER_OUTPUT = 15.6
 _RNN_INSIDE_PER_WEIGHT = 3.1
 
 
+# Of CUDA's reductions and attention: bytes per element or per byte of output, as seen on an H200.
+_SUM_BYTES_PER_ELEMENT, _SUM_MOST_BYTES_PER_SM = 8, 1 << 20
+_ATTENTION_BACKWARD_PER_OUTPUT = 2.0
+
+
 def foretell_workspaces(recorder: Recorder) -> None:
-    """Give each op of a recording on fake CPU tensors the bytes it would allocate inside."""
-    if recorder.device != torch.device("cpu"):
-        return
-    for op in recorder.ops:
-        op.workspace_bytes = _workspace(op, recorder)
+    """Give each op of a recording on fake tensors the bytes it would allocate inside."""
+    rule = {"cpu": _on_cpu, "cuda": _on_cuda}.get(recorder.device.type)
+    if rule is not None:
+        for op in recorder.ops:
+            op.workspace_bytes = rule(op, recorder)
 
 
-def _workspace(op: RawOp, recorder: Recorder) -> int:
+def _on_cuda(op: RawOp, recorder: Recorder) -> int:
+    if op.name == "aten.sum.dim_IntList":
+        most = torch.cuda.get_device_properties(recorder.device).multi_processor_count * _SUM_MOST_BYTES_PER_SM
+        size = op.dtype.itemsize if op.dtype is not None else 4
+        return min(most, _SUM_BYTES_PER_ELEMENT * op.moved_bytes // size)
+    if "attention_backward" in op.name and op.outputs:
+        return int(_ATTENTION_BACKWARD_PER_OUTPUT * recorder.values[op.outputs[0]].bytes)
+    return 0
+
+
+def _on_cpu(op: RawOp, recorder: Recorder) -> int:
     inputs = [recorder.values[value].bytes for value in op.inputs]
     outputs = [recorder.values[value].bytes for value in op.outputs]
     if not inputs or not outputs:
