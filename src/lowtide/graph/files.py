@@ -13,6 +13,8 @@ from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 FORMAT = "lowtide step graph"
 VERSION = 1
 
+_LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
+
 _RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
 _SCALARS: dict[str, type[Any]] = {
     "num_forward": int,
@@ -55,7 +57,7 @@ def read(text: str) -> StepGraph:
             **scalars,
             hardware=hardware,
             notes=tuple(_strings(content["notes"])),
-            versions=dict(zip(_strings(versions), _strings(versions.values()), strict=True)),
+            versions=dict(zip(versions, _strings(list(versions.values())), strict=True)),
         )
     except GraphError:
         raise
@@ -124,6 +126,8 @@ def _number(item: Any, kind: type[Any], label: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if type(item) not in accepted:
         raise ValueError(f"{label} is {item!r}, not {kind.__name__}")
+    if type(item) is int and not -_LARGEST <= item < _LARGEST:
+        raise ValueError(f"{label} is a number of {len(str(item))} digits")
     number = kind(item)
     if kind is float and not (0 <= number < float("inf")):
         raise ValueError(f"{label} is {number}, not a number of seconds or bytes")
@@ -131,6 +135,8 @@ def _number(item: Any, kind: type[Any], label: str) -> Any:
 
 
 def _strings(items: Any) -> list[str]:
+    if not isinstance(items, list):
+        raise ValueError(f"there is {type(items).__name__} where a list of names belongs")
     found = list(items)
     if any(not isinstance(item, str) for item in found):
         raise ValueError("a name is no text")
@@ -142,4 +148,6 @@ def _hardware(content: Any) -> Hardware:
         raise ValueError("hardware does not have the fields of version 1")
     name = _strings([content.pop("name")])[0]
     memory_bytes = _number(content.pop("memory_bytes"), int, "memory_bytes")
+    if memory_bytes < 0:
+        raise ValueError(f"the memory is {memory_bytes} bytes")
     return Hardware(name, memory_bytes, **{key: _number(item, float, key) for key, item in content.items()})

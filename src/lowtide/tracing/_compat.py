@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,8 +152,22 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
             torch.sparse_coo: ("_indices", "_values"),
             torch.sparse_csr: ("crow_indices", "col_indices", "values"),
         }.get(tensor.layout, ())
-        return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
+        with _disable_current_modes():
+            return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return [tensor]
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """`inner_tensors`, quickly."""
+    if (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ):
+        return (tensor,)
+    return inner_tensors(tensor)
 
 
 def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
@@ -169,10 +183,22 @@ def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
     return op.namespace, str(op), written, is_random, bool(op.is_view)
 
 
-# Ops that compute nothing and make no storage: questions about a tensor, and other names for one.
+# Ops that compute nothing and make no storage: questions about a tensor, other names for one, a constant's first.
 BOOKKEEPING_OPS = frozenset(
-    {torch.ops.prim.device.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+    {
+        torch.ops.prim.device.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.lift_fresh.default,
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
 )
+
+
+def has_dynamic_shape(op: Any) -> bool:
+    """Whether the shape of an op's output depends on numbers in its inputs. Obsolete like `op_facts`."""
+    return torch.Tag.dynamic_output_shape in op.tags
 
 
 def op_argument_names(op: Any) -> list[str]:

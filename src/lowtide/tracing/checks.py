@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -81,30 +83,59 @@ def loss(found: object) -> None:
         )
 
 
-def touched(model: nn.Module) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if all(parameter.grad is None for parameter in trained):
+def touched(names: Collection[str]) -> None:
+    """Raise unless parameters got gradients: `names` are those that did."""
+    if not names:
         raise TraceError(
             "no parameter of the model got a gradient: loss_fn computes its loss from something else. "
             "Let it use the model given to trace, not a copy or a wrapper of it."
         )
 
 
-def same_step(recorders: list[Recorder]) -> None:
-    """Raise unless several runs of the step did the same; gradients are copied or not as references happen to be."""
-    first = recorders[0]
-    for other in recorders[1:]:
-        pairs = zip(first.ops[: first.num_forward], other.ops[: other.num_forward], strict=False)
-        for number, (a, b) in enumerate(pairs):
-            if a.name != b.name or first.path_of(a.call) != other.path_of(b.call):
-                raise TraceError(
-                    f"the step is another each time it runs: op {number} was {a.name} in "
-                    f"{first.path_of(a.call) or 'the model'} and is now {b.name} in "
-                    f"{other.path_of(b.call) or 'the model'}. A plan holds for one step: make choices that vary "
-                    "(layer drop, random depth, caches) the same for every step while planning."
-                )
-        if first.num_forward != other.num_forward:
+def same_step(recorders: list[Recorder]) -> list[Recorder]:
+    """The recordings of the step as it is time and again, without a first one that built caches.
+
+    Raises unless those did the same. Only forwards count: gradients are copied or not as references happen to be.
+    """
+    found = recorders[1:] if is_only_warming_up(recorders) else recorders
+    for other in found[1:]:
+        difference = _difference(found[0], other)
+        if difference is not None:
             raise TraceError(
-                f"the step is another each time it runs: it had {first.num_forward} forward ops, "
-                f"and then {other.num_forward}"
+                f"the step is another each time it runs: {difference}. A plan holds for one step: make choices that "
+                "vary (layer drop, random depth or length, caches that grow) the same for every step while planning."
             )
+    return found
+
+
+def is_only_warming_up(recorders: list[Recorder]) -> bool:
+    """Whether the first step differs from the second: it may have built caches, so that one more is needed."""
+    return len(recorders) > 1 and _difference(recorders[0], recorders[1]) is not None
+
+
+def _difference(first: Recorder, other: Recorder) -> str | None:
+    """What two steps do differently, in words. Sizes that follow from numbers in tensors may differ."""
+    depends_on_data = False
+    pairs = zip(first.ops[: first.num_forward], other.ops[: other.num_forward], strict=False)
+    for number, (a, b) in enumerate(pairs):
+        where, now = (recorder.path_of(op.call) or "the model" for recorder, op in ((first, a), (other, b)))
+        if a.name != b.name or where != now:
+            return f"op {number} was {a.name} in {where} and is now {b.name} in {now}"
+        depends_on_data = depends_on_data or a.has_dynamic_shape
+        if a.moved_bytes != b.moved_bytes and not depends_on_data:
+            return f"op {number}, {a.name} in {where}, worked on {a.moved_bytes} bytes and now on {b.moved_bytes}"
+    if first.num_forward != other.num_forward:
+        return f"it had {first.num_forward} forward ops, and then {other.num_forward}"
+    return None
+
+
+def nothing_kept(recorders: list[Recorder]) -> None:
+    """Note in the last recording which fake tensors outlived theirs: someone will take them for real ones."""
+    if not any(recorder.survivors() for recorder in recorders):
+        return
+    gc.collect()  # cycles of autograd's, most often
+    for op in dict.fromkeys(op for recorder in recorders for op in recorder.survivors()):
+        recorders[-1].notes.append(
+            f"what {op} gave in the trace on fake tensors is still held outside of the model, and has no numbers: "
+            "empty the list or cache it is in, or use mode='real'"
+        )

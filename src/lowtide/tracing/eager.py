@@ -143,8 +143,8 @@ def _trace_fake(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
             recorders = _record_fake(model, loss_fn, args, setting)
     except _compat.fake_errors():
         recorders = _record_fake(model, loss_fn, args, setting, reports=True)
-    checks.same_step(recorders)
-    recorder = recorders[1]
+    recorder = checks.same_step(recorders)[-1]
+    checks.nothing_kept(recorders)
     foretell_workspaces(recorder)
     for op in recorder.ops:
         op.seconds = predicted_s(op, setting.hardware)
@@ -156,22 +156,24 @@ def _record_fake(model: Any, loss_fn: Any, args: Any, setting: _Setting, reports
     """Two recordings on fake tensors."""
     restorer = Restorer(model, tensors_in(args), setting.device)
     faker = Faker(setting.device, moves_all=setting.is_foreign)
-    recorders = []
+    recorders: list[Recorder] = []
     try:
         fake_args = faker.fake_all(args)
         with _eagerly(), _compat.quiet_fakes(), faker.in_place_of(model):
-            for _ in range(2):
+            while len(recorders) < 2 + checks.is_only_warming_up(recorders):
                 shadows = Shadows()
                 for real, fake in faker.made():
                     shadows.know(fake, real)
                 recorder = Recorder(
                     setting.device,
                     checks.names_of(model),
+                    before_write=restorer.before_write,  # of tensors that are not the model's, hence not fake
                     shadows=shadows,
                     block_bytes=block_bytes(setting.device),
                 )
                 _record(recorder, model, loss_fn, fake_args, restorer)
                 recorders.append(recorder)
+                restorer.reset_gradients()
                 for tensor in [*model.parameters(), *tensors_in(fake_args)]:
                     if tensor.is_leaf:
                         tensor.grad = faker.gradient_before(tensor)
@@ -197,8 +199,8 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     forward_s, backward_s = [], []
     try:
         with _eagerly():
-            for number in range(_NUM_RECORDED):
-                measures = number == 1  # what ops allocate inside
+            while len(recorders) < _NUM_RECORDED + checks.is_only_warming_up(recorders):
+                measures = len(recorders) == 1  # what ops allocate inside
                 recorder = Recorder(
                     device,
                     checks.names_of(model),
@@ -225,9 +227,10 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                 restorer.reset_gradients()
     finally:
         restorer.restore()
-    checks.same_step(recorders)
-    recorder = recorders[1]  # by now every workspace that stays is there
-    times = medians([[op.seconds for op in each.ops] for each in recorders])
+    recorder = recorders[1]  # by now every cache and workspace that stays is there
+    names = [op.name for op in recorder.ops]
+    alike = [each for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
+    times = medians([[op.seconds for op in each.ops] for each in alike])
     cut = recorder.num_forward
     times = [*fit_to_total(times[:cut], min(forward_s)), *fit_to_total(times[cut:], min(backward_s))]
     for op, seconds in zip(recorder.ops, times, strict=True):
@@ -245,11 +248,12 @@ def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, resto
         recorder.know(buffer, "buffer", name)
     for number, tensor in enumerate(tensors_in(args)):
         recorder.know(tensor, "batch", f"batch[{number}]")
+    touched: set[str] = set()
     with contextlib.ExitStack() as stack:
         for name, parameter in model.named_parameters(remove_duplicate=True):
             if parameter.requires_grad and parameter.is_leaf:
                 # Otherwise every op of the backward would look at every gradient made before it.
-                hook = functools.partial(_note_gradient, recorder, name)
+                hook = functools.partial(_note_gradient, recorder, touched, name)
                 stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         stack.enter_context(recorder.watching())
         loss = checks.run(loss_fn, args, model)
@@ -257,11 +261,12 @@ def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, resto
         recorder.begin_backward()
         restorer.add_leaves(_compat.leaves_of(loss))
         loss.backward()
-        checks.touched(model)
+        checks.touched(touched)
         recorder.finish()
 
 
-def _note_gradient(recorder: Recorder, name: str, parameter: Tensor) -> None:
+def _note_gradient(recorder: Recorder, touched: set[str], name: str, parameter: Tensor) -> None:
+    touched.add(name)
     if parameter.grad is not None:
         recorder.note_gradient(parameter.grad, name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -73,16 +74,21 @@ class Faker:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with every tensor replaced: in tuples, lists, dicts and whatever acts as a dict, nested."""
+    """`tree` with every tensor replaced: in tuples, lists, dicts and what acts as one, dataclasses, nested."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, item) for item in tree))
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         return type(tree)(map_tensors(function, item) for item in tree)
     if isinstance(tree, Mapping):
         mapped = copy.copy(tree)
         for key, item in tree.items():
             mapped[key] = map_tensors(function, item)  # type: ignore[index]
         return mapped
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        twin = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(twin, field.name, map_tensors(function, getattr(tree, field.name)))
+        return twin
     return tree

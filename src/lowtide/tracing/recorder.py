@@ -17,26 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import TraceError
 from lowtide.tracing import _compat
+from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import Clock, RawCall, RawOp, RawSave, RawValue, tensors_in
 from lowtide.tracing.shadows import Shadows
-
-_INDEX_OPS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "topk",
-        "sort",
-        "argsort",
-        "argmax",
-        "argmin",
-        "multinomial",
-        "nonzero",
-        "unique",
-        "_unique2",
-        "kthvalue",
-    )
-)
-_OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 
 
 class _Alias:
@@ -59,7 +42,7 @@ class Recorder(_compat.DispatchMode):
         device: torch.device,
         names: dict[nn.Module, str],
         clock: Clock | None = None,
-        before_write: Callable[[Tensor], None] | None = None,
+        before_write: Callable[[Tensor | torch.Generator], None] | None = None,
         meter: Callable[[], tuple[int, int]] | None = None,
         mark: str | None = None,
         shadows: Shadows | None = None,
@@ -87,7 +70,6 @@ class Recorder(_compat.DispatchMode):
         self._open_calls: list[int] = []
         self._num_entered = 0  # module calls seen in the backward: someone else's replay
         self._op_of_node: dict[int, int] = {}
-        self._facts: dict[Any, tuple[str, tuple[str, ...], frozenset[int], list[str]]] = {}
         self._is_over = False
 
     def path_of(self, call: int) -> str:
@@ -120,7 +102,7 @@ class Recorder(_compat.DispatchMode):
         """The values that tensors are made of; those not seen before were there before the step."""
         found: dict[int, None] = {}
         for tensor in tensors:
-            for part in _compat.inner_tensors(tensor) if type(tensor) not in _compat.PLAIN_TYPES else (tensor,):
+            for part in _compat.parts_of(tensor):
                 found[self._value_of(part, "constant", "", born=-1)] = None
         return tuple(found)
 
@@ -163,37 +145,37 @@ class Recorder(_compat.DispatchMode):
             if self._shadows is not None:
                 self._shadows.follow(func, args, kwargs, out)
             return out
-        if self._shadows is not None:
-            known, answer = self._shadows.answer(func, args, kwargs)
-            if known:
-                return answer
-        name, flags, written, argument_names = self._facts_of(func)
+        is_answered, answer = self._shadows.answer(func, args, kwargs) if self._shadows is not None else (False, None)
+        facts = facts_of(func)
+        name, flags = facts.name, facts.flags
+        if "custom" in flags:
+            self.notes.append(f"{name} is a custom kernel: seen from outside, as one op")
         self._refuse_missing_device(name, kwargs)
         self._poll()
         index = len(self.ops)
-        given = list(tensors_in((args, kwargs)))
+        given = [part for tensor in tensors_in((args, kwargs)) for part in _compat.parts_of(tensor)]
         inputs = self.values_of(iter(given))
-        mutated: list[Tensor] = []
-        if written:
-            mutated = [
-                t for i in written for t in tensors_in(args[i] if i < len(args) else kwargs.get(argument_names[i]))
-            ]
-            if self._before_write is not None:
-                for tensor in mutated:
-                    if self.values[self.values_of(iter([tensor]))[0]].born < 0:
-                        self._before_write(tensor)
+        mutated = facts.written_tensors(args, kwargs)
+        if mutated and "mutates" not in flags:
+            flags = (*flags, "mutates")
+        if self._before_write is not None:
+            for tensor in mutated:
+                if any(self.values[value].born < 0 for value in self.values_of(iter([tensor]))):
+                    self._before_write(tensor)
+            if kwargs.get("generator") is not None:
+                self._before_write(kwargs["generator"])
         call, forward_op = self._place()
         allocated = self._meter()[0] if self._meter is not None else 0
         before = self._clock.mark()
         if self._mark is None:
-            out = func(*args, **kwargs)
+            out = answer if is_answered else func(*args, **kwargs)
         else:
             with torch.profiler.record_function(self._mark):
                 out = func(*args, **kwargs)
         self.marks.append((before, self._clock.mark()))
         if self._shadows is not None:
             self._shadows.follow(func, args, kwargs, out)
-        made = list(tensors_in(out))
+        made = [part for tensor in tensors_in(out) for part in _compat.parts_of(tensor)]
         num_known = len(self.values)
         outputs = tuple(
             dict.fromkeys(
@@ -222,33 +204,10 @@ class Recorder(_compat.DispatchMode):
                 made[0].dtype if made else None,
                 forward_op,
                 workspace,
+                facts.has_dynamic_shape,
             )
         )
         return out
-
-    def _facts_of(self, func: Any) -> tuple[str, tuple[str, ...], frozenset[int], list[str]]:
-        facts = self._facts.get(func)
-        if facts is None:
-            namespace, name, written, is_random, is_view = _compat.op_facts(func)
-            base = f"{namespace}::{name.split('.')[1]}"
-            flags = {
-                "random": is_random,
-                "collective": namespace in _COLLECTIVE_NAMESPACES,
-                "mutates": bool(written),
-                "view": is_view,
-                "index": base in _INDEX_OPS,
-                "custom": namespace not in _OWN_NAMESPACES and namespace not in _COLLECTIVE_NAMESPACES,
-            }
-            facts = (
-                name,
-                tuple(flag for flag, holds in flags.items() if holds),
-                written,
-                _compat.op_argument_names(func),
-            )
-            self._facts[func] = facts
-            if flags["custom"]:
-                self.notes.append(f"{name} is a custom kernel: seen from outside, as one op")
-        return facts
 
     def _place(self) -> tuple[int, int]:
         """In which module call this op runs, and for a backward op which forward op it belongs to."""
@@ -346,6 +305,15 @@ class Recorder(_compat.DispatchMode):
         """The forward is over."""
         self._poll()
         self.num_forward = len(self.ops)
+        self._in_use.clear()
+        for save in self.saves:
+            if save.released >= 0:  # held for a graph that is gone already
+                if save.value not in self._polled:
+                    self.values[save.value].dropped = max(self.values[save.value].dropped, save.released)
+            elif save.read >= 0:  # by a backward inside the forward
+                save.read = save.used = -1
+                self.notes.append("the forward runs a backward of its own: replays for that one are not foreseen")
+        self.saves = [save for save in self.saves if save.released < 0]
 
     def add_workspaces(self, peaks: list[int]) -> None:
         """What each op had allocated inside, its outputs included."""
@@ -359,6 +327,12 @@ class Recorder(_compat.DispatchMode):
             if value.kind == "activation":
                 value.kind, value.name = "gradient", name
                 self._polled.pop(index, None)
+
+    def survivors(self) -> list[str]:
+        """The ops whose outputs are still held by someone, now that the step is long over."""
+        return [
+            value.name for value in self.values if value.born >= 0 and value.uses is not None and value.uses.count()
+        ]
 
     def finish(self) -> None:
         """The backward is over: what lives now lives on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ class RawOp:
     dtype: torch.dtype | None
     forward_op: int
     workspace_bytes: int = 0
+    has_dynamic_shape: bool = False
     seconds: float = 0.0
 
 
@@ -79,7 +80,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for item in tree:
             yield from tensors_in(item)
-    elif isinstance(tree, dict):
+    elif isinstance(tree, Mapping):
         for item in tree.values():
             yield from tensors_in(item)
     elif hasattr(tree, "__dataclass_fields__"):

@@ -78,7 +78,8 @@ class Restorer:
         for tensor, version in self._versions:
             if _compat.version_of(tensor) != version:
                 _compat.set_version(tensor, version)
-        self._copies.clear()
+        for held in (self._copies, self._gradients, self._data, self._versions):
+            held.clear()  # type: ignore[attr-defined]
         for generator, state in self._own_generators.values():
             generator.set_state(state)
         _set_generator_states(self._generators, self._device)
