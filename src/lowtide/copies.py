@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
+from lowtide.lives import Life
 from lowtide.plans import Plan
 
 
-class Life(Protocol):
-    """A value on the device, as the simulator keeps it."""
+class _Trip:
+    """A moved value on its way out and back; over once it is read, for it is there then."""
 
-    value: int
-    bytes: int
-    python: bool
-    is_moved: bool
+    __slots__ = ("back_at", "is_away", "is_over", "life", "num_saves", "out_at")
+
+    def __init__(self, life: Life, out_at: float) -> None:
+        self.life, self.out_at, self.num_saves = life, out_at, 1
+        self.back_at: float | None = None  # asked for
+        self.is_away = self.is_over = False
 
 
 class CopyEngines:
     """Where moved values are, and how long their copies take.
 
     A value's copy out starts when it is saved and the engine is free; its bytes are away once the copy has finished and
-    Python holds it no more. Copies back start in the order of the backward's reads, as many ahead as
-    `plan.in_flight_bytes` allows (0: twice the largest). A read waits for its copy.
+    nothing holds it on the device: not Python, nor a region that keeps it. Copies back are asked for in the order of
+    the backward's reads, as many ahead as `plan.in_flight_bytes` allows (0: twice the largest). A read waits for its
+    copy, unless the value has not gone away.
     """
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
@@ -37,14 +40,12 @@ class CopyEngines:
             )
         sizes = [graph.values[value].bytes for value in self._moved]
         self._limit = plan.in_flight_bytes or 2 * max(sizes, default=0)
-        self._saved: dict[int, Life] = {}
+        self._trips: dict[int, _Trip] = {}
+        self._leaving: deque[_Trip] = deque()  # in the order of their copies
+        self._copied: list[_Trip] = []  # copied out, and held on the device all the same
+        self._returns: deque[_Trip] = deque()  # to be asked for
+        self._num_asked = self._bytes_asked = 0
         self._out_free = self._in_free = 0.0
-        self._out_done: dict[int, float] = {}
-        self._leaving: list[tuple[float, Life]] = []
-        self._away: set[int] = set()
-        self._due: dict[int, float] = {}  # copies back under way: when they are done
-        self._returns: deque[int] = deque()
-        self._num_saves: dict[int, int] = {}
         self.bytes_away = self.bytes_in_flight = self.host_bytes = self.most_host_bytes = 0
         self.stalled_s = self.out_s = self.in_s = 0.0
 
@@ -52,90 +53,86 @@ class CopyEngines:
         """A value was saved, or is held as the input of a region."""
         if life.value not in self._moved:
             return
-        self._num_saves[life.value] = self._num_saves.get(life.value, 0) + 1
-        if life.is_moved:
+        if life.value in self._trips:
+            self._trips[life.value].num_saves += 1
             return
-        life.is_moved = True
-        self._saved[life.value] = life
         seconds = life.bytes / self._speed
         self._out_free = max(self._out_free, clock) + seconds
         self.out_s += seconds
-        self._out_done[life.value] = self._out_free
-        self._leaving.append((self._out_free, life))
+        self._trips[life.value] = trip = _Trip(life, self._out_free)
+        self._leaving.append(trip)
         self.host_bytes += life.bytes
         self.most_host_bytes = max(self.most_host_bytes, self.host_bytes)
 
     def advance(self, clock: float) -> None:
-        """Time has come to `clock`: what has been copied out and is held by no one is away."""
-        if not self._leaving:
-            return
-        staying = []
-        for done, life in self._leaving:
-            if done <= clock and not life.python:
-                self._away.add(life.value)
-                self.bytes_away += life.bytes
-            else:
-                staying.append((done, life))
-        self._leaving = staying
+        """Time has come to `clock`: what has been copied out and is held by no one on the device is away."""
+        while self._leaving and self._leaving[0].out_at <= clock:
+            self._copied.append(self._leaving.popleft())
+        if self._copied:
+            copied = [trip for trip in self._copied if not trip.is_over]
+            for trip in copied:
+                if not trip.life.python and trip.life.holds == trip.num_saves:
+                    trip.is_away = True
+                    self.bytes_away += trip.life.bytes
+                    self.bytes_in_flight += trip.life.bytes if trip.back_at is not None else 0
+            self._copied = [trip for trip in copied if not trip.is_away]
 
     def begin_backward(self, order: list[int], clock: float) -> None:
         """The backward begins; it will read moved values in this order."""
-        seen: set[int] = set()
-        self._returns = deque(v for v in order if v in self._saved and not (v in seen or seen.add(v)))  # type: ignore[func-returns-value]
+        self._returns.extend(self._trips[value] for value in dict.fromkeys(order) if value in self._trips)
         self._fetch_ahead(clock)
 
     def read(self, life: Life, clock: float) -> float:
         """The time at which a value can be used that is asked for at `clock`."""
-        if not life.is_moved or self._saved.get(life.value) is not life:
+        trip = self._trips.get(life.value)
+        if trip is None or trip.life is not life or trip.is_over:
             return clock
-        self._leaving = [(done, other) for done, other in self._leaving if other is not life]
-        if life.value in self._away:
-            if life.value not in self._due:
-                self._fetch(life.value, clock)
-            arrival = self._due.pop(life.value)
-            self.bytes_in_flight -= life.bytes
+        back_at = self._ask(trip, clock) if trip.back_at is None else trip.back_at
+        trip.is_over = True
+        self._num_asked -= 1
+        self._bytes_asked -= life.bytes
+        if trip.is_away:
+            trip.is_away = False
             self.bytes_away -= life.bytes
-            self._away.discard(life.value)
-            if arrival > clock:
-                self.stalled_s += arrival - clock
-                clock = arrival
+            self.bytes_in_flight -= life.bytes
+            if back_at > clock:
+                self.stalled_s += back_at - clock
+                clock = back_at
         self._fetch_ahead(clock)
         return clock
 
     def released(self, life: Life) -> None:
         """One save of a value was let go; with the last one it leaves the host too."""
-        if life.is_moved and self._saved.get(life.value) is life:
-            self._num_saves[life.value] -= 1
-            if not self._num_saves[life.value]:
-                del self._saved[life.value]
+        trip = self._trips.get(life.value)
+        if trip is not None and trip.life is life:
+            trip.num_saves -= 1
+            if not trip.num_saves:
                 self.host_bytes -= life.bytes
-                if life.value in self._away:  # let go without having been read
-                    self._away.discard(life.value)
+                trip.is_over = True
+                if trip.is_away:  # let go without having been read
+                    trip.is_away = False
                     self.bytes_away -= life.bytes
-                    if self._due.pop(life.value, None) is not None:
-                        self.bytes_in_flight -= life.bytes
-                self._leaving = [(done, other) for done, other in self._leaving if other is not life]
 
     def is_away(self, life: Life) -> bool:
-        return life.value in self._away and self._saved.get(life.value) is life
+        """Whether a value's bytes are off the device, and not on their way back either."""
+        trip = self._trips.get(life.value)
+        return trip is not None and trip.life is life and trip.is_away and trip.back_at is None
 
     def _fetch_ahead(self, clock: float) -> None:
         while self._returns:
-            value = self._returns[0]
-            if value not in self._away:  # on the device still, or read already
-                self._returns.popleft()
-                continue
-            if value not in self._due:
-                size = self._saved[value].bytes
-                if self.bytes_in_flight and self.bytes_in_flight + size > self._limit:
+            trip = self._returns[0]
+            if trip.back_at is None and not trip.is_over:
+                if self._num_asked and self._bytes_asked + trip.life.bytes > self._limit:
                     return
-                self._fetch(value, clock)
+                self._ask(trip, clock)
             self._returns.popleft()
 
-    def _fetch(self, value: int, clock: float) -> None:
-        life = self._saved[value]
-        seconds = life.bytes / self._speed
-        self._in_free = max(self._in_free, clock, self._out_done[value]) + seconds
+    def _ask(self, trip: _Trip, clock: float) -> float:
+        """Queue a value's copy back; the time at which it is done."""
+        seconds = trip.life.bytes / self._speed
+        trip.back_at = self._in_free = max(self._in_free, clock, trip.out_at) + seconds
         self.in_s += seconds
-        self._due[value] = self._in_free
-        self.bytes_in_flight += life.bytes
+        self._num_asked += 1
+        self._bytes_asked += trip.life.bytes
+        self.bytes_in_flight += trip.life.bytes if trip.is_away else 0
+        return trip.back_at

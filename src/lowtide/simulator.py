@@ -9,7 +9,7 @@ as soon as they are saved and return on another, in the order the backward asks 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ import numpy as np
 from lowtide.copies import CopyEngines
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
+from lowtide.lives import Ledger, Life
 from lowtide.plans import Plan
 from lowtide.units import format_bytes, format_seconds
 
@@ -113,16 +114,6 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
     return run.timeline()
 
 
-class _Life:
-    """A value on the device, from an op that made it: held by Python, and by saves and regions."""
-
-    __slots__ = ("bytes", "holds", "is_gradient", "is_moved", "python", "value")
-
-    def __init__(self, value: int, size: int, is_gradient: bool) -> None:
-        self.value, self.bytes, self.is_gradient = value, size, is_gradient
-        self.python, self.holds, self.is_moved = True, 0, False
-
-
 class _Enough(Exception):
     """The event asked for has been reached."""
 
@@ -133,18 +124,18 @@ class _Run:
         self.regions = plan.calls(graph)
         self.owner = _owners(graph, self.regions)
         self.stops = self._stops()
-        self.kept_ops = {
-            graph.calls[call].first + op for call, region in self.regions.items() for op in region.keep_ops
-        }
+        self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
+        self.num_unreleased = self._num_saves()
         self._index()
-        self.kept = self.transient = self.gradients = 0
+        self.ledger = Ledger()
         self.static = graph.optimizer_state_bytes + graph.other_bytes
         self.static += sum(v.bytes for v in graph.values if v.born < 0 and v.kind not in ("gradient", "elsewhere"))
-        self.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
-        self.lives: dict[int, _Life] = {}
-        self.scopes: dict[int, dict[int, _Life]] = {}  # by replayed region
-        self.attached: dict[int, _Life] = {}  # by save
-        self.region_holds: dict[int, list[_Life]] = {}
+        self.ledger.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
+        self.lives: dict[int, Life] = {}
+        self.scopes: dict[int, dict[int, Life]] = {}  # by replayed region
+        self.attached: dict[int, Life] = {}  # by save
+        self.released: set[int] = set()  # saves
+        self.region_holds: dict[int, list[Life]] = {}
         self.copies = CopyEngines(graph, plan)
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
@@ -159,11 +150,25 @@ class _Run:
             region = self.owner[save.call]
             if region >= 0:
                 stops[region] = max(stops.get(region, 0), save.made)
-        for call in self.regions:
+        for call in sorted(self.regions, reverse=True):  # inner ones first
             outer = self.owner[self.graph.calls[call].parent]
             if outer >= 0 and call in stops:
                 stops[outer] = max(stops.get(outer, 0), self.graph.calls[call].first)
         return stops
+
+    def _num_saves(self) -> dict[int, int]:
+        """How many saves are made in each region, those of the regions inside it included."""
+        found: dict[int, int] = defaultdict(int)
+        for save in self.graph.saves:
+            for region in self._regions_around(save.call):
+                found[region] += 1
+        return found
+
+    def _regions_around(self, call: int) -> Iterator[int]:
+        """The regions that a call is or lies in, from the inside out."""
+        while (region := self.owner[call]) >= 0:
+            yield region
+            call = self.graph.calls[region].parent
 
     def _index(self) -> None:
         graph = self.graph
@@ -188,50 +193,17 @@ class _Run:
             if self.regions[call].keep_ops and self.owner[graph.calls[call].parent] >= 0:
                 raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
 
-    # Bookkeeping of one value.
+    def _find(self, value: int, region: int) -> Life | None:
+        """The life of a value as seen from inside a region's replay (-1: the forward), None where it is over.
 
-    def _bear(self, value: int) -> _Life:
-        life = _Life(value, self.graph.values[value].bytes, self.graph.values[value].kind == "gradient")
-        if life.is_gradient:
-            self.gradients += life.bytes
-        else:
-            self.transient += life.bytes
-        return life
-
-    def _hold(self, life: _Life) -> None:
-        if not life.holds and not life.is_gradient:
-            self.transient -= life.bytes
-            self.kept += life.bytes
-        life.holds += 1
-
-    def _unhold(self, life: _Life) -> None:
-        life.holds -= 1
-        if not life.holds and not life.is_gradient:
-            self.kept -= life.bytes
-            self.transient += life.bytes
-            if not life.python:
-                self._free(life)
-
-    def _drop(self, life: _Life) -> None:
-        if life.python:
-            life.python = False
-            if not life.holds:
-                self._free(life)
-
-    def _free(self, life: _Life) -> None:
-        if life.is_gradient:
-            self.gradients -= life.bytes
-        else:
-            self.transient -= life.bytes
-
-    def _find(self, value: int, region: int) -> _Life | None:
-        """The life of a value as seen from inside a region's replay (-1: the forward)."""
-        while region >= 0:
-            scope = self.scopes.get(region)
-            if scope is not None and value in scope:
-                return scope[value]
-            region = self.owner[self.graph.calls[region].parent]
-        return self.lives.get(value)
+        So it can be where a region reads what it was not given, and then it has to find it elsewhere.
+        """
+        life = self.lives.get(value)
+        for outer in self._regions_around(region):
+            if value in self.scopes[outer]:
+                life = self.scopes[outer][value]
+                break
+        return None if life is None or life.is_over else life
 
     # Playing.
 
@@ -240,9 +212,9 @@ class _Run:
         graph = self.graph
         try:
             for op in range(graph.num_forward):
-                self._settle(op, -1, self.lives, -1)
+                self._settle(op, -1, self.lives)
                 self._run(op, 0, self.lives)
-            self._settle(graph.num_forward, -1, self.lives, -1)
+            self._settle(graph.num_forward, -1, self.lives)
             self._begin_backward()
             for position in range(graph.num_forward, len(graph.ops)):
                 self._backward_position(position)
@@ -252,34 +224,36 @@ class _Run:
         except _Enough:
             pass
 
-    def _settle(self, position: int, region: int, scope: dict[int, _Life], within: int) -> None:
+    def _settle(self, position: int, region: int, scope: dict[int, Life]) -> None:
         """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
         for index in self.saves_at.get(position, ()):
             save = self.graph.saves[index]
-            if self.owner[save.call] == region and (life := self._find(save.value, region)) is not None:
-                self._hold(life)
+            if self.owner[save.call] != region or index in self.released:  # the latter never read, replayed late
+                continue
+            if (life := self._find(save.value, region)) is not None:
+                self.ledger.hold(life)
                 self.attached[index] = life
                 if region < 0:
                     self.copies.saved(life, self.clock)
         for call in self.entries_at.get(position, ()):
-            if self.owner[self.graph.calls[call].parent] == region:
+            if self.owner[self.graph.calls[call].parent] == region and self.num_unreleased[call]:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [life for life in lives if life is not None]
                 for life in self.region_holds[call]:
-                    self._hold(life)
+                    self.ledger.hold(life)
                     if region < 0:
                         self.copies.saved(life, self.clock)
         for value in self.drops_at.get(position, ()):
-            if value in scope and self.graph.values[value].born >= within:
-                self._drop(scope[value])
+            if value in scope:
+                self.ledger.drop(scope[value])
 
     def _begin_backward(self) -> None:
         if self.plan.moves:
             reads = sorted((save for save in self.graph.saves if save.read >= 0), key=lambda save: save.read)
             order: list[int] = []
             for save in reads:
-                region = self.owner[save.call]
-                order += [save.value] if region < 0 else self.graph.calls[region].inputs
+                regions = list(self._regions_around(save.call))
+                order += self.graph.calls[regions[-1]].inputs if regions else [save.value]
             self.copies.begin_backward(order, self.clock)
 
     def _backward_position(self, position: int) -> None:
@@ -291,7 +265,7 @@ class _Run:
         if position > self.graph.num_forward:
             for value in self.drops_at.get(position, ()):
                 if value in self.lives:
-                    self._drop(self.lives[value])
+                    self.ledger.drop(self.lives[value])
         for index in self.reads_at.get(position, ()):
             region = self.owner[saves[index].call]
             if region >= 0:
@@ -303,11 +277,16 @@ class _Run:
                 self._release(index)
 
     def _release(self, index: int) -> None:
+        self.released.add(index)
         life = self.attached.pop(index, None)
         if life is not None:
             if self.owner[self.graph.saves[index].call] < 0:
                 self.copies.released(life)
-            self._unhold(life)
+            self.ledger.unhold(life)
+        for region in self._regions_around(self.graph.saves[index].call):
+            self.num_unreleased[region] -= 1
+            if not self.num_unreleased[region] and region not in self.scopes:
+                self._leave(region)  # nothing was ever read, so it is not replayed
 
     def _ensure(self, region: int) -> None:
         if region in self.scopes:
@@ -318,38 +297,39 @@ class _Run:
         self._replay(region)
 
     def _replay(self, region: int) -> None:
-        scope: dict[int, _Life] = {}
+        scope: dict[int, Life] = {}
         self.scopes[region] = scope
         first, stop = self.graph.calls[region].first, self.stops[region]
-        reused: list[_Life] = []
-        for life in self.region_holds.get(region, ()):
-            self.clock = self.copies.read(life, self.clock)
+        kept = set(self.regions[region].keep_ops)
+        if self.owner[self.graph.calls[region].parent] < 0:
+            for life in self.region_holds.get(region, ()):
+                self.clock = self.copies.read(life, self.clock)
         for op in range(first, stop):
-            self._settle(op, region, scope, first)
-            if op in self.kept_ops:
-                for value in self.graph.ops[op].outputs:
-                    if value in self.lives:
-                        scope[value] = self.lives[value]
-                        reused.append(scope[value])
-            else:
+            self._settle(op, region, scope)
+            if op - first not in kept:  # else the forward's own output is found
                 self._run(op, 1, scope)
-        self._settle(stop, region, scope, first)
+        self._settle(stop, region, scope)
         for life in scope.values():
-            self._drop(life)
-        is_outermost = self.owner[self.graph.calls[region].parent] < 0
-        for life in self.region_holds.pop(region, ()):
-            if is_outermost:
-                self.copies.released(life)
-            self._unhold(life)
-        for life in reused:
-            self._unhold(life)
+            self.ledger.drop(life)
+        self._leave(region)
 
-    def _run(self, index: int, phase: int, scope: dict[int, _Life]) -> None:
+    def _leave(self, region: int) -> None:
+        """Let go of what was held for a region's replay."""
+        call = self.graph.calls[region]
+        for life in self.region_holds.pop(region, ()):
+            if self.owner[call.parent] < 0:
+                self.copies.released(life)
+            self.ledger.unhold(life)
+        for op in set(self.regions[region].keep_ops):
+            for value in self.graph.ops[call.first + op].outputs:
+                self.ledger.unhold(self.lives[value])
+
+    def _run(self, index: int, phase: int, scope: dict[int, Life]) -> None:
         op = self.graph.ops[index]
         for value in op.outputs:
-            scope[value] = self._bear(value)
+            scope[value] = self.ledger.bear(value, self.graph.values[value])
             if phase == 0 and index in self.kept_ops:
-                self._hold(scope[value])
+                self.ledger.hold(scope[value])
         self.copies.advance(self.clock)
         self._emit(index, phase, op.workspace_bytes)
         self.clock += op.seconds
@@ -357,17 +337,18 @@ class _Run:
             self.replayed_s += op.seconds
 
     def _emit(self, op: int, phase: int, workspace: int) -> None:
-        away, in_flight = self.copies.bytes_away, self.copies.bytes_in_flight
-        self.events.append((op, phase, self.kept - away, self.transient + workspace, self.gradients, in_flight))
+        books, copies = self.ledger, self.copies
+        kept, transient = books.kept - copies.bytes_away, books.transient + workspace
+        self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
         self.starts.append(self.clock)
         if self.until is not None and len(self.events) > self.until:
             for life in self._all_lives():
                 self.snapshot[life.value] = self.snapshot.get(life.value, 0) + life.bytes
             raise _Enough
 
-    def _all_lives(self) -> list[_Life]:
+    def _all_lives(self) -> list[Life]:
         lives = {id(life): life for scope in (self.lives, *self.scopes.values()) for life in scope.values()}
-        return [life for life in lives.values() if (life.python or life.holds) and not self.copies.is_away(life)]
+        return [life for life in lives.values() if not life.is_over and not self.copies.is_away(life)]
 
     def timeline(self) -> Timeline:
         table = np.array(self.events, dtype=np.int64).reshape(-1, 6)

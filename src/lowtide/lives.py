@@ -1,0 +1,63 @@
+"""Values of a simulated step while they are on the device, and the running totals of their bytes."""
+
+from __future__ import annotations
+
+from lowtide.graph import Value
+
+
+class Life:
+    """A value on the device, from an op that made it: held by Python, and by saves and regions."""
+
+    __slots__ = ("bytes", "holds", "is_gradient", "python", "value")
+
+    def __init__(self, value: int, size: int, is_gradient: bool) -> None:
+        self.value, self.bytes, self.is_gradient = value, size, is_gradient
+        self.python, self.holds = True, 0
+
+    @property
+    def is_over(self) -> bool:
+        return not self.python and not self.holds
+
+
+class Ledger:
+    """Bytes of what lives: `kept` by saves and regions, `transient` where only Python holds it, and `gradients`."""
+
+    def __init__(self) -> None:
+        self.kept = self.transient = self.gradients = 0
+
+    def bear(self, index: int, value: Value) -> Life:
+        """A value was made, and Python holds it."""
+        life = Life(index, value.bytes, value.kind == "gradient")
+        if life.is_gradient:
+            self.gradients += life.bytes
+        else:
+            self.transient += life.bytes
+        return life
+
+    def hold(self, life: Life) -> None:
+        if not life.holds and not life.is_gradient:
+            self.transient -= life.bytes
+            self.kept += life.bytes
+        life.holds += 1
+
+    def unhold(self, life: Life) -> None:
+        life.holds -= 1
+        if not life.holds:
+            if not life.is_gradient:
+                self.kept -= life.bytes
+                self.transient += life.bytes
+            if not life.python:
+                self._free(life)
+
+    def drop(self, life: Life) -> None:
+        """Python lets go, if it has not yet."""
+        if life.python:
+            life.python = False
+            if not life.holds:
+                self._free(life)
+
+    def _free(self, life: Life) -> None:
+        if life.is_gradient:
+            self.gradients -= life.bytes
+        else:
+            self.transient -= life.bytes

@@ -1,0 +1,392 @@
+"""A second opinion on what a plan costs: `replay(graph, plan)` plays the step op by op and audits the books throughout.
+
+Written from the rules, not from `lowtide.simulator`, and for plainness rather than speed: every tensor that ever exists
+is an **incarnation** (a value, and the region whose replay made it), every reason to keep one is a named **holder**,
+and live bytes are added up anew at each event. An incarnation without holders is gone, for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.graph import Save, StepGraph
+from lowtide.plans import Plan
+
+FORWARD = -1  # where incarnations are made that no replay made, the backward's own among them
+PYTHON = ("python", -1)
+
+Incarnation = tuple[int, int]
+Holder = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan costs: `events` are the live bytes while each op runs, replayed ones too, and the optimizer last."""
+
+    peak_bytes: int
+    extra_s: float
+    host_bytes: int
+    events: list[int]
+
+
+def replay(graph: StepGraph, plan: Plan) -> Verdict:
+    """Play `plan` on `graph`. Raises `AssertionError` where the books do not balance."""
+    step = _Step(graph, plan)
+    for position in range(graph.num_forward):
+        step.pass_forward_position(position)
+        step.run(position, home=FORWARD)
+    step.pass_forward_position(graph.num_forward)
+    step.link.start_backward(_needs(graph, step.regions))
+    for position in range(graph.num_forward, len(graph.ops) + 1):
+        step.pass_backward_position(position)
+        if position < len(graph.ops):
+            step.run(position, home=FORWARD)
+    step.finish()
+    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events)
+
+
+class _Regions:
+    """Which calls are replayed, what each saves itself, and how they nest."""
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph = graph
+        planned = plan.calls(graph)
+        all_saves = {call: [i for i, s in enumerate(graph.saves) if call in self._up(s.call)] for call in planned}
+        self.kept_ops = {
+            call: {graph.calls[call].first + op for op in region.keep_ops}
+            for call, region in planned.items()
+            if all_saves[call]
+        }
+        self.all_saves = {call: all_saves[call] for call in self.kept_ops}
+        for call, kept in self.kept_ops.items():
+            assert not kept or self.around(call) is None, "ops kept in a nested region"
+
+    def _up(self, call: int) -> list[int]:
+        """`call` and the calls around it, from the inside out."""
+        found = []
+        while call >= 0:
+            found.append(call)
+            call = self.graph.calls[call].parent
+        return found
+
+    def of(self, call: int) -> int | None:
+        """The innermost region in which `call` runs."""
+        return next((outer for outer in self._up(call) if outer in self.kept_ops), None)
+
+    def around(self, region: int) -> int | None:
+        return self.of(self.graph.calls[region].parent)
+
+    def outermost(self, region: int) -> int:
+        outer = self.around(region)
+        return region if outer is None else self.outermost(outer)
+
+    def own_saves(self, region: int | None) -> list[int]:
+        """Saves made directly in `region`, None for outside of all."""
+        return [index for index, save in enumerate(self.graph.saves) if self.of(save.call) == region]
+
+    def inside(self, region: int | None) -> list[int]:
+        """Regions directly in `region`."""
+        return [inner for inner in sorted(self.kept_ops) if self.around(inner) == region]
+
+    def inputs(self, region: int) -> list[int]:
+        return [v for v in dict.fromkeys(self.graph.calls[region].inputs) if self.graph.values[v].born >= 0]
+
+    def stop(self, region: int) -> int:
+        """The position at which everything has been made that a replay is for."""
+        own = [self.graph.saves[index].made for index in self.own_saves(region)]
+        return max(own + [self.graph.calls[inner].first for inner in self.inside(region)])
+
+
+def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
+    """Values that the forward made, in the order in which the backward first needs them."""
+    order: list[int] = []
+    for position in range(graph.num_forward, len(graph.ops) + 1):
+        for save in graph.saves:
+            if save.read == position:
+                region = regions.of(save.call)
+                if region is None:
+                    order.append(save.value)
+                else:
+                    order += regions.inputs(regions.outermost(region))
+    return list(dict.fromkeys(order))
+
+
+class _Link:
+    """The two copy engines, and where each moved value is: on the device until it is `away`, and again once `read`."""
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph = graph
+        self.bytes_per_s = graph.hardware.link_bytes_per_s
+        self.moved = set(plan.moved_values(graph))
+        largest = max((graph.values[v].bytes for v in self.moved), default=0)
+        self.most_in_flight = plan.in_flight_bytes or 2 * largest
+        self.out_free_s = self.in_free_s = 0.0
+        self.left_s: dict[int, float] = {}  # when the copy out of each value is done
+        self.back_s: dict[int, float] = {}  # when the copy back of each value is done
+        self.away: set[int] = set()
+        self.in_flight: set[int] = set()
+        self.read: set[int] = set()
+        self.waiting: list[int] = []
+        self.on_host: set[int] = set()
+        self.most_host_bytes = 0
+
+    def save(self, value: int, clock_s: float) -> None:
+        """Start to copy `value` out, the first time that it is held for the backward."""
+        if value in self.moved and value not in self.left_s:
+            self.out_free_s = max(self.out_free_s, clock_s) + self._copy_s(value)
+            self.left_s[value] = self.out_free_s
+            self.on_host.add(value)
+            self.most_host_bytes = max(self.most_host_bytes, self.host_bytes())
+
+    def host_bytes(self) -> int:
+        return sum(self.graph.values[v].bytes for v in self.on_host)
+
+    def let_leave(self, value: int, clock_s: float) -> None:
+        if value in self.left_s and value not in self.read and self.left_s[value] <= clock_s:
+            self.away.add(value)
+
+    def start_backward(self, needs: list[int]) -> None:
+        self.waiting = [value for value in needs if value in self.left_s]
+
+    def issue(self, clock_s: float) -> None:
+        """Start to copy back what comes next, while there is room for it."""
+        while self.waiting:
+            value = self.waiting[0]
+            in_flight = sum(self.graph.values[v].bytes for v in self.in_flight)
+            if self.in_flight and in_flight + self.graph.values[value].bytes > self.most_in_flight:
+                return
+            self.waiting.pop(0)
+            self.in_flight.add(value)
+            self.in_free_s = max(self.in_free_s, clock_s, self.left_s[value]) + self._copy_s(value)
+            self.back_s[value] = self.in_free_s
+
+    def wait_for(self, value: int, clock_s: float) -> float:
+        """Seconds until `value` is on the device; from now on it is."""
+        if value not in self.left_s or value in self.read:
+            return 0.0
+        assert value in self.in_flight, f"value {value} is needed and nobody fetches it"
+        stall_s = max(0.0, self.back_s[value] - clock_s) if value in self.away else 0.0
+        self.away.discard(value)
+        self.in_flight.remove(value)
+        self.read.add(value)
+        return stall_s
+
+    def is_counted(self, value: int) -> bool:
+        return value not in self.away or value in self.in_flight
+
+    def _copy_s(self, value: int) -> float:
+        assert self.bytes_per_s > 0, "a move without a link"
+        return self.graph.values[value].bytes / self.bytes_per_s
+
+
+class _Step:
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph = graph
+        self.regions = _Regions(graph, plan)
+        self.link = _Link(graph, plan)
+        # Those that are content with a value on the host: saves outside of regions, inputs of regions in no region.
+        self.movers = {("save", index) for index in self.regions.own_saves(None)}
+        self.movers |= {("input", region) for region in self.regions.inside(None)}
+        self.holders: dict[Incarnation, set[Holder]] = {}
+        self.freed: set[Incarnation] = set()
+        self.entered: set[int] = set()
+        self.replayed: set[int] = set()
+        self.released: set[int] = set()
+        self.events: list[int] = []
+        self.clock_s = self.extra_s = 0.0
+        static = sum(self.bytes_of(v) for v, value in enumerate(graph.values) if value.born < 0)
+        self.base_bytes = static + graph.optimizer_state_bytes + graph.other_bytes
+
+    # Who holds what
+
+    def bytes_of(self, value: int) -> int:
+        return 0 if self.graph.values[value].kind == "elsewhere" else self.graph.values[value].bytes
+
+    def is_static(self, value: int) -> bool:
+        return self.graph.values[value].born < 0
+
+    def allocate(self, incarnation: Incarnation) -> None:
+        assert incarnation not in self.holders and incarnation not in self.freed, f"{incarnation} is made twice"
+        self.holders[incarnation] = {PYTHON}
+
+    def hold(self, incarnation: Incarnation, holder: Holder) -> None:
+        if not self.is_static(incarnation[0]):
+            assert incarnation in self.holders, f"{holder} wants {incarnation}, which is gone"
+            assert holder not in self.holders[incarnation], f"{holder} holds {incarnation} already"
+            self.holders[incarnation].add(holder)
+
+    def let_go(self, holder: Holder, *, of: Incarnation | None = None) -> None:
+        """`holder` lets go of everything it holds, or of one incarnation."""
+        for incarnation in list(self.holders) if of is None else [of]:
+            if holder in self.holders.get(incarnation, ()):
+                self.holders[incarnation].remove(holder)
+                if not self.holders[incarnation]:
+                    del self.holders[incarnation]
+                    assert incarnation not in self.freed, f"{incarnation} is freed twice"
+                    self.freed.add(incarnation)
+        for value in list(self.link.on_host):
+            if not self.movers & self.holders.get((value, FORWARD), set()):
+                self.link.on_host.remove(value)
+
+    def visible(self, value: int, region: int | None) -> Incarnation:
+        """What `value` is to code that runs in the replay of `region`."""
+        while region is not None:
+            if (value, region) in self.holders or (value, region) in self.freed:
+                return value, region
+            region = self.regions.around(region)
+        return value, FORWARD
+
+    # What happens at a position
+
+    def make_saves(self, region: int | None, position: int) -> None:
+        for index in self.regions.own_saves(region):
+            save = self.graph.saves[index]
+            if save.made == position and index not in self.released:
+                self.hold(self.visible(save.value, region), ("save", index))
+                if region is None and not self.is_static(save.value):
+                    self.link.save(save.value, self.clock_s)
+
+    def enter_regions(self, region: int | None, position: int) -> None:
+        """Hold the inputs of the regions directly in `region` that begin here."""
+        for inner in self.regions.inside(region):
+            if self.graph.calls[inner].first == position and not self.is_over(inner):
+                self.entered.add(inner)
+                for value in self.regions.inputs(inner):
+                    self.hold(self.visible(value, region), ("input", inner))
+                    if region is None:
+                        self.link.save(value, self.clock_s)
+
+    def drop(self, position: int, home: int) -> None:
+        for incarnation in list(self.holders):
+            value, made_in = incarnation
+            if made_in == home and position == self.graph.values[value].dropped < len(self.graph.ops):
+                self.let_go(PYTHON, of=incarnation)
+
+    def pass_forward_position(self, position: int) -> None:
+        self.make_saves(None, position)
+        self.enter_regions(None, position)
+        self.drop(position, FORWARD)
+
+    def pass_backward_position(self, position: int) -> None:
+        self.release(position, just_read=False)
+        self.drop(position, FORWARD)
+        if position == self.graph.num_forward:
+            self.link.issue(self.clock_s)
+        for save in self.graph.saves:
+            if save.read == position:
+                self.read(save)
+        self.release(position, just_read=True)
+
+    def release(self, position: int, *, just_read: bool) -> None:
+        for index, save in enumerate(self.graph.saves):
+            if self.end_of(save) == position and (save.read == position) == just_read:
+                assert index not in self.released, f"save {index} is released twice"
+                self.released.add(index)
+                self.let_go(("save", index))
+        for region in self.entered - self.replayed:
+            if self.is_over(region):  # nothing will ever ask for it
+                self.leave(region)
+
+    def end_of(self, save: Save) -> int:
+        """When a save is let go: what a replay or a copy brings back goes as soon as its reader is done with it."""
+        comes_back = self.regions.of(save.call) is not None or save.value in self.link.moved
+        return save.used if comes_back and save.used >= 0 else save.released
+
+    def is_over(self, region: int) -> bool:
+        return self.released.issuperset(self.regions.all_saves[region])
+
+    def leave(self, region: int) -> None:
+        self.let_go(("input", region))
+        self.let_go(("keep", region))
+
+    # Backward: reads and replays
+
+    def read(self, save: Save) -> None:
+        region = self.regions.of(save.call)
+        if region is None:
+            self.bring_back(save.value)
+        else:
+            self.ensure_replayed(region)
+
+    def bring_back(self, value: int) -> None:
+        stall_s = self.link.wait_for(value, self.clock_s)
+        self.clock_s += stall_s
+        self.extra_s += stall_s
+        self.link.issue(self.clock_s)
+
+    def ensure_replayed(self, region: int) -> None:
+        if region in self.replayed:
+            return
+        outer = self.regions.around(region)
+        if outer is not None:
+            self.ensure_replayed(outer)
+        assert region in self.entered, f"region {region} is replayed and was never entered"
+        self.replayed.add(region)
+        if outer is None:
+            for value in self.regions.inputs(region):
+                self.bring_back(value)
+        first, stop = self.graph.calls[region].first, self.regions.stop(region)
+        for position in range(first, stop + 1):
+            self.make_saves(region, position)
+            self.enter_regions(region, position)
+            self.drop(position, region)
+            if position < stop and position not in self.regions.kept_ops[region]:
+                self.run(position, home=region)
+                self.extra_s += self.graph.ops[position].seconds
+        for incarnation in [i for i in self.holders if i[1] == region]:
+            self.let_go(PYTHON, of=incarnation)
+        self.leave(region)
+
+    # Running, and auditing
+
+    def run(self, op: int, *, home: int) -> None:
+        """Run op `op`: an event."""
+        self.let_leave()
+        for value in (*self.graph.ops[op].inputs, *self.graph.ops[op].mutates):
+            assert self.is_readable(value, op, home), f"op {op} in {home} reads value {value}, which is not there"
+        for value in self.graph.ops[op].outputs:
+            self.allocate((value, home))
+            for region, kept in self.regions.kept_ops.items():
+                if home == FORWARD and op in kept:
+                    self.hold((value, home), ("keep", region))
+        self.record(self.graph.ops[op].workspace_bytes)
+        self.clock_s += self.graph.ops[op].seconds
+
+    def is_readable(self, value: int, op: int, home: int) -> bool:
+        if self.is_static(value):
+            return True
+        if op < self.graph.num_forward:
+            incarnation = self.visible(value, None if home == FORWARD else home)
+            return incarnation in self.holders and (incarnation[1] != FORWARD or value not in self.link.away)
+        # The backward sees what Python still holds, and what saves hold that were read.
+        names = {("save", i) for i, save in enumerate(self.graph.saves) if 0 <= save.read <= op} | {PYTHON}
+        return any(
+            names & holders and (made_in != FORWARD or value not in self.link.away)
+            for (held, made_in), holders in self.holders.items()
+            if held == value
+        )
+
+    def let_leave(self) -> None:
+        for (value, home), holders in self.holders.items():
+            if home == FORWARD and holders <= self.movers:
+                self.link.let_leave(value, self.clock_s)
+
+    def record(self, workspace_bytes: int) -> None:
+        live_bytes = self.base_bytes
+        for (value, home), holders in self.holders.items():
+            assert holders, f"value {value} is held by nobody and still there"
+            if home != FORWARD or self.link.is_counted(value):
+                live_bytes += self.bytes_of(value)
+        assert live_bytes >= self.base_bytes and self.link.host_bytes() >= 0
+        assert all((value, FORWARD) in self.holders for value in self.link.on_host | self.link.in_flight)
+        self.events.append(live_bytes + workspace_bytes)
+
+    def finish(self) -> None:
+        """The optimizer's step, and the last audit: nothing is left but what Python holds to the end."""
+        self.let_leave()
+        self.record(self.graph.optimizer_workspace_bytes)
+        for (value, home), holders in self.holders.items():
+            assert home == FORWARD and holders == {PYTHON}, f"value {value} of {home} is left, held by {holders}"
+            assert self.graph.values[value].dropped == len(self.graph.ops), f"value {value} was never dropped"
+        assert self.link.host_bytes() == 0, f"values {self.link.on_host} are left on the host"
+        assert self.extra_s >= 0

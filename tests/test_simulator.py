@@ -1,0 +1,315 @@
+"""`simulate` against an independent referee on random steps and plans, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+import lowtide
+from graphs import chain, random_graph, random_plan, repeated_blocks
+from lowtide import Plan, PlanError, StepGraph, simulate
+from lowtide.graph import Hardware, Op, Value
+from lowtide.plans import Move, Recompute
+from lowtide.simulator import KINDS, PHASES
+from referee import replay
+
+CASES = 400  # of each kind: enough to have met every rule many times over
+
+
+def step(seed: int) -> StepGraph:
+    return repeated_blocks(seed) if seed % 4 == 0 else random_graph(seed)
+
+
+def workspace_bytes(timeline: lowtide.Timeline, event: int) -> int:
+    op = int(timeline.ops[event])
+    return timeline.graph.ops[op].workspace_bytes if op >= 0 else timeline.graph.optimizer_workspace_bytes
+
+
+# Against the referee
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_agrees_with_the_referee(batch: int) -> None:
+    for seed in range(batch * CASES // 4, (batch + 1) * CASES // 4):
+        graph = step(seed)
+        for nth in range(3):
+            plan = random_plan(7 * seed + nth, graph)
+            told, expected = simulate(graph, plan), replay(graph, plan)
+            assert told.total_bytes.tolist() == expected.events, f"graph {seed}, {plan}"
+            assert told.peak_bytes == expected.peak_bytes
+            assert math.isclose(told.extra_s, expected.extra_s, abs_tol=1e-9), f"graph {seed}, {plan}"
+            assert told.host_bytes == expected.host_bytes, f"graph {seed}, {plan}"
+
+
+def test_the_random_cases_exercise_the_rules() -> None:
+    """Or else agreeing on them would mean little."""
+    seen = dict.fromkeys(("nested", "keeps", "stalls", "in flight", "host", "unread", "second call"), 0)
+    for seed in range(CASES):
+        graph = step(seed)
+        plan = random_plan(7 * seed, graph)
+        timeline = simulate(graph, plan)
+        calls = plan.calls(graph)
+        seen["nested"] += any(graph.calls[call].parent in calls for call in calls)
+        seen["keeps"] += any(region.keep_ops for region in plan.regions)
+        seen["stalls"] += timeline.stalled_s > 0
+        seen["in flight"] += bool(timeline.live_bytes[:, KINDS.index("in flight")].any())
+        seen["host"] += timeline.host_bytes > 0
+        seen["unread"] += any(save.read < 0 for save in graph.saves)
+        seen["second call"] += any(region.nth > 0 for region in plan.regions)
+    assert all(count >= CASES // 20 for count in seen.values()), seen
+
+
+def test_books_of_every_kind_balance() -> None:
+    for seed in range(CASES):
+        graph = step(seed)
+        plain, timeline = simulate(graph), simulate(graph, random_plan(seed, graph))
+        assert (timeline.live_bytes >= 0).all()
+        assert plain.extra_s == 0 and plain.host_bytes == 0
+        assert len(plain.ops) == len(graph.ops) + 1
+        assert timeline.live_bytes[-1].tolist() == plain.live_bytes[-1].tolist(), "something is left over"
+
+
+def test_books_balance_where_a_region_reads_what_it_was_not_given() -> None:
+    for seed in range(CASES):
+        graph = step(seed)
+        graph = replace(graph, calls=tuple(replace(call, inputs=()) for call in graph.calls))
+        timeline = simulate(graph, random_plan(seed, graph))
+        assert (timeline.live_bytes >= 0).all()
+        assert timeline.live_bytes[-1].tolist() == simulate(graph).live_bytes[-1].tolist()
+
+
+# Worked out by hand. A batch of 1 byte, layers whose outputs y0, y1, y2 have 10, 20 and 30; each saves its input.
+
+
+def test_plain_chain() -> None:
+    timeline = simulate(chain([10, 20, 30]))
+    assert timeline.total_bytes.tolist() == [
+        1 + 10,  # y0
+        1 + 10 + 20,  # y0, y1
+        1 + 10 + 20 + 30,  # y0 and y1 saved, y2
+        1 + 10 + 20 + 30 + 20,  # y2's backward makes dy1
+        1 + 10 + 20 + 10,  # y0, dy1, dy0
+        1 + 10,  # dy0
+        1 + 10,
+    ]
+    assert timeline.peak_bytes == 81
+    assert timeline.peak_path == "layers.2"
+    assert timeline.peak_phase == "backward"
+    assert timeline.peak_by_kind == {"static": 1, "kept": 30, "transient": 50, "gradients": 0, "in flight": 0}
+
+
+def test_chain_with_one_region() -> None:
+    """Layer 1 is given y0 and saves it; the replay makes y1 once more, for nobody."""
+    timeline = simulate(chain([10, 20, 30], seconds=2.0), Plan((Recompute("layers.1"),)))
+    assert timeline.total_bytes.tolist() == [11, 31, 61, 81, 1 + 10 + 20 + 20, 41, 11, 11]
+    assert [PHASES[p] for p in timeline.phases] == ["forward"] * 3 + ["backward", "replay"] + ["backward"] * 2 + [
+        "optimizer"
+    ]
+    assert timeline.ops.tolist() == [0, 1, 2, 3, 1, 4, 5, -1]
+    assert timeline.starts_s.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert timeline.extra_s == timeline.replayed_s == 2.0
+
+
+def test_chain_recomputed_as_a_whole() -> None:
+    """Nothing is saved but the batch; the replay makes y0, y1 and y2, for layer 2 saves y1 when its op has run."""
+    timeline = simulate(chain([10, 20, 30]), Plan((Recompute(""),)))
+    assert timeline.total_bytes.tolist() == [
+        11,
+        31,
+        1 + 20 + 30,  # y0 is not saved
+        1 + 30 + 10,  # replay, beside y2
+        1 + 30 + 10 + 20,
+        1 + 30 + 10 + 20 + 30,
+        1 + 30 + 10 + 20 + 20,  # the new y2 is gone
+        41,
+        11,
+        11,
+    ]
+    assert timeline.extra_s == 3.0
+
+
+def test_chain_with_a_kept_op() -> None:
+    """As above, with y1 kept from the forward and not made again."""
+    timeline = simulate(chain([10, 20, 30]), Plan((Recompute("", keep_ops=(1,)),)))
+    assert timeline.total_bytes.tolist() == [11, 31, 51, 1 + 20 + 30 + 10, 1 + 20 + 30 + 10 + 30, 81, 41, 11, 11]
+    assert timeline.extra_s == 2.0
+
+
+def test_chain_with_a_region_in_a_region() -> None:
+    """The outer replay stops where layer 2 saves y1; layer 1 is replayed when its own save is read."""
+    timeline = simulate(chain([10, 20, 30]), Plan((Recompute(""), Recompute("layers.1"))))
+    assert timeline.ops.tolist() == [0, 1, 2, 0, 1, 2, 3, 1, 4, 5, -1]
+    assert timeline.total_bytes.tolist() == [11, 31, 51, 41, 61, 91, 81, 1 + 10 + 20 + 20, 41, 11, 11]
+    assert timeline.extra_s == 4.0
+
+
+@pytest.mark.parametrize("paths", list(permutations(("", "layers.0", "layers.1"))))
+def test_regions_around_a_region_without_saves_of_their_own(paths: tuple[str, ...]) -> None:
+    """Each inside the one before, in any order of the plan; only the save of layer 1 is theirs.
+
+    It needs y0: layer 0 is replayed up to the entry of layer 1, and the model up to that of layer 0, which is nothing.
+    """
+    graph = chain([10, 20, 30])
+    model, outer, inner, last = graph.calls
+    calls = (model, replace(outer, end=3), replace(inner, parent=1), replace(last, parent=1))
+    saves = tuple(save if index == 1 else replace(save, call=-1) for index, save in enumerate(graph.saves))
+    timeline = simulate(replace(graph, calls=calls, saves=saves), Plan(tuple(Recompute(path) for path in paths)))
+    assert timeline.ops.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, -1]
+    assert timeline.total_bytes.tolist() == [11, 31, 51, 71, 1 + 20 + 10, 1 + 20 + 10 + 20, 41, 11, 11]
+
+
+def test_a_region_without_saves_is_not_there() -> None:
+    graph = replace(chain([10, 20, 30]), saves=())
+    timeline = simulate(graph, Plan((Recompute("", keep_ops=(0, 1)),)))
+    assert timeline.total_bytes.tolist() == simulate(graph).total_bytes.tolist()
+    assert timeline.extra_s == 0
+
+
+def test_moves_are_free_where_the_link_is_fast() -> None:
+    """y0 (10 bytes) is saved at 2 s and out 1/8 s later; it is asked for again when the backward begins, at 3 s."""
+    graph = chain([10, 20, 30], link_bytes_per_s=80.0)
+    timeline = simulate(graph, Plan(moves=(Move("layers.1"),)))
+    assert timeline.total_bytes.tolist() == [11, 31, 61, 81, 41, 11, 11]
+    assert timeline.live_bytes[2].tolist() == [1, 10, 50, 0, 0]
+    assert timeline.live_bytes[3].tolist() == [1, 20, 50, 0, 10]  # in flight
+    assert timeline.extra_s == 0
+    assert timeline.host_bytes == 10
+
+
+def test_a_read_waits_for_its_copy() -> None:
+    """Four layers of 1 s, y0 (8 bytes) is saved at 2 s, the backward begins at 4 s and reads y0 at 6 s."""
+    plan = Plan(moves=(Move("layers.1"),))
+    fast = simulate(chain([8, 1, 1, 1], link_bytes_per_s=4.0), plan)  # out at 4 s, back at 6 s
+    assert fast.stalled_s == 0
+    assert fast.live_bytes[:, KINDS.index("in flight")].tolist() == [0, 0, 0, 0, 8, 8, 0, 0, 0]
+    assert fast.total_bytes.tolist() == simulate(fast.graph).total_bytes.tolist()
+    slow = simulate(chain([8, 1, 1, 1], link_bytes_per_s=2.0), plan)  # out at 6 s: still there when it is read
+    assert slow.stalled_s == 0
+    ops = list(slow.graph.ops)
+    ops[3] = replace(ops[3], seconds=3.0)  # now the backward begins at 6 s; back at 10 s, read at 8 s
+    assert simulate(replace(slow.graph, ops=tuple(ops)), plan).stalled_s == 2.0
+
+
+def test_a_moved_value_does_not_count_while_it_is_away() -> None:
+    """y0 and y1 are moved and one may be in flight: y0 is away from op 3 until y1 is read."""
+    graph = chain([8, 8, 8, 8], link_bytes_per_s=64.0)
+    plan = Plan(moves=(Move("layers.1"), Move("layers.2")), in_flight_bytes=8)
+    timeline = simulate(graph, plan)
+    plain = simulate(graph)
+    assert (plain.total_bytes - timeline.total_bytes).tolist() == [0, 0, 0, 8, 8, 0, 0, 0, 0]
+    assert timeline.host_bytes == 16
+    assert timeline.extra_s == 0
+
+
+def test_a_save_that_is_never_read_is_not_replayed_for() -> None:
+    graph = chain([10, 20, 30])
+    graph = replace(graph, saves=tuple(replace(save, read=-1) for save in graph.saves))
+    ops = tuple(replace(op, inputs=op.inputs[:1]) if i >= 3 else op for i, op in enumerate(graph.ops))
+    timeline = simulate(replace(graph, ops=ops), Plan((Recompute("layers.1"),)))
+    assert timeline.total_bytes.tolist() == simulate(graph).total_bytes.tolist()
+    assert timeline.extra_s == 0
+
+
+def test_what_came_back_ends_where_its_reader_is_done() -> None:
+    """y1 is read at 3 and done with at 4; autograd lets go at 5, and so it stays where it was never dropped."""
+    graph = chain([10, 20, 30], link_bytes_per_s=1000.0)
+    saves = (*graph.saves[:2], replace(graph.saves[2], used=4, released=5))
+    graph = replace(graph, saves=saves)
+    assert simulate(graph).total_bytes.tolist() == [11, 31, 61, 81, 41 + 20, 11, 11]
+    assert simulate(graph, Plan(moves=(Move("layers.2"),))).total_bytes.tolist() == [11, 31, 61, 81, 41, 11, 11]
+    replayed = simulate(graph, Plan((Recompute("layers.2"),)))
+    assert replayed.total_bytes.tolist() == [11, 31, 61, 1 + 10 + 20 + 30 + 30, 81, 41, 11, 11]
+
+
+def test_gradients_stay() -> None:
+    timeline = simulate(chain([10, 20, 30], gradient_bytes=7))
+    assert timeline.live_bytes[:, KINDS.index("gradients")].tolist() == [0, 0, 0, 7, 14, 21, 21]
+    assert timeline.total_bytes[-1] == 1 + 10 + 21
+
+
+def test_static_memory_and_the_optimizer() -> None:
+    values = (
+        Value(100, "parameter", "w", -1, 1),
+        Value(50, "gradient", "dw", -1, 1),
+        Value(10**9, "elsewhere", "on another device", -1, 1),
+        Value(4, "activation", "y", 0, 1),
+    )
+    op = Op("mm", -1, 1.0, 0, (0,), (3,), workspace_bytes=6)
+    graph = StepGraph((op,), 1, values, (), (), Hardware("test"), 1000, 3000, 20_000)
+    timeline = simulate(graph)
+    assert timeline.total_bytes.tolist() == [21_160, 24_154]
+    assert timeline.peak_phase == "optimizer" and timeline.peak_path == ""
+    assert timeline.peak_by_kind == {"static": 21_100, "kept": 0, "transient": 3004, "gradients": 50, "in flight": 0}
+
+
+def test_an_empty_step() -> None:
+    timeline = simulate(StepGraph((), 0, (), (), (), Hardware("test"), other_bytes=5))
+    assert timeline.total_bytes.tolist() == [5]
+    assert timeline.peak_bytes == 5 and timeline.extra_s == 0
+
+
+# What a Timeline says
+
+
+def test_the_peak_is_the_sum_of_its_parts() -> None:
+    for seed in range(CASES):
+        graph = step(seed)
+        timeline = simulate(graph, random_plan(seed, graph))
+        event = timeline.peak_event
+        assert sum(timeline.peak_by_kind.values()) == timeline.peak_bytes == timeline.total_bytes[event]
+        op = int(timeline.ops[event])
+        assert timeline.peak_path == (graph.path_of(op) if op >= 0 else "")
+        known = sum(v.bytes for v in graph.values if v.born < 0 and v.kind != "elsewhere")
+        known += graph.optimizer_state_bytes + graph.other_bytes
+        live = sum(timeline.live_at(event).values())
+        assert live + known == timeline.peak_bytes - workspace_bytes(timeline, event)
+
+
+def test_a_timeline_reads_well() -> None:
+    text = str(simulate(chain([10, 20, 30]), Plan((Recompute("layers.1"),))))
+    assert text.splitlines()[0] == "peak 81 B predicted, in the backward of layers.2 (mm_backward)"
+    assert "1.0 s replayed" in text
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (Plan((Recompute("layers.7"),)), "calls no module 'layers.7'"),
+        (Plan((Recompute("layers"),)), "calls no module 'layers'"),
+        (Plan((Recompute("layers.1", nth=1),)), "is called 1 times"),
+        (Plan((Recompute("layers.1", nth=-1),)), "is called 1 times"),
+        (Plan((Recompute("layers.1"), Recompute("layers.1"))), "recomputed twice"),
+        (Plan((Recompute("layers.1", keep_ops=(1,)),)), "has 1 ops"),
+        (Plan((Recompute(""), Recompute("layers.1", keep_ops=(0,)))), "inside a region that is itself recomputed"),
+        (Plan(moves=(Move("layers.7"),)), "calls no module 'layers.7'"),
+        (Plan(moves=(Move("layers.1", save=1),)), "makes 1 saves"),
+        (Plan(moves=(Move("layers.1"),)), "no link"),
+    ],
+)
+def test_plans_for_another_step(plan: Plan, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        simulate(chain([10, 20, 30]), plan)
+
+
+def test_wrong_types() -> None:
+    with pytest.raises(TypeError, match="StepGraph"):
+        simulate("graph")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Plan"):
+        simulate(chain([1]), "plan")  # type: ignore[arg-type]
+
+
+def test_a_hundred_thousand_ops() -> None:
+    """Each op is looked at once per time it runs: a simulator that rescans what lives would not come back."""
+    graph = chain([8] * 50_000, link_bytes_per_s=2.0)
+    regions = tuple(Recompute(f"layers.{index}") for index in range(0, 50_000, 2))
+    moves = tuple(Move(f"layers.{index}") for index in range(1, 50_000, 2))
+    timeline = simulate(graph, Plan(regions, moves))
+    assert len(timeline.ops) == 100_000 + 25_000 + 1
+    assert timeline.replayed_s == 25_000
+    assert timeline.host_bytes == 8 * 25_000
