@@ -207,7 +207,8 @@ def op_argument_names(op: Any) -> list[str]:
 
 def gives_a_number(op: Any) -> bool:
     """Whether an op's result is no tensor: `item`, `equal`. Obsolete with a public schema."""
-    return all(str(result.type) in ("number", "Scalar", "bool", "int", "float") for result in op._schema.returns)
+    results = [str(result.type) for result in op._schema.returns]
+    return bool(results) and all(kind in ("number", "Scalar", "bool", "int", "float") for kind in results)
 
 
 def op_packet(op: Any) -> Any:

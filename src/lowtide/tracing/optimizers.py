@@ -71,11 +71,18 @@ def _run_on_meta(optimizer: Any, block_bytes: int) -> tuple[int, int]:
         twin.state[on_meta(parameter)] = {name: on_meta(item) for name, item in state.items()}
     before = _bytes_of(twin.state, block_bytes)
     recorder = Recorder(_META, {}, block_bytes=block_bytes)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), _AnyNumber(), recorder:
         type(optimizer).step(twin)
     recorder.finish()
     after = _bytes_of(twin.state, block_bytes)
     return after, max(0, _most_live(recorder) - (after - before))
+
+
+class _AnyNumber(_compat.DispatchMode):
+    """Answers a step that asks its tensors for a number (a norm, to scale by): no size depends on which."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 1.0 if _compat.gives_a_number(func) else func(*args, **(kwargs or {}))
 
 
 def _bytes_of(states: Any, block_bytes: int) -> int:

@@ -241,7 +241,7 @@ class Recorder(_compat.DispatchMode):
         saves = []
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
-            saves.append(RawSave(index, call, len(self.ops)))
+            saves.append(RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0))
         if self.num_forward < 0:  # what a replay in the backward saves is not the forward's
             self.saves += saves
         return _Alias(self, alias, saves)
@@ -250,7 +250,8 @@ class Recorder(_compat.DispatchMode):
         for save in kept.saves:
             if save.read < 0:
                 save.read = len(self.ops)
-                self._in_use.setdefault(save.value, []).append(save)
+                if self.values[save.value].born >= 0:  # parameters never cease to be in use
+                    self._in_use.setdefault(save.value, []).append(save)
         with _compat.without_modes():
             return kept.tensor.detach()  # one more user, to see when the backward is done with it
 
@@ -263,6 +264,8 @@ class Recorder(_compat.DispatchMode):
                 save.used = save.released
             value = self.values[save.value]
             value.num_aliases -= 1
+            if save.in_backward and save.value not in self._polled:  # a replay's save holds as Python does
+                value.dropped = max(value.dropped, save.released)
             if not value.num_aliases and save.value not in self._polled and value.born >= 0:
                 self._forget(value)
 

@@ -50,6 +50,7 @@ class RawSave:
     read: int = -1
     released: int = -1
     used: int = -1
+    in_backward: bool = False
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ class Restorer:
     """
 
     def __init__(self, model: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
-        self._modules = Snapshot(vars(module) for module in _compat.submodules(model))
+        self._attributes = Snapshot(vars(module) for module in _compat.submodules(model))
         self._optimizers: dict[int, Snapshot] = {}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._seen: set[int] = set()
@@ -66,7 +66,7 @@ class Restorer:
     def restore(self) -> None:
         self._hook.remove()
         self.reset_gradients()
-        for snapshot in (self._modules, *self._optimizers.values()):
+        for snapshot in (self._attributes, *self._optimizers.values()):
             snapshot.restore()
         for tensor, data in self._data:
             if _compat.storage_id(tensor) != _compat.storage_id(data):

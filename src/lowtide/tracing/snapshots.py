@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 # What a cache may be wrapped in; further away from a module lie things that are not its own.
-_DEEPEST = 4
+_DEEPEST = 6
 _LEFT_ALONE = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, str, bytes)
 
 
