@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 from collections import deque
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,15 +243,70 @@ def test_hooks_stay(mode: Any) -> None:
     assert fired == ["forward", "backward", "gradient"]
 
 
-def test_fakes_held_elsewhere_are_named() -> None:
-    model, outputs = nn.Linear(8, 8), []
+NUM_STEPS, LOSSES = 0, [1.0]
+
+
+class Trainer:
+    """A step with a memory: in itself, in what it holds, in globals."""
+
+    def __init__(self) -> None:
+        self.model, self.teacher = nn.Linear(8, 1), Model()
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.step, self.history = 0, {"outputs": []}
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.step += 1
+        output = self.model(x) + self.teacher(x).mean()
+        self.history["outputs"].append(output)
+        return remembered(self.scaler.scale(output.mean()))
+
+
+def remembered(loss: Tensor) -> Tensor:
+    global NUM_STEPS
+    NUM_STEPS += 1
+    LOSSES.append(loss.detach())
+    return loss
+
+
+@pytest.mark.parametrize("mode", ["auto", "real", "fake"])
+@pytest.mark.parametrize("is_method", [False, True])
+def test_what_the_loss_function_remembers(mode: Any, is_method: bool) -> None:
+    trainer, x, num_calls = Trainer(), torch.randn(4, 8), 0
 
     def loss_fn(x: Tensor) -> Tensor:
-        outputs.append(model(x).detach())
+        nonlocal num_calls
+        num_calls += 1
+        return remembered(trainer.scaler.scale(trainer.model(x).mean() + trainer.teacher(x).mean()))
+
+    teacher = everything(trainer.teacher)
+    lowtide.trace(trainer.model, trainer.loss if is_method else loss_fn, x, mode=mode)
+    assert (trainer.step, trainer.history, num_calls, NUM_STEPS, LOSSES) == (0, {"outputs": []}, 0, 0, [1.0])
+    assert_equal(teacher, everything(trainer.teacher))
+    assert_no_fakes()
+    trainer.loss(x).backward()
+    assert trainer.step == 1 and len(LOSSES) == 2
+    LOSSES.pop()
+    globals()["NUM_STEPS"] = 0
+
+
+def test_fakes_held_elsewhere_are_named() -> None:
+    model, outputs = nn.Linear(8, 8), iter_of_one_list()
+    kept = next(outputs)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        outputs.send(model(x).detach())
         return model(x).mean()
 
     graph = lowtide.trace(model, loss_fn, torch.randn(4, 8), mode="fake")
     assert any("aten.addmm.default" in note and "outside of the model" in note for note in graph.notes)
+    kept.clear()
+
+
+def iter_of_one_list() -> Generator[list[Any], Any, None]:
+    """A list out of reach: what is sent is kept."""
+    kept: list[Any] = []
+    while True:
+        kept.append((yield kept))
 
 
 def test_auto_restores_too() -> None:

@@ -154,7 +154,7 @@ def _trace_fake(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 
 def _record_fake(model: Any, loss_fn: Any, args: Any, setting: _Setting, reports: bool = False) -> list[Recorder]:
     """Two recordings on fake tensors."""
-    restorer = Restorer(model, tensors_in(args), setting.device)
+    restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
     faker = Faker(setting.device, moves_all=setting.is_foreign)
     recorders: list[Recorder] = []
     try:
@@ -193,7 +193,7 @@ def _record_fake(model: Any, loss_fn: Any, args: Any, setting: _Setting, reports
 
 
 def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
-    restorer = Restorer(model, tensors_in(args), setting.device)
+    restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
     device = setting.device
     recorders: list[Recorder] = []
     forward_s, backward_s = [], []

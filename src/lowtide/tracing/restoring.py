@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide.memory.reach import Reach
 from lowtide.tracing import _compat
-from lowtide.tracing.snapshots import Snapshot
+from lowtide.tracing.snapshots import Snapshot, containers
 
 
 class Restorer:
     """Take it before the step, call `restore()` after. Contents are copied only when something is about to write them.
 
     Modules get back their attributes, among them training flags, hooks and caches, with what lies in those. Leaves get
-    back their gradients, random generators their states, optimizers that a hook steps in the backward theirs.
+    back their gradients, random generators their states, optimizers that a hook steps in the backward theirs. So do
+    variables and objects that `loss_fn` names: counters, lists of losses, a gradient scaler.
     """
 
-    def __init__(self, model: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
-        self._attributes = Snapshot(vars(module) for module in _compat.submodules(model))
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], tensors: Iterable[Tensor], device: torch.device
+    ) -> None:
+        reach = Reach(loss_fn)
+        self._cells, self._globals = reach.cells, reach.globals
+        modules = [part for module in (model, *reach.modules) for part in _compat.submodules(module)]
+        named = [contents for _, contents in reach.cells] + [value for *_, value in reach.globals]
+        self._attributes = Snapshot([*(vars(module) for module in modules), *containers(named), *containers([loss_fn])])
         self._optimizers: dict[int, Snapshot] = {}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._seen: set[int] = set()
@@ -66,6 +74,10 @@ class Restorer:
     def restore(self) -> None:
         self._hook.remove()
         self.reset_gradients()
+        for cell, contents in self._cells:
+            cell.cell_contents = contents
+        for namespace, name, value in self._globals:
+            namespace[name] = value
         for snapshot in (self._attributes, *self._optimizers.values()):
             snapshot.restore()
         for tensor, data in self._data:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 # What a cache may be wrapped in; further away from a module lie things that are not its own.
 _DEEPEST = 6
-_LEFT_ALONE = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, str, bytes)
+_LONGEST = 10_000  # what is longer is data
+_LEFT_ALONE = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, str, bytes)
 
 
 class Snapshot:
@@ -28,8 +29,8 @@ class Snapshot:
                     seen.add(id(container))
                     if not isinstance(container, tuple):
                         self._contents.append((container, container.copy()))
-                    items = container.values() if isinstance(container, dict) else container
-                    following += [inner for item in items if (inner := _container(item)) is not None]
+                    if len(container) <= _LONGEST:
+                        following += containers(container.values() if isinstance(container, dict) else container)
             level = following
 
     def restore(self) -> None:
@@ -44,12 +45,19 @@ class Snapshot:
                 (container.update if isinstance(container, set) else container.extend)(content)
 
 
-def _container(item: Any) -> Any:
-    """`item` if it holds other things, its attributes if those do, else None."""
-    if isinstance(item, dict | list | set | deque | tuple):
-        return item
-    attributes = None if isinstance(item, _LEFT_ALONE) else getattr(item, "__dict__", None)
-    return attributes if isinstance(attributes, dict) else None
+def containers(items: Iterable[Any]) -> list[Any]:
+    """Those items that hold other things, and the attributes of those that have any."""
+    found = []
+    for item in items:
+        if isinstance(item, types.MethodType):
+            item = item.__self__
+        if isinstance(item, dict | list | set | deque | tuple):
+            found.append(item)
+        elif not isinstance(item, _LEFT_ALONE) and not getattr(type(item), "hidden_from_replay", False):
+            attributes = getattr(item, "__dict__", None)
+            if isinstance(attributes, dict):
+                found.append(attributes)
+    return found
 
 
 def _same(a: Iterable[Any], b: Iterable[Any]) -> bool:
