@@ -6,6 +6,7 @@ from lowtide.errors import (
     ChangedInPlaceError,
     CheckpointError,
     GraphError,
+    InfeasibleBudgetError,
     LowtideError,
     PlanError,
     StoreError,
@@ -35,6 +36,8 @@ from lowtide.policies import (
     plan_recomputation,
 )
 from lowtide.simulator import Timeline, simulate
+from lowtide.solvers.solving import solve
+from lowtide.solvers.sweeping import Frontier, sweep
 from lowtide.tracing.eager import trace
 from lowtide.tracing.estimating import Estimate, estimate
 
@@ -47,7 +50,9 @@ __all__ = [
     "CheckpointError",
     "Estimate",
     "EveryN",
+    "Frontier",
     "GraphError",
+    "InfeasibleBudgetError",
     "KeepAll",
     "LowtideError",
     "MaxBytes",
@@ -76,6 +81,8 @@ __all__ = [
     "offload",
     "plan_recomputation",
     "simulate",
+    "solve",
+    "sweep",
     "trace",
 ]
 

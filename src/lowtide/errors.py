@@ -7,6 +7,7 @@ LowtideError
 │   └── ChangedInPlaceError          a value was changed in place after it was stored
 ├── TraceError (RuntimeError)        a step that cannot be traced: no scalar loss, another step each time
 ├── GraphError (ValueError)          a graph that is damaged, or no step that can have run
+├── InfeasibleBudgetError (ValueError)  no plan fits; it names the smallest budget that would do, and what fills it
 ├── PlanError (ValueError)           a plan that is damaged, or made for another step
 └── UnitError (ValueError)           bytes that cannot be read: `0.5`, `"12 apples"`, a negative budget
 
@@ -50,3 +51,11 @@ class PlanError(LowtideError, ValueError):
 
 class UnitError(LowtideError, ValueError):
     """A number of bytes could not be read."""
+
+
+class InfeasibleBudgetError(LowtideError, ValueError):
+    """No plan fits the budget. `floor_bytes` is the smallest budget that a plan was found for."""
+
+    def __init__(self, message: str, floor_bytes: int) -> None:
+        super().__init__(message)
+        self.floor_bytes = floor_bytes

@@ -88,7 +88,8 @@ class Call:
 class Hardware:
     """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
 
-    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32.
+    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what
+    watching an op costs the step, where outputs of single ops are held inside a region: 0 where the host is ahead.
     """
 
     name: str
@@ -97,6 +98,11 @@ class Hardware:
     single_flops_per_s: float = 0.0
     memory_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 1e9
+    dispatch_s: float = 0.0
+
+
+UNKNOWN_HARDWARE = Hardware("unknown")
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ def _finish(
         hardware,
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
-        other_bytes=_other_bytes(recorder, optimizer, setting),
+        other_bytes=_other_bytes(recorder, optimizer, setting, is_measured),
         step_s=step_s,
         is_measured=is_measured,
         notes=notes,
@@ -310,7 +310,7 @@ def _finish(
     )
 
 
-def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting) -> int:
+def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measured: bool) -> int:
     """What the process holds on the device besides this step: workspaces of libraries, other models."""
     if setting.hardware.name == "cpu":
         return 0
@@ -325,7 +325,8 @@ def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting) -> int:
             for part in _compat.inner_tensors(tensor)
             if part.device == setting.device
         )
-    return max(CUBLAS_BYTES, torch.accelerator.memory_allocated(setting.device) - known)
+    found = torch.accelerator.memory_allocated(setting.device) - known
+    return max(0, found) if is_measured else max(CUBLAS_BYTES, found)  # before the first step cuBLAS holds nothing yet
 
 
 @contextlib.contextmanager

@@ -36,6 +36,9 @@ def _on_cuda(op: RawOp, recorder: Recorder) -> int:
         return min(most, _SUM_BYTES_PER_ELEMENT * op.moved_bytes // size)
     if "attention_backward" in op.name and op.outputs:
         return int(_ATTENTION_BACKWARD_PER_OUTPUT * recorder.values[op.outputs[0]].bytes)
+    if op.name.startswith("aten.convolution"):  # copies with channels last, of all it reads and writes
+        sizes = [recorder.values[value].bytes for value in (*op.inputs[:2], *op.outputs[:1])]
+        return sum(sizes) if "backward" not in op.name else sum(sizes[:2])
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.errors import PlanError
-from lowtide.graph import StepGraph
+from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,30 @@ class Move:
     to: str = "host"
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One saved value, for people: where it is saved, by which op it was made, and what becomes of it.
+
+    `seconds` is what making it again takes (its own op). `region` is the recomputed module it lies in, if any.
+    """
+
+    path: str
+    nth: int
+    op: str
+    bytes: int
+    action: str
+    seconds: float
+    region: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which regions are recomputed and which values are moved; everything else is kept. An empty plan keeps all.
+
+    Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers are
+    predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a plan; `extra_s` is
+    what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
+    it was made for. `rows` say what becomes of each saved value.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -42,6 +63,60 @@ class Plan:
     regions: tuple[Recompute, ...] = ()
     moves: tuple[Move, ...] = ()
     in_flight_bytes: int = 0
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    peak_path: str = ""
+    peak_phase: str = ""
+    plain_peak_bytes: int = 0
+    step_s: float = 0.0
+    extra_s: float = 0.0
+    lower_bound_s: float = 0.0
+    host_bytes: int = 0
+    hardware: Hardware = UNKNOWN_HARDWARE
+    fingerprint: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How much faster, as a share of the step's time, a plan within the same budget could be at the very most."""
+        return (self.extra_s - self.lower_bound_s) / self.step_s if self.step_s else 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """The step's time under the plan over its plain time, less one."""
+        return self.extra_s / self.step_s if self.step_s else 0.0
+
+    def bytes_by_action(self) -> dict[str, int]:
+        """Bytes of saved activations kept, recomputed and moved."""
+        found = dict.fromkeys(("keep", "recompute", "host", "disk"), 0)
+        for row in self.rows:
+            found[row.action] = found.get(row.action, 0) + row.bytes
+        return found
+
+    def to_json(self) -> str:
+        """The plan as text, with a version; `Plan.from_json` reads it."""
+        from lowtide.plans.files import write
+
+        return write(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote. Raises `PlanError` where the text is damaged; nothing in it can run."""
+        from lowtide.plans.files import read
+
+        return read(text)
+
+    def explain(self, path: str) -> str:
+        """In words, what happens to each value saved in a module and below it, and why."""
+        from lowtide.plans.wording import explain
+
+        return explain(self, path)
+
+    def __str__(self) -> str:
+        from lowtide.plans.wording import summary
+
+        return summary(self)
 
     def calls(self, graph: StepGraph) -> dict[int, Recompute]:
         """The recomputed calls of `graph`, by their number. Raises `PlanError` where the graph has no such call."""

@@ -1,0 +1,85 @@
+"""A `Plan` as JSON, with a version; read back with every field checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from lowtide.errors import PlanError
+from lowtide.graph import Hardware
+from lowtide.graph.files import parse_object
+from lowtide.plans import Move, Plan, Recompute, Row
+
+FORMAT = "lowtide plan"
+VERSION = 1
+_RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "rows": Row}
+
+
+def write(plan: Plan) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(plan)}, separators=(",", ":"))
+
+
+def read(text: str) -> Plan:
+    content = parse_object(text, FORMAT, VERSION, PlanError)
+    del content["format"], content["version"]
+    known = {field.name: str(field.type) for field in fields(Plan)}
+    if set(content) != set(known):
+        odd = sorted(set(content) ^ set(known))
+        raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
+    try:
+        for name, record in _RECORDS.items():
+            content[name] = tuple(_record(row, record) for row in _list(content[name], name))
+        content["hardware"] = _record(content["hardware"], Hardware)
+        versions = content["versions"]
+        if not isinstance(versions, dict) or not all(
+            isinstance(item, str) for pair in versions.items() for item in pair
+        ):
+            raise ValueError("versions are not names and versions")
+        for name, kind in known.items():
+            if kind in ("int", "float", "str"):
+                content[name] = _scalar(content[name], kind, name)
+        plan = Plan(**content)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise PlanError(f"damaged plan: {error}") from error
+    _check(plan)
+    return plan
+
+
+def _record(row: Any, record: type[Any]) -> Any:
+    kinds = {field.name: str(field.type) for field in fields(record)}
+    if not isinstance(row, dict) or set(row) != set(kinds):
+        raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
+    return record(**{name: _scalar(item, kinds[name], name) for name, item in row.items()})
+
+
+def _list(items: Any, name: str) -> list[Any]:
+    if not isinstance(items, list):
+        raise ValueError(f"{name} is no list")
+    return items
+
+
+def _scalar(item: Any, kind: str, name: str) -> Any:
+    if kind.startswith("tuple[int"):
+        return tuple(_scalar(each, "int", name) for each in _list(item, name))
+    if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
+        return float(item)
+    if kind == "int" and type(item) is int and item >= 0:
+        return item
+    if kind == "str" and isinstance(item, str):
+        return item
+    raise ValueError(f"{name} is {str(item)[:50]!r}, not a {kind} of 0 or more")
+
+
+def _check(plan: Plan) -> None:
+    """Raise unless the plan agrees with itself."""
+    paths = [(region.path, region.nth) for region in plan.regions]
+    if len(set(paths)) < len(paths):
+        raise PlanError("damaged plan: a module is recomputed twice")
+    if plan.peak_bytes > plan.budget_bytes > 0:
+        raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
+    if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
+        raise PlanError("damaged plan: its bound is above what it costs")
+    unknown = {move.to for move in plan.moves} - {"host", "disk"}
+    if unknown:
+        raise PlanError(f"damaged plan: values move to {', '.join(sorted(unknown))}; known are host and disk")

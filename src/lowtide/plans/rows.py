@@ -1,0 +1,37 @@
+"""What becomes of each saved value under a plan, as rows for people."""
+
+from __future__ import annotations
+
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan, Row
+
+
+def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
+    """One row per saved activation, where it is first saved, in the order of the forward."""
+    regions, moved = plan.calls(graph), plan.moved_values(graph)
+    owner = {-1: -1}
+    for index, call in enumerate(graph.calls):
+        outer = owner[call.parent]
+        owner[index] = outer if outer >= 0 or index not in regions else index
+    kept_ops = {graph.calls[call].first + op for call, region in regions.items() for op in region.keep_ops}
+    held = {value for call in regions if owner[call] == call for value in graph.calls[call].inputs}
+    saved: dict[int, list[int]] = {}
+    for save in sorted(graph.saves, key=lambda save: save.made):
+        if graph.values[save.value].kind == "activation":
+            saved.setdefault(save.value, []).append(save.call)
+    nths = {call: nth for calls in graph.calls_by_path.values() for nth, call in enumerate(calls)}
+    rows = []
+    for value, savers in saved.items():
+        facts, first = graph.values[value], savers[0]
+        outside = any(owner[saver] < 0 for saver in savers)
+        if value in moved:
+            action = moved[value]
+        elif outside or value in held or facts.born in kept_ops:
+            action = "keep"
+        else:
+            action = "recompute"
+        path = graph.calls[first].path if first >= 0 else ""
+        region = graph.calls[owner[first]].path if owner[first] >= 0 else ""
+        seconds = graph.ops[facts.born].seconds if facts.born >= 0 else 0.0
+        rows.append(Row(path, nths.get(first, 0), facts.name, facts.bytes, action, seconds, region))
+    return tuple(rows)

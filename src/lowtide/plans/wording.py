@@ -1,0 +1,101 @@
+"""A plan in words: a page that fits a screen, and why a value is treated as it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import groupby
+
+from lowtide.errors import PlanError
+from lowtide.plans import Plan, Row
+from lowtide.units import format_bytes, format_seconds
+
+_MOST_LINES = 18
+_VERBS = {"keep": "kept", "recompute": "recomputed", "host": "moved to host memory", "disk": "moved to disk"}
+
+
+def summary(plan: Plan) -> str:
+    """Budget, peaks, slowdown and gap, and a table grouped over layers that are treated alike."""
+    if not plan.regions and not plan.moves:
+        head = "Plan: nothing to do, every activation is kept"
+        if plan.budget_bytes:
+            head += f"; peak {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)} (predicted)"
+        return head
+    lines = ["Plan (all numbers predicted)"]
+    if plan.step_s:
+        lines += [
+            f"  budget     {format_bytes(plan.budget_bytes)}",
+            f"  peak       {format_bytes(plan.peak_bytes)}, {format_bytes(plan.plain_peak_bytes)} without a plan; "
+            f"in the {plan.peak_phase}{' of ' + plan.peak_path if plan.peak_path else ''}",
+            f"  step       {format_seconds(plan.step_s)} + {format_seconds(plan.extra_s)} ({100 * plan.slowdown:.1f} % "
+            f"slower); at least {format_seconds(plan.lower_bound_s)} with any plan, a gap of {100 * plan.gap:.1f} %",
+        ]
+    sizes = {action: size for action, size in plan.bytes_by_action().items() if size}
+    if sizes:
+        lines.append("  saved      " + ", ".join(f"{format_bytes(s)} {_verb(a)}" for a, s in sizes.items()))
+    lines += _table(plan)
+    return "\n".join(lines)
+
+
+def explain(plan: Plan, path: str) -> str:
+    """What happens to the values saved in module `path` and below it."""
+    rows = [row for row in plan.rows if not path or row.path == path or row.path.startswith(f"{path}.")]
+    inside = [region for region in plan.regions if region.path == path or region.path.startswith(f"{path}.")]
+    if not rows and not inside:
+        known = sorted({row.path for row in plan.rows})
+        near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]][:5] or known[:5]
+        raise PlanError(f"the plan knows of no value saved in {path!r}. It knows, among others: {', '.join(near)}")
+    lines = []
+    for region in inside:
+        held = f", but for the outputs of {len(region.keep_ops)} ops" if region.keep_ops else ""
+        lines.append(f"{region.path} is recomputed in the backward{held}.")
+    lines += [f"{row.path or 'outside of modules'}: {_reason(row)}" for row in rows]
+    return "\n".join(lines)
+
+
+def _verb(action: str) -> str:
+    return _VERBS.get(action, f"compressed ({action})")
+
+
+def _reason(row: Row) -> str:
+    what = f"{format_bytes(row.bytes)} made by {row.op}"
+    if row.action == "recompute":
+        return f"{what} is dropped and recomputed with {row.region} ({format_seconds(row.seconds)} for its own op)."
+    if row.action == "keep" and row.region:
+        return f"{what} is kept: {row.region} is replayed from it, or it costs more to make again than it weighs."
+    if row.action == "keep":
+        return (
+            f"{what} is kept: there is room for it, and recomputing would cost {format_seconds(row.seconds)} or more."
+        )
+    return f"{what} is {_verb(row.action)}: its copy runs beside the compute."
+
+
+def _table(plan: Plan) -> list[str]:
+    """Modules and what becomes of their values, neighbours that are treated alike in one line."""
+    per_module: dict[str, Counter[str]] = {}
+    for row in plan.rows:
+        if row.action != "keep" or row.region:
+            name = row.region or row.path
+            per_module.setdefault(name, Counter())[row.action] += row.bytes
+    for region in plan.regions:
+        per_module.setdefault(region.path, Counter())
+    kept_ops = {region.path: len(region.keep_ops) for region in plan.regions}
+
+    def key(path: str) -> tuple[object, ...]:
+        return re.sub(r"\d+", "#", path), tuple(sorted(per_module[path].items())), kept_ops.get(path, 0)
+
+    lines = []
+    ordered = sorted(per_module, key=lambda path: (re.sub(r"\d+", "#", path), _numbers(path)))
+    for (_, sizes, ops), group in groupby(ordered, key=key):
+        paths = list(group)
+        name = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
+        parts = [f"{format_bytes(size)} {_verb(action)}" for action, size in sizes]  # type: ignore[attr-defined]
+        parts += [f"{ops} ops held"] if ops else []
+        lines.append(f"  {name}: {', '.join(parts) or 'recomputed'}{' each' if len(paths) > 1 else ''}")
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], f"  ... and {len(lines) - _MOST_LINES + 1} lines more"]
+    return lines
+
+
+def _numbers(path: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path)]

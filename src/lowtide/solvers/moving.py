@@ -1,0 +1,96 @@
+"""Which values leave the device, so that copies run beside the compute and hardly anything waits.
+
+A link carries so many bytes per second and no more, whenever they are asked for. So the values to move are picked
+along the forward, as a link of a given share of the bandwidth would take them up without falling behind; early and late
+layers give alike. A value must also have the time to go and come back before it is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from lowtide.graph import StepGraph
+from lowtide.plans import Move
+from lowtide.solvers.chain import Regions
+
+_SMALLEST = 1 << 16  # smaller copies cost more in launches than they free
+
+
+class Mover:
+    """Picks values of a graph to move, within `host` and `disk` bytes."""
+
+    def __init__(self, graph: StepGraph, host: int, disk: int) -> None:
+        self._graph = graph
+        self._room = {"host": host, "disk": disk}
+        self._speed = {"host": graph.hardware.link_bytes_per_s, "disk": graph.hardware.disk_bytes_per_s}
+        self._clock = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops])])
+        self._first_save: dict[int, int] = {}
+        self._place: dict[int, tuple[int, int]] = {}  # of a save: its call, and its number among that call's saves
+        counts: dict[int, int] = {}
+        order = sorted(range(len(graph.saves)), key=lambda index: graph.saves[index].made)
+        for index, save in enumerate(graph.saves):
+            self._place[index] = save.call, counts.get(save.call, 0)
+            counts[save.call] = counts.get(save.call, 0) + 1
+        for index in order:
+            if graph.saves[index].call >= 0:
+                self._first_save.setdefault(graph.saves[index].value, index)
+        self._reads: dict[int, int] = {}
+        for save in graph.saves:
+            if save.read >= 0:
+                self._reads[save.value] = min(self._reads.get(save.value, save.read), save.read)
+
+    def moves(self, regions: Regions, share: float) -> tuple[Move, ...]:
+        """Values that fit through `share` of the bandwidth, with these regions replayed."""
+        if not share:
+            return ()
+        graph, room = self._graph, dict(self._room)
+        free = dict.fromkeys(room, 0.0)
+        found = []
+        for saved_s, value in self._candidates(regions):
+            size = graph.values[value].bytes
+            for tier in ("host", "disk"):
+                if size > room[tier] or not self._speed[tier]:
+                    continue
+                seconds = size / (self._speed[tier] * share)
+                away_s = self._clock[self._reads[value]] - saved_s
+                if free[tier] > saved_s or away_s < 3 * size / self._speed[tier]:
+                    continue
+                free[tier] = max(free[tier], saved_s) + seconds
+                room[tier] -= size
+                found.append(self._move(value, tier))
+                break
+        return tuple(found)
+
+    def _candidates(self, regions: Regions) -> list[tuple[float, int]]:
+        """When each value that the forward leaves behind is first held, earliest first."""
+        graph = self._graph
+        spans = sorted(
+            (graph.calls[call].first, graph.calls[call].end) for call in regions if not self._inner(call, regions)
+        )
+        starts = [first for first, _ in spans]
+        found: dict[int, float] = {}
+        for value, index in self._first_save.items():
+            save, facts = graph.saves[index], graph.values[value]
+            if facts.kind != "activation" or facts.bytes < _SMALLEST or value not in self._reads:
+                continue
+            place = bisect_right(starts, facts.born) - 1
+            made_inside = place >= 0 and facts.born < spans[place][1]
+            if made_inside and facts.dropped <= spans[place][1]:
+                continue  # dropped and made again
+            found[value] = float(self._clock[save.made])
+        return sorted((seconds, value) for value, seconds in found.items())
+
+    def _inner(self, call: int, regions: Regions) -> bool:
+        call = self._graph.calls[call].parent
+        while call >= 0:
+            if call in regions:
+                return True
+            call = self._graph.calls[call].parent
+        return False
+
+    def _move(self, value: int, tier: str) -> Move:
+        call, number = self._place[self._first_save[value]]
+        path = self._graph.calls[call].path
+        return Move(path, self._graph.calls_by_path[path].index(call), number, tier)

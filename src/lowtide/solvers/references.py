@@ -1,0 +1,52 @@
+"""What people use today, as plans: to see where a plan stands."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan, Recompute
+
+
+def block_calls(graph: StepGraph) -> list[int]:
+    """The calls that one would put a checkpoint on: those of the repeated structure with most ops in all, and its kin.
+
+    Blocks of the same class at the same place in the tree count even where their structure differs, as that of a first
+    or last layer does.
+    """
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, call in enumerate(graph.calls):
+        if call.parent >= 0 and call.end > call.first:
+            groups[call.kind, call.parent].append(index)
+    repeated = [calls for calls in groups.values() if len(calls) > 1]
+
+    def weight(calls: list[int]) -> int:
+        return sum(graph.calls[call].end - graph.calls[call].first for call in calls)
+
+    return max(repeated, key=weight, default=[])
+
+
+def reference_plans(graph: StepGraph) -> dict[str, Plan]:
+    """Nothing, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products."""
+    blocks = block_calls(graph)
+    found = {"nothing": Plan()}
+    if blocks:
+        found["a checkpoint per block"] = _plan(graph, dict.fromkeys(blocks, ()))
+        found["every second block"] = _plan(graph, dict.fromkeys(blocks[::2], ()))
+        found["selective, all matmuls kept"] = _plan(graph, {call: _products(graph, call) for call in blocks})
+    return found
+
+
+def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
+    return Plan(regions=recomputes(graph, regions))
+
+
+def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
+    """Regions given by call numbers, as a plan names them."""
+    nths = {call: nth for calls in graph.calls_by_path.values() for nth, call in enumerate(calls)}
+    return tuple(Recompute(graph.calls[call].path, nths[call], regions[call]) for call in sorted(regions))
+
+
+def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
+    first, end = graph.calls[call].first, graph.calls[call].end
+    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.ops[op].outputs)
