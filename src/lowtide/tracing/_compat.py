@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -56,6 +56,12 @@ def running_node() -> Any | None:
 def node_number(node: Any) -> int:
     """The number of a node: nodes are numbered in the order the forward made them. Obsolete with a public one."""
     return node._sequence_nr()
+
+
+def remove_global_hook(handle: Any) -> None:
+    """Take off a hook of all modules. torch 2.13 forgets one of its books, and `torch.compile` then warns of hooks."""
+    handle.remove()
+    nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 class StorageUses:

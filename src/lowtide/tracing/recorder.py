@@ -302,7 +302,7 @@ class Recorder(_compat.DispatchMode):
         finally:
             self._is_over = True
             entered.remove()
-            left.remove()
+            _compat.remove_global_hook(left)
 
     def begin_backward(self) -> None:
         """The forward is over."""
