@@ -23,6 +23,10 @@ from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
 
 
+# Pictures grow with the square of the scale.
+SCALE_OF_OTHERS = {"unet": 12, "hf_vit": 12, "hf_resnet": 16}
+
+
 def block_plan(job: zoo.Job, graph: lowtide.StepGraph) -> Plan:
     """A checkpoint on each block."""
     paths = [path for path in find_regions(job.model, job.blocks) if path in graph.calls_by_path]
@@ -55,7 +59,7 @@ def simulated_peak(graph: lowtide.StepGraph, plan: Plan | None, device: str) -> 
 
 
 def row(name: str, device: str, dtype: torch.dtype, scale: int, rounds: int) -> list[str]:
-    job = zoo.make(name, device, dtype, scale)
+    job = zoo.make(name, device, dtype, min(scale, SCALE_OF_OTHERS.get(name, scale)))
     plain_s = step_seconds(job, device, rounds)
     started = time.perf_counter()
     real = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")

@@ -42,6 +42,7 @@ class Timeline:
     starts_s: np.ndarray
     replayed_s: float
     stalled_s: float
+    watched_s: float
     host_bytes: int
     copied_out_s: float
     copied_in_s: float
@@ -61,8 +62,8 @@ class Timeline:
 
     @property
     def extra_s(self) -> float:
-        """Seconds that the plan adds to the plain step: replays, and waiting for copies."""
-        return self.replayed_s + self.stalled_s
+        """Seconds that the plan adds to the plain step: replays, waiting for copies, and watching ops to hold some."""
+        return self.replayed_s + self.stalled_s + self.watched_s
 
     @property
     def peak_path(self) -> str:
@@ -350,6 +351,15 @@ class _Run:
         lives = {id(life): life for scope in (self.lives, *self.scopes.values()) for life in scope.values()}
         return [life for life in lives.values() if not life.is_over and not self.copies.is_away(life)]
 
+    def _watched_s(self) -> float:
+        """Regions that hold outputs of single ops have all their ops watched, in the forward and in the replay."""
+        num_ops = 0
+        for call, region in self.regions.items():
+            if region.keep_ops:
+                facts = self.graph.calls[call]
+                num_ops += facts.end - facts.first + max(0, self.stops.get(call, 0) - facts.first)
+        return num_ops * self.graph.hardware.dispatch_s
+
     def timeline(self) -> Timeline:
         table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
         static = np.full((len(table), 1), self.static, dtype=np.int64)
@@ -362,6 +372,7 @@ class _Run:
             starts_s=np.array(self.starts),
             replayed_s=self.replayed_s,
             stalled_s=self.copies.stalled_s,
+            watched_s=self._watched_s(),
             host_bytes=self.copies.most_host_bytes,
             copied_out_s=self.copies.out_s,
             copied_in_s=self.copies.in_s,

@@ -147,7 +147,8 @@ class Pricing:
 
     def dispatch_s(self, call: int) -> float:
         """What it costs to watch each op of a region, in its forward and in its replay."""
-        return self._dispatch_s * (self.graph.calls[call].end - self.graph.calls[call].first + self._stop[call])
+        first, end = self.graph.calls[call].first, self.graph.calls[call].end
+        return self._dispatch_s * ((end - first) + (self._stop[call] - first))
 
     def _collect(self, price: float, as_region: list[int]) -> Choice:
         regions: dict[int, tuple[int, ...]] = {}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.records import Clock, tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.tracing.shadows import Shadows
-from lowtide.tracing.timing import clock_for, fit_to_total, medians, predicted_s
+from lowtide.tracing.timing import clock_for, dispatch_s, fit_to_total, medians, predicted_s
 from lowtide.tracing.workspaces import foretell_workspaces
 from lowtide.units import format_bytes
 
@@ -196,7 +197,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
     device = setting.device
     recorders: list[Recorder] = []
-    forward_s, backward_s = [], []
+    forward_s, backward_s, host_s = [], [], []
     try:
         with _eagerly():
             while len(recorders) < _NUM_RECORDED + checks.is_only_warming_up(recorders):
@@ -221,9 +222,10 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                 recorders.append(recorder)
                 restorer.reset_gradients()
             for _ in range(_NUM_TIMED):
-                forward, backward = _time_step(loss_fn, args, device)
+                forward, backward, host = _time_step(loss_fn, args, device)
                 forward_s.append(forward)
                 backward_s.append(backward)
+                host_s.append(host)
                 restorer.reset_gradients()
     finally:
         restorer.restore()
@@ -235,8 +237,10 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     times = [*fit_to_total(times[:cut], min(forward_s)), *fit_to_total(times[cut:], min(backward_s))]
     for op, seconds in zip(recorder.ops, times, strict=True):
         op.seconds = seconds
-    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device))
-    return _finish(recorder, optimizer, setting, hardware, min(forward_s) + min(backward_s), is_measured=True)
+    step_s = min(forward_s) + min(backward_s)
+    watching_s = dispatch_s(device, min(host_s), step_s)
+    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), dispatch_s=watching_s)
+    return _finish(recorder, optimizer, setting, hardware, step_s, is_measured=True)
 
 
 def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
@@ -271,18 +275,19 @@ def _note_gradient(recorder: Recorder, touched: set[str], name: str, parameter: 
         recorder.note_gradient(parameter.grad, name)
 
 
-def _time_step(loss_fn: Any, args: Any, device: torch.device) -> tuple[float, float]:
-    """Seconds of a plain forward and its backward."""
+def _time_step(loss_fn: Any, args: Any, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of a plain forward and its backward, and those until the host had started all of it."""
     clock = clock_for(device) if device.type != "cpu" else Clock()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    marks = [clock.mark()]
+    started, marks = time.perf_counter(), [clock.mark()]
     loss = loss_fn(*args)
     marks.append(clock.mark())
     loss.backward()
     marks.append(clock.mark())
+    host = time.perf_counter() - started
     forward, backward = clock.seconds([(marks[0], marks[1]), (marks[1], marks[2])])
-    return forward, backward
+    return forward, backward, host
 
 
 def _finish(

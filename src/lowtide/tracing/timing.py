@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from statistics import median
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lowtide.graph import Hardware
 from lowtide.tracing.devices import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 from lowtide.tracing.records import Clock, RawOp
 
+_HOST_AHEAD = 0.8  # the share of a step's time within which the host must have started all of it
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -39,6 +43,28 @@ def predicted_s(op: RawOp, hardware: Hardware) -> float:
     computing = op.flops / (flops_per_s * MATMUL_EFFICIENCY) if op.flops else 0.0
     moving = op.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
     return max(computing, moving) + LAUNCH_S
+
+
+def dispatch_s(device: torch.device, host_s: float, step_s: float, num_ops: int = 200) -> float:
+    """Seconds that watching one op costs a step, as selective checkpointing does to hold single outputs.
+
+    Measured with torch's own contexts on a tiny op. Nothing where an accelerator is the limit: the host is ahead of it
+    by more than it would lose.
+    """
+    if device.type != "cpu" and host_s < _HOST_AHEAD * step_s:
+        return 0.0
+    x = torch.zeros(1)
+
+    def timed(context: contextlib.AbstractContextManager[Any]) -> float:
+        with context:
+            start = time.perf_counter()
+            for _ in range(num_ops):
+                x.neg()
+            return time.perf_counter() - start
+
+    watched, _ = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    plain_s = min(timed(contextlib.nullcontext()) for _ in range(3))
+    return max(0.0, timed(watched) - plain_s) / num_ops
 
 
 def medians(runs: list[list[float]]) -> list[float]:
