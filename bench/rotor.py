@@ -131,13 +131,13 @@ def _later(costs: np.ndarray, slots: int) -> np.ndarray:
 
 
 def chain_of(graph: StepGraph, plain: Timeline, blocks: Sequence[int]) -> Chain | None:
-    """The step as a chain, None where values worth a twentieth of all that is saved skip a block."""
+    """The step as a chain, None where values worth a tenth of all that is saved skip a block."""
     blocks = sorted(blocks)
     if len(blocks) < 2 or any(graph.calls[a].end > graph.calls[b].first for a, b in pairwise(blocks)):
         return None
     starts = [0, *(graph.calls[call].first for call in blocks), graph.calls[blocks[-1]].end]
     stage_of = np.searchsorted(np.array(starts), np.arange(graph.num_forward), side="right") - 1
-    if _bytes(graph, _skipping(graph, stage_of)) > 0.05 * graph.saved_bytes:
+    if _bytes(graph, _skipping(graph, stage_of)) > 0.1 * graph.saved_bytes:
         return None
     inputs = [
         [v for v in _activations(graph, graph.calls[call].inputs) if graph.values[v].born >= before]

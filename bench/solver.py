@@ -260,7 +260,8 @@ def main() -> None:
         f"best of three (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest budget. Gaps are those of the plans' "
         f"own certificates. The MILP has {milp_seconds:g} s for each budget, on graphs of up to {_MOST_OPS_MILP:,} "
         "ops; rotor needs a chain of blocks. What rotor's whole programme claims for itself is in the last column: "
-        "nothing here can run it, so it is not judged.",
+        "nothing here can run it, so it is not judged. "
+        f"Seconds are wall time; the load average was {os.getloadavg()[0]:.1f}.",
         "",
         *summary(results),
         "",
