@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lowtide import compiledstep
 from lowtide.copies import CopyEngines
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
@@ -84,6 +85,8 @@ class Timeline:
 
     def live_at(self, event: int) -> dict[int, int]:
         """Bytes of each value (activations and gradients) that lives at an event; played again up to there."""
+        if self.plan.engine == "compiled" and not self.plan.is_plain:
+            return compiledstep.play(self.graph, self.plan.kept_ops(self.graph)).live_at(event)
         run = _Run(self.graph, self.plan)
         run.play(until=event)
         return run.snapshot
@@ -110,6 +113,8 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
+    if plan.engine == "compiled" and not plan.is_plain:
+        return Timeline(graph, plan, **compiledstep.play(graph, plan.kept_ops(graph)).columns())
     run = _Run(graph, plan)
     run.play()
     return run.timeline()

@@ -15,9 +15,13 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lowtide.errors import GraphError
 from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.graph.needs import Needs
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
 VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
@@ -172,6 +176,13 @@ class StepGraph:
             digest.update(repr((call.path, call.first, call.end)).encode())
         digest.update(repr(self.num_forward).encode())
         return digest.hexdigest()[:16]
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the backward needs of the forward, where single ops can be recomputed: for compiled steps."""
+        from lowtide.graph.needs import Needs
+
+        return Needs(self)
 
     def path_of(self, op: int) -> str:
         """The module in which op `op` runs (a backward op: its forward op), `""` for the model itself or none."""

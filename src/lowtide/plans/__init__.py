@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
 
+ENGINES = ("eager", "compiled")
+
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
@@ -50,6 +52,9 @@ class Row:
 class Plan:
     """Which regions are recomputed and which values are moved; everything else is kept. An empty plan keeps all.
 
+    For the `engine` "compiled" it is the other way around: `keeps` are the forward ops whose outputs are saved, and
+    whatever else the backward needs is recomputed, op by op. Without a budget and keeps such a plan is empty too.
+
     Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers are
     predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a plan; `extra_s` is
     what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
@@ -63,6 +68,8 @@ class Plan:
     regions: tuple[Recompute, ...] = ()
     moves: tuple[Move, ...] = ()
     in_flight_bytes: int = 0
+    engine: str = "eager"
+    keeps: tuple[int, ...] = ()
     budget_bytes: int = 0
     peak_bytes: int = 0
     peak_path: str = ""
@@ -76,6 +83,23 @@ class Plan:
     fingerprint: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise PlanError(f"a plan is for the engine {' or '.join(map(repr, ENGINES))}, not {self.engine!r}")
+        if self.engine == "eager" and self.keeps:
+            raise PlanError(f"an eager plan has regions; {len(self.keeps)} single ops are to be kept")
+        if self.engine == "compiled" and (self.regions or self.moves):
+            raise PlanError(
+                f"a compiled plan has ops to keep; {len(self.regions)} regions and {len(self.moves)} moves are given"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the plan asks for nothing, so that the step runs as it is."""
+        if self.engine == "compiled":
+            return not self.keeps and not self.budget_bytes
+        return not self.regions and not self.moves
 
     @property
     def gap(self) -> float:
@@ -130,6 +154,15 @@ class Plan:
                 raise PlanError(f"{region.path} has {length} ops; {region.keep_ops} are to be kept")
             found[call] = region
         return found
+
+    def kept_ops(self, graph: StepGraph) -> tuple[int, ...]:
+        """The ops of a compiled plan whose outputs are saved. Raises `PlanError` where the graph has no such op."""
+        if any(not 0 <= op < graph.num_forward for op in self.keeps):
+            raise PlanError(
+                f"the step has {graph.num_forward} forward ops; the plan keeps the output of op {max(self.keeps)}. "
+                "Was the plan made for another model?"
+            )
+        return self.keeps
 
     def moved_values(self, graph: StepGraph) -> dict[int, str]:
         """The moved values of `graph`, and where they go."""

@@ -37,7 +37,7 @@ def read(text: str) -> Plan:
         ):
             raise ValueError("versions are not names and versions")
         for name, kind in known.items():
-            if kind in ("int", "float", "str"):
+            if kind in ("int", "float", "str", "tuple[int, ...]"):
                 content[name] = _scalar(content[name], kind, name)
         plan = Plan(**content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -76,6 +76,8 @@ def _check(plan: Plan) -> None:
     paths = [(region.path, region.nth) for region in plan.regions]
     if len(set(paths)) < len(paths):
         raise PlanError("damaged plan: a module is recomputed twice")
+    if list(plan.keeps) != sorted(set(plan.keeps)):
+        raise PlanError("damaged plan: ops to keep are not in order, or there twice")
     if plan.peak_bytes > plan.budget_bytes > 0:
         raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
     if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):

@@ -8,6 +8,8 @@ from lowtide.plans import Plan, Row
 
 def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
     """One row per saved activation, where it is first saved, in the order of the forward."""
+    if plan.engine == "compiled":
+        return _compiled_rows(graph, plan)
     regions, moved = plan.calls(graph), plan.moved_values(graph)
     owner = {-1: -1}
     for index, call in enumerate(graph.calls):
@@ -34,4 +36,27 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
         region = graph.calls[owner[first]].path if owner[first] >= 0 else ""
         seconds = graph.ops[facts.born].seconds if facts.born >= 0 else 0.0
         rows.append(Row(path, nths.get(first, 0), facts.name, facts.bytes, action, seconds, region))
+    return tuple(rows)
+
+
+def _compiled_rows(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
+    """Values that the backward reads, and those saved to recompute others from."""
+    needs = graph.needs
+    derived = needs.derive(range(graph.num_forward) if plan.is_plain else frozenset(plan.kept_ops(graph)))
+    again = set(derived.recomputed)
+    saver: dict[int, int] = {}
+    for save in sorted(graph.saves, key=lambda save: save.made):
+        if save.read >= 0:
+            saver.setdefault(save.value, save.call)
+    for value in derived.saved:
+        saver.setdefault(value, graph.ops[graph.values[value].born].call)
+    nths = {call: nth for calls in graph.calls_by_path.values() for nth, call in enumerate(calls)}
+    rows = []
+    for value in sorted(saver, key=lambda value: (graph.values[value].born, value)):
+        facts, call = graph.values[value], saver[value]
+        if facts.kind == "activation" and facts.born >= 0:
+            action = "recompute" if facts.born in again and not needs.is_free[value] else "keep"
+            path = graph.calls[call].path if call >= 0 else ""
+            seconds = needs.seconds[facts.born]
+            rows.append(Row(path, nths.get(call, 0), facts.name, facts.bytes, action, seconds))
     return tuple(rows)

@@ -16,12 +16,13 @@ _VERBS = {"keep": "kept", "recompute": "recomputed", "host": "moved to host memo
 
 def summary(plan: Plan) -> str:
     """Budget, peaks, slowdown and gap, and a table grouped over layers that are treated alike."""
-    if not plan.regions and not plan.moves:
+    if plan.is_plain or (plan.engine == "compiled" and plan.rows and not _recomputes(plan)):
         head = "Plan: nothing to do, every activation is kept"
         if plan.budget_bytes:
             head += f"; peak {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)} (predicted)"
         return head
-    lines = ["Plan (all numbers predicted)"]
+    engine = " for the compiled engine" if plan.engine == "compiled" else ""
+    lines = [f"Plan{engine} (all numbers predicted)"]
     if plan.step_s:
         lines += [
             f"  budget     {format_bytes(plan.budget_bytes)}",
@@ -53,12 +54,19 @@ def explain(plan: Plan, path: str) -> str:
     return "\n".join(lines)
 
 
+def _recomputes(plan: Plan) -> bool:
+    return any(row.action == "recompute" for row in plan.rows)
+
+
 def _verb(action: str) -> str:
     return _VERBS.get(action, f"compressed ({action})")
 
 
 def _reason(row: Row) -> str:
     what = f"{format_bytes(row.bytes)} made by {row.op}"
+    if row.action == "recompute" and not row.region:
+        own = f"{format_seconds(row.seconds)} for its own op"
+        return f"{what} is not saved: it is recomputed right before it is needed, from what is saved ({own})."
     if row.action == "recompute":
         return f"{what} is dropped and recomputed with {row.region} ({format_seconds(row.seconds)} for its own op)."
     if row.action == "keep" and row.region:
@@ -74,8 +82,8 @@ def _table(plan: Plan) -> list[str]:
     """Modules and what becomes of their values, neighbours that are treated alike in one line."""
     per_module: dict[str, Counter[str]] = {}
     for row in plan.rows:
-        if row.action != "keep" or row.region:
-            name = row.region or row.path
+        if row.action != "keep" or row.region or plan.engine == "compiled":
+            name = _block(row.path) if plan.engine == "compiled" else row.region or row.path
             per_module.setdefault(name, Counter())[row.action] += row.bytes
     for region in plan.regions:
         per_module.setdefault(region.path, Counter())
@@ -88,13 +96,19 @@ def _table(plan: Plan) -> list[str]:
     ordered = sorted(per_module, key=lambda path: (re.sub(r"\d+", "#", path), _numbers(path)))
     for (_, sizes, ops), group in groupby(ordered, key=key):
         paths = list(group)
-        name = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
+        name = paths[0] or "outside of modules" if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
         parts = [f"{format_bytes(size)} {_verb(action)}" for action, size in sizes]  # type: ignore[attr-defined]
         parts += [f"{ops} ops held"] if ops else []
         lines.append(f"  {name}: {', '.join(parts) or 'recomputed'}{' each' if len(paths) > 1 else ''}")
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"  ... and {len(lines) - _MOST_LINES + 1} lines more"]
     return lines
+
+
+def _block(path: str) -> str:
+    """The block that a module belongs to: its path up to the first number."""
+    found = re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", path)
+    return found.group() if found else path
 
 
 def _numbers(path: str) -> list[int]:

@@ -1,0 +1,45 @@
+"""A plan that was found, with everything a person wants to know about it; or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan
+from lowtide.plans.rows import rows_of
+from lowtide.simulator import Timeline
+from lowtide.units import format_bytes
+
+
+def described(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int, lower_bound_s: float) -> Plan:
+    """The plan of a timeline, with what it was made for and what is predicted of it."""
+    plan = replace(
+        timeline.plan,
+        budget_bytes=budget,
+        peak_bytes=timeline.peak_bytes,
+        peak_path=timeline.peak_path,
+        peak_phase=timeline.peak_phase,
+        plain_peak_bytes=plain.peak_bytes,
+        step_s=graph.step_s,
+        extra_s=timeline.extra_s,
+        lower_bound_s=min(lower_bound_s, timeline.extra_s),
+        host_bytes=timeline.host_bytes,
+        hardware=graph.hardware,
+        fingerprint=graph.fingerprint,
+        versions=graph.versions,
+    )
+    return replace(plan, rows=rows_of(graph, plan))
+
+
+def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudgetError:
+    """The error for a budget below the `floor`; `advice` is what else would help."""
+    static = int(floor.peak_by_kind["static"] + floor.peak_by_kind["gradients"])
+    where = f"while {floor.peak_path or 'the model'} runs its {floor.peak_phase}"
+    return InfeasibleBudgetError(
+        f"budget {format_bytes(budget)} is below this step's floor of {format_bytes(floor.peak_bytes)}\n"
+        f"  {format_bytes(static)}  parameters, gradients, optimizer state and batch\n"
+        f"  {format_bytes(floor.peak_bytes - static)}  {where}\n"
+        f"Raise the budget, make the batch smaller{advice}.",
+        floor.peak_bytes,
+    )
