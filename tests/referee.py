@@ -191,6 +191,7 @@ class _Step:
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
         self.replayed: set[int] = set()
+        self.ended: set[int] = set()
         self.released: set[int] = set()
         self.events: list[int] = []
         self.clock_s = self.extra_s = 0.0
@@ -249,7 +250,7 @@ class _Step:
     def enter_regions(self, region: int | None, position: int) -> None:
         """Hold the inputs of the regions directly in `region` that begin here."""
         for inner in self.regions.inside(region):
-            if self.graph.calls[inner].first == position and not self.is_over(inner):
+            if self.graph.calls[inner].first == position and inner not in self.ended:
                 self.entered.add(inner)
                 for value in self.regions.inputs(inner):
                     self.hold(self.visible(value, region), ("input", inner))
@@ -269,6 +270,7 @@ class _Step:
 
     def pass_backward_position(self, position: int) -> None:
         self.release(position, just_read=False)
+        self.end_regions(position, just_read=False)
         self.drop(position, FORWARD)
         if position == self.graph.num_forward:
             self.link.issue(self.clock_s)
@@ -276,6 +278,17 @@ class _Step:
             if save.read == position:
                 self.read(save)
         self.release(position, just_read=True)
+        self.end_regions(position, just_read=True)
+
+    def end_regions(self, position: int, *, just_read: bool) -> None:
+        """Autograd has let go of a region's last save: its inputs are held for no other replay."""
+        for region, indices in self.regions.all_saves.items():
+            saves = [self.graph.saves[index] for index in indices]
+            if saves and max(save.released for save in saves) == position:
+                if (max(save.read for save in saves) == position) == just_read:
+                    self.ended.add(region)
+                    self.let_go(("input", region))
+                    self.let_go(("keep", region))
 
     def release(self, position: int, *, just_read: bool) -> None:
         for index, save in enumerate(self.graph.saves):
@@ -283,21 +296,11 @@ class _Step:
                 assert index not in self.released, f"save {index} is released twice"
                 self.released.add(index)
                 self.let_go(("save", index))
-        for region in self.entered - self.replayed:
-            if self.is_over(region):  # nothing will ever ask for it
-                self.leave(region)
 
     def end_of(self, save: Save) -> int:
         """When a save is let go: what a replay or a copy brings back goes as soon as its reader is done with it."""
         comes_back = self.regions.of(save.call) is not None or save.value in self.link.moved
         return save.used if comes_back and save.used >= 0 else save.released
-
-    def is_over(self, region: int) -> bool:
-        return self.released.issuperset(self.regions.all_saves[region])
-
-    def leave(self, region: int) -> None:
-        self.let_go(("input", region))
-        self.let_go(("keep", region))
 
     # Backward: reads and replays
 
@@ -335,7 +338,7 @@ class _Step:
                 self.extra_s += self.graph.ops[position].seconds
         for incarnation in [i for i in self.holders if i[1] == region]:
             self.let_go(PYTHON, of=incarnation)
-        self.leave(region)
+        self.let_go(("keep", region))
 
     # Running, and auditing
 

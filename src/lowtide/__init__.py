@@ -1,6 +1,7 @@
 """lowtide: train inside a memory budget."""
 
 from lowtide.engines.eager import Applied, apply
+from lowtide.engines.fitting import fit, max_batch, plan
 from lowtide.errors import (
     CapacityError,
     ChangedInPlaceError,
@@ -76,9 +77,12 @@ __all__ = [
     "apply",
     "checkpoint",
     "estimate",
+    "fit",
     "is_recomputing",
+    "max_batch",
     "measure",
     "offload",
+    "plan",
     "plan_recomputation",
     "simulate",
     "solve",

@@ -110,6 +110,19 @@ def reset_version(tensor: Tensor) -> None:
     set_version(tensor, 0)
 
 
+# Ops that compute nothing and make no storage: questions about a tensor, other names for one, a constant's first.
+BOOKKEEPING_OPS = frozenset(
+    {
+        torch.ops.prim.device.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.lift_fresh.default,
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+
+
 class ReadGuard(TorchDispatchMode):
     """Calls `refuse(tensor)` for the first of `tensors` (or an alias) that an op is given."""
 

@@ -131,7 +131,8 @@ class _Run:
         self.owner = _owners(graph, self.regions)
         self.stops = self._stops()
         self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
-        self.num_unreleased = self._num_saves()
+        self.ends, self.last_reads = self._ends()
+        self.left: set[int] = set()
         self._index()
         self.ledger = Ledger()
         self.static = graph.optimizer_state_bytes + graph.other_bytes
@@ -162,13 +163,15 @@ class _Run:
                 stops[outer] = max(stops.get(outer, 0), self.graph.calls[call].first)
         return stops
 
-    def _num_saves(self) -> dict[int, int]:
-        """How many saves are made in each region, those of the regions inside it included."""
-        found: dict[int, int] = defaultdict(int)
+    def _ends(self) -> tuple[dict[int, int], dict[int, int]]:
+        """When autograd lets go of the last save of each region, inner ones included, and when it last reads one."""
+        ends: dict[int, int] = {}
+        last_reads: dict[int, int] = {}
         for save in self.graph.saves:
             for region in self._regions_around(save.call):
-                found[region] += 1
-        return found
+                ends[region] = max(ends.get(region, 0), save.released)
+                last_reads[region] = max(last_reads.get(region, 0), save.read)
+        return ends, last_reads
 
     def _regions_around(self, call: int) -> Iterator[int]:
         """The regions that a call is or lies in, from the inside out."""
@@ -188,9 +191,11 @@ class _Run:
             self.releases_at[save.used if comes_back and save.used >= 0 else save.released].append(index)
             if save.read >= 0:
                 self.reads_at[save.read].append(index)
+        self.ends_at: defaultdict[int, list[int]] = defaultdict(list)
         for call in sorted(self.regions):
             if call in self.stops:  # a region without saves has nothing to replay
                 self.entries_at[graph.calls[call].first].append(call)
+                self.ends_at[self.ends[call]].append(call)
         end = len(graph.ops)
         for index, value in enumerate(graph.values):
             if value.born >= 0 and value.dropped < end:
@@ -242,9 +247,10 @@ class _Run:
                 if region < 0:
                     self.copies.saved(life, self.clock)
         for call in self.entries_at.get(position, ()):
-            if self.owner[self.graph.calls[call].parent] == region and self.num_unreleased[call]:
+            if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [life for life in lives if life is not None]
+                self.ledger.kept += self.graph.hardware.region_bytes
                 for life in self.region_holds[call]:
                     self.ledger.hold(life)
                     if region < 0:
@@ -268,6 +274,7 @@ class _Run:
         for index in releases:
             if saves[index].read < position:
                 self._release(index)
+        self._end_regions(position, is_read_here=False)
         if position > self.graph.num_forward:
             for value in self.drops_at.get(position, ()):
                 if value in self.lives:
@@ -281,6 +288,13 @@ class _Run:
         for index in releases:
             if saves[index].read >= position:
                 self._release(index)
+        self._end_regions(position, is_read_here=True)
+
+    def _end_regions(self, position: int, is_read_here: bool) -> None:
+        """Autograd lets go of the last save of a region: its inputs, held for another replay, go too."""
+        for region in self.ends_at.get(position, ()):
+            if (self.last_reads[region] == position) == is_read_here:
+                self._leave(region)
 
     def _release(self, index: int) -> None:
         self.released.add(index)
@@ -289,10 +303,6 @@ class _Run:
             if self.owner[self.graph.saves[index].call] < 0:
                 self.copies.released(life)
             self.ledger.unhold(life)
-        for region in self._regions_around(self.graph.saves[index].call):
-            self.num_unreleased[region] -= 1
-            if not self.num_unreleased[region] and region not in self.scopes:
-                self._leave(region)  # nothing was ever read, so it is not replayed
 
     def _ensure(self, region: int) -> None:
         if region in self.scopes:
@@ -317,17 +327,24 @@ class _Run:
         self._settle(stop, region, scope)
         for life in scope.values():
             self.ledger.drop(life)
-        self._leave(region)
+        self._forget_kept(region)
 
     def _leave(self, region: int) -> None:
         """Let go of what was held for a region's replay."""
+        self.left.add(region)
         call = self.graph.calls[region]
+        if region in self.region_holds:
+            self.ledger.kept -= self.graph.hardware.region_bytes
+        if region not in self.scopes:  # nothing was ever read, so it was not replayed
+            self._forget_kept(region)
         for life in self.region_holds.pop(region, ()):
             if self.owner[call.parent] < 0:
                 self.copies.released(life)
             self.ledger.unhold(life)
+
+    def _forget_kept(self, region: int) -> None:
         for op in set(self.regions[region].keep_ops):
-            for value in self.graph.ops[call.first + op].outputs:
+            for value in self.graph.ops[self.graph.calls[region].first + op].outputs:
                 self.ledger.unhold(self.lives[value])
 
     def _run(self, index: int, phase: int, scope: dict[int, Life]) -> None:

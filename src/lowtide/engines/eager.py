@@ -24,6 +24,7 @@ from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.savedbytes import SavedBytes
 from lowtide.memory.store import ActivationStore, check_store
+from lowtide.plans import Plan
 from lowtide.policies import Policy, check_policy
 from lowtide.units import format_bytes
 
@@ -76,7 +77,7 @@ class AppliedStats:
         )
 
 
-class _Region:
+class PatchedModule:
     """A layer under a policy: how it is called, and what was seen of it."""
 
     hidden_from_replay = True
@@ -98,7 +99,11 @@ class Applied:
     hidden_from_replay = True
 
     def __init__(
-        self, policy: Policy, regions: list[_Region], store: ActivationStore | None, max_checkpoints: int | None
+        self,
+        policy: Policy | None,
+        regions: list[PatchedModule],
+        store: ActivationStore | None = None,
+        max_checkpoints: int | None = None,
     ) -> None:
         self.policy = policy
         self.enabled = True
@@ -141,11 +146,9 @@ class Applied:
     def __str__(self) -> str:
         return f"{self.policy} on {len(self._regions)} regions ({'on' if self.enabled else 'off'})"
 
-    def run(self, region: _Region, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward as decided."""
-        if not _OPTIONS.isdisjoint(kwargs):  # the layer's own arguments, which checkpoint() would take for its options
-            forward = functools.partial(forward, **{name: kwargs[name] for name in _OPTIONS & kwargs.keys()})
-            kwargs = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        forward, kwargs = self._without_options(forward, kwargs)
         if torch.compiler.is_compiling():
             return (
                 checkpoint(forward, *args, **kwargs) if self.enabled and region.recomputed else forward(*args, **kwargs)
@@ -157,14 +160,24 @@ class Applied:
                 return forward(*args, **kwargs)
         return checkpoint(functools.partial(self._counted, region, forward), *args, store=self._store, **kwargs)
 
-    def _counted(self, region: _Region, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def _without_options(
+        forward: Callable[..., Any], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """A layer's own arguments that checkpoint() would take for its options, bound to the layer's forward."""
+        if _OPTIONS.isdisjoint(kwargs):
+            return forward, kwargs
+        bound = functools.partial(forward, **{name: kwargs[name] for name in _OPTIONS & kwargs.keys()})
+        return bound, {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+
+    def _counted(self, region: PatchedModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_recomputing():
             region.num_replays += 1
             return forward(*args, **kwargs)
         with self._measuring(region, args):
             return forward(*args, **kwargs)
 
-    def _measuring(self, region: _Region, args: Any) -> contextlib.AbstractContextManager[Any]:
+    def _measuring(self, region: PatchedModule, args: Any) -> contextlib.AbstractContextManager[Any]:
         """Count what the layer saves, the first time it runs with these shapes; nothing otherwise."""
         shape = [value.shape for value in args if isinstance(value, torch.Tensor)]
         if region.measured_shape == shape or torch.compiler.is_compiling():
@@ -183,7 +196,7 @@ class Applied:
 
 def apply(
     model: nn.Module,
-    policy: Policy,
+    policy: Policy | Plan,
     *,
     regions: Selector | Iterable[Selector] | None = None,
     store: ActivationStore | None = None,
@@ -191,7 +204,9 @@ def apply(
     costs: Sequence[float] | None = None,
     bytes: Sequence[int] | None = None,
 ) -> Applied:
-    """Carry out a policy on a live model, in place: same modules, names, classes, hooks and `state_dict`.
+    """Carry out a policy or a plan on a live model, in place: same modules, names, classes, hooks and `state_dict`.
+
+    A `Plan` from `lowtide.solve` says which modules are recomputed; the options are for policies.
 
     - `regions`: the layers; by default the model's repeated blocks. Or dotted patterns (`"encoder.layers.*"`, `**` for
       any depth), module classes, predicates `(name, module) -> bool`, or a list of these. No match is a `ValueError`.
@@ -209,18 +224,24 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() works on an nn.Module, not {type(model).__name__}")
+    if isinstance(policy, Plan):
+        if (regions, store, max_checkpoints, costs, bytes) != (None,) * 5:
+            raise TypeError("a Plan says itself which modules are recomputed: give it alone")
+        from lowtide.engines.planned import apply_plan  # it builds on this module
+
+        return apply_plan(model, policy)
     check_policy(policy)
     check_store(store)
-    _refuse_other_checkpointing(model)
+    refuse_other_checkpointing(model)
     found = find_regions(model, regions)
     decisions = policy.decide(len(found), costs, bytes)
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
-    chosen = [_Region(name, found[name], recomputed) for name, recomputed in zip(found, decisions, strict=True)]
+    chosen = [PatchedModule(name, found[name], recomputed) for name, recomputed in zip(found, decisions, strict=True)]
     return Applied(policy, chosen, store, max_checkpoints)
 
 
-def _forward_of(applied: Applied, region: _Region) -> Callable[..., Any]:
+def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = region.own_forward
         if plain is None and torch.compiler.is_compiling():
@@ -238,7 +259,7 @@ def _applied_to(module: nn.Module) -> Applied | None:
     return getattr(getattr(method, "__func__", None), _MARK, None)
 
 
-def _refuse_other_checkpointing(model: nn.Module) -> None:
+def refuse_other_checkpointing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if _applied_to(module) is not None:
             raise LowtideError(f"a policy is applied to {name or 'the model'} already: handle.remove() takes it off")

@@ -94,6 +94,7 @@ class Hardware:
 
     `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what
     watching an op costs the step, where outputs of single ops are held inside a region: 0 where the host is ahead.
+    `region_bytes` are held on the device by each region that waits for its replay: random states.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Hardware:
     link_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 1e9
     dispatch_s: float = 0.0
+    region_bytes: int = 0
 
 
 UNKNOWN_HARDWARE = Hardware("unknown")

@@ -147,7 +147,8 @@ def _hardware(content: Any) -> Hardware:
     if not isinstance(content, dict) or set(content) != {f.name for f in fields(Hardware)}:
         raise ValueError("hardware does not have the fields of version 1")
     name = _strings([content.pop("name")])[0]
-    memory_bytes = _number(content.pop("memory_bytes"), int, "memory_bytes")
-    if memory_bytes < 0:
-        raise ValueError(f"the memory is {memory_bytes} bytes")
-    return Hardware(name, memory_bytes, **{key: _number(item, float, key) for key, item in content.items()})
+    kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
+    numbers = {key: _number(item, kinds[key], key) for key, item in content.items()}
+    if any(number < 0 for number in numbers.values()):
+        raise ValueError("a number of the hardware is below 0")
+    return Hardware(name, **numbers)

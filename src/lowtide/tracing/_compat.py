@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lowtide._compat import (
+    BOOKKEEPING_OPS,
     PLAIN_TYPES,
     accelerator,
     autograd_nodes_since,
@@ -30,6 +31,7 @@ from lowtide._compat import (
 )
 
 __all__ = [
+    "BOOKKEEPING_OPS",
     "PLAIN_TYPES",
     "accelerator",
     "is_plain",
@@ -187,19 +189,6 @@ def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
     )
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     return op.namespace, str(op), written, is_random, bool(op.is_view)
-
-
-# Ops that compute nothing and make no storage: questions about a tensor, other names for one, a constant's first.
-BOOKKEEPING_OPS = frozenset(
-    {
-        torch.ops.prim.device.default,
-        torch.ops.aten.detach.default,
-        torch.ops.aten.alias.default,
-        torch.ops.aten.lift_fresh.default,
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
-)
 
 
 def has_dynamic_shape(op: Any) -> bool:

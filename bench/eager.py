@@ -1,0 +1,212 @@
+"""Eager training under a budget against what people use today: same model, same run, measured peaks and times.
+
+    python bench/eager.py [--device cuda] [--out FOLDER] [models ...]
+
+Peers: nothing; torch's checkpoint on each block and on every second; torch's selective checkpointing that keeps all
+matrix products, and every other one (as torchtitan does); Hugging Face's own `gradient_checkpointing` where it is one
+of theirs. Ours is `lowtide.fit` at each peer's measured peak, and at budgets between the floor and the plain peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo
+from reporting import RESULTS, device_name, save, timed, versions
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import lowtide
+from lowtide.engines.regions import find_regions
+
+PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def gpt_large(device: str) -> zoo.Job:
+    if device == "cpu":
+        return zoo.gpt(8, 256, 8, 512, (8, 128))
+    return zoo.gpt(16, 2048, 16, 32000, (8, 2048))
+
+
+def llama(device: str) -> zoo.Job:
+    import transformers
+
+    size = (256, 688, 8, 1000, 4, 128) if device == "cpu" else (2048, 5632, 16, 32000, 8, 2048)
+    width, hidden, layers, vocabulary, batch, length = size
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128 if width > 512 else 4,
+        num_key_value_heads=width // 128 if width > 512 else 4,
+        vocab_size=vocabulary,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(vocabulary, (batch, length))
+    return zoo.Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), "model.layers.*")
+
+
+MODELS: dict[str, Callable[[str], zoo.Job]] = {"gpt": gpt_large, "hf_llama": llama}
+
+
+def selective(every: int) -> Callable[[], Any]:
+    """torch's selective checkpointing that keeps every `every`-th matrix product."""
+
+    def contexts() -> Any:
+        seen = {False: 0, True: 0}
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if not any(word in str(op) for word in PRODUCTS):
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            seen[context.is_recompute] += 1
+            keeps = seen[context.is_recompute] % every == 0
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+@contextlib.contextmanager
+def torch_checkpoints(job: zoo.Job, step: int = 1, context_fn: Any = None) -> Iterator[None]:
+    """torch's own checkpoint on every `step`-th block."""
+    blocks = list(find_regions(job.model, job.blocks).values())[::step]
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, type(block).forward, block, use_reentrant=False, **options)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+@contextlib.contextmanager
+def hugging_face(job: zoo.Job) -> Iterator[None]:
+    model: Any = job.model
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def peers(job: zoo.Job) -> dict[str, Any]:
+    found = {
+        "nothing": contextlib.nullcontext,
+        "torch checkpoint per block": functools.partial(torch_checkpoints, job),
+        "torch checkpoint, every second block": functools.partial(torch_checkpoints, job, 2),
+        "torch selective, all products kept": functools.partial(torch_checkpoints, job, 1, selective(1)),
+        "torch selective, every other product": functools.partial(torch_checkpoints, job, 1, selective(2)),
+    }
+    if hasattr(job.model, "gradient_checkpointing_enable"):
+        found["Hugging Face gradient_checkpointing"] = functools.partial(hugging_face, job)
+    return found
+
+
+def measured(job: zoo.Job, device: str, rounds: int) -> tuple[float, int]:
+    """Median seconds and the peak of the whole step."""
+
+    def step() -> None:
+        job.step()
+        job.model.zero_grad(set_to_none=True)
+
+    for _ in range(2):
+        step()
+    seconds = statistics.median(timed(step, device) for _ in range(rounds))
+    peak = lowtide.measure(job.step, device=device).total_peak_bytes
+    job.model.zero_grad(set_to_none=True)
+    return seconds, peak
+
+
+def compare(name: str, device: str, rounds: int) -> list[str]:
+    job = MODELS[name](device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    job.model.to(device=device, dtype=dtype).train()
+    job.batch = tuple(tensor.to(device) for tensor in job.batch)
+    tensors = [*job.model.parameters(), *job.model.buffers(), *job.batch]
+    there = 0 if device == "cuda" else sum(tensor.nbytes for tensor in tensors)
+    found = {}
+    for peer, context in peers(job).items():
+        with context():
+            seconds, peak = measured(job, device, rounds)
+        found[peer] = seconds, peak + there
+    plain_s, plain_peak = found["nothing"]
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    floor = lowtide.sweep(graph, []).floor_bytes
+    targets = [
+        (f"at the peak of: {peer}", peak, seconds) for peer, (seconds, peak) in found.items() if peer != "nothing"
+    ]
+    targets += [(f"{int(100 * s)} % of the way from floor", int(floor + (plain_peak - floor) * s), 0.0) for s in SHARES]
+    lines = ["", f"## {name}: plain {1e3 * plain_s:.1f} ms, {plain_peak / 2**30:.3f} GiB", ""]
+    lines += [
+        "| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |",
+        "|" + "---|" * 9,
+    ]
+    for label, budget, seconds in targets:
+        try:
+            handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
+        except lowtide.InfeasibleBudgetError as error:
+            lines.append(f"| {label} | {budget / 2**30:.3f} | infeasible: {str(error).splitlines()[0]} |")
+            continue
+        ours_s, ours_peak = measured(job, device, rounds)
+        handle.remove()
+        plan = handle.plan
+        theirs = f"{1e3 * seconds:.1f} | {100 * (seconds / plain_s - 1):+.1f} %" if seconds else " | "
+        lines.append(
+            f"| {label} | {budget / 2**30:.3f} | {theirs} | {1e3 * ours_s:.1f} | {100 * (ours_s / plain_s - 1):+.1f} % "
+            f"| {100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} % | {(ours_peak + there) / 2**30:.3f} |"
+        )
+        print(lines[-1], flush=True)
+    del job
+    return lines
+
+
+def overhead(device: str, rounds: int) -> list[str]:
+    """What the engine costs when it has nothing to do but to be there: a plan on a model, switched off and on."""
+    job = MODELS["gpt"](device)
+    job.model.to(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    job.batch = tuple(tensor.to(device) for tensor in job.batch)
+    ratios = []
+    for _ in range(3):
+        plain_s, _ = measured(job, device, rounds)
+        names: dict[str, nn.Module] = find_regions(job.model, job.blocks)
+        with lowtide.apply(job.model, lowtide.Plan(regions=tuple(lowtide.plans.Recompute(n) for n in names))) as handle:
+            handle.enabled = False
+            ratios.append(measured(job, device, rounds)[0] / plain_s)
+    return [
+        "",
+        f"Every block patched and kept: {statistics.median(ratios):.3f} of the plain step's time (median of three).",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(MODELS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    lines = [
+        f"# Eager training under a budget, {device_name(options.device)}",
+        "",
+        f"{versions()}. `+` is over the plain step. Budgets are peaks of the whole step; ours are measured too.",
+    ]
+    for name in options.names:
+        lines += compare(name, options.device, options.rounds)
+    lines += overhead(options.device, options.rounds)
+    save(lines, options.out, f"eager-{options.device}.md")
+
+
+if __name__ == "__main__":
+    main()

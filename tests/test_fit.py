@@ -1,0 +1,243 @@
+"""Plans carried out on live models: the same step to the last bit, and a measured peak that holds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.plans import Move, Plan, Recompute
+
+JOBS = ["gpt_dropout", "block_called_again", "gpt_autocast", "custom_function", "lora", "unet", "hf_llama", "hf_t5"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # workspaces of kernels depend on it
+    yield
+    torch.set_num_threads(before)
+
+
+def make(name: str) -> zoo.Job:
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers")
+    return zoo.make(name, scale=1)
+
+
+def outcome(job: zoo.Job, steps: int = 2) -> list[Tensor]:
+    """Everything that a few steps of training leave behind."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.01)
+    left = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = job.loss_fn(*job.batch)
+        loss.backward()
+        left += [loss.detach(), *(p.grad.clone() for p in job.model.parameters() if p.grad is not None)]
+        optimizer.step()
+    optimizer.zero_grad()
+    return [*left, *(buffer.clone() for buffer in job.model.buffers()), torch.get_rng_state()]
+
+
+def measured_peak(job: zoo.Job, graph: lowtide.StepGraph) -> int:
+    there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    peak = lowtide.measure(job.step, device="cpu").peak_bytes
+    job.model.zero_grad(set_to_none=True)
+    return there + peak
+
+
+def budgets(graph: lowtide.StepGraph, shares: tuple[float, ...]) -> list[int]:
+    frontier = lowtide.sweep(graph, [])
+    low, high = frontier.floor_bytes, frontier.plain_peak_bytes
+    return [int(low + (high - low) * share) for share in shares]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
+    job = make(name)
+    weights = copy.deepcopy(job.model.state_dict())
+    expected = outcome(job)
+    job.model.load_state_dict(weights)
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    for budget in budgets(graph, (0.05, 0.4, 0.8)):
+        plan = lowtide.solve(graph, budget)
+        with lowtide.apply(job.model, plan) as handle:
+            actual = outcome(job)
+            assert handle.stats().num_replays > 0 or not plan.regions
+            job.model.load_state_dict(weights)
+            measured = measured_peak(job, graph)
+        job.model.load_state_dict(weights)
+        assert len(actual) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert measured == pytest.approx(plan.peak_bytes, rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "unet"])
+def test_fit_holds_the_budget_and_leaves_the_model_alone(name: str) -> None:
+    job = make(name)
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    before = copy.deepcopy(job.model.state_dict()), torch.get_rng_state()
+    for budget in budgets(graph, (0.3, 0.7)):
+        handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
+        assert all(torch.equal(a, b) for a, b in zip(before[0].values(), job.model.state_dict().values(), strict=True))
+        assert torch.equal(before[1], torch.get_rng_state())
+        assert all(parameter.grad is None for parameter in job.model.parameters())
+        assert handle.measured_peak_bytes is not None
+        assert handle.measured_peak_bytes <= budget
+        assert measured_peak(job, graph) <= budget
+        handle.remove()
+        assert "forward" not in vars(job.model)
+
+
+def test_fit_does_nothing_to_a_model_that_fits() -> None:
+    job = make("custom_function")
+    handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget="1GiB")
+    assert handle.plan.regions == ()
+    assert all("forward" not in vars(module) for module in job.model.modules())
+
+
+def test_fit_undoes_everything_where_nothing_holds() -> None:
+    job = make("custom_function")
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="floor"):
+        lowtide.fit(job.model, job.loss_fn, *job.batch, budget="100KiB")
+    assert all("forward" not in vars(module) for module in job.model.modules())
+
+
+def test_fit_undoes_everything_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make("custom_function")
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    (budget,) = budgets(graph, (0.5,))
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowtide.engines.fitting._measured_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
+    assert all("forward" not in vars(module) for module in job.model.modules())
+
+
+def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make("gpt_dropout")
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    (budget,) = budgets(graph, (0.6,))
+    from lowtide.engines import fitting
+
+    honest, calls = fitting._whole_peak, []
+
+    def pessimistic(*args: Any) -> int:
+        calls.append(honest(*args))
+        return calls[-1] + (200_000 if len(calls) == 1 else 0)
+
+    monkeypatch.setattr(fitting, "_whole_peak", pessimistic)
+    handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
+    assert len(calls) == 2
+    assert calls[1] <= calls[0]
+    handle.remove()
+
+
+def test_plan_is_trace_and_solve() -> None:
+    job = make("custom_function")
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    (budget,) = budgets(graph, (0.5,))
+    plan = lowtide.plan(job.model, job.loss_fn, *job.batch, budget=budget)
+    assert plan.fingerprint == graph.fingerprint
+    assert plan.peak_bytes <= budget
+
+
+def test_several_forwards_before_a_backward_and_evaluation_in_between() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(zoo.Block(32, 4) for _ in range(3)))
+    batches = [torch.randn(2, 16, 32) for _ in range(2)]
+
+    def both() -> list[Tensor]:
+        model.zero_grad()
+        losses = [model(batch).square().mean() for batch in batches]
+        with torch.no_grad():
+            model(batches[0])
+        sum(losses).backward()  # type: ignore[union-attr]
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = both()
+    with lowtide.apply(model, Plan(regions=(Recompute("0"), Recompute("1", keep_ops=(0, 4)), Recompute("2.mlp")))):
+        assert all(torch.equal(a, b) for a, b in zip(expected, both(), strict=True))
+
+
+def test_one_call_of_several() -> None:
+    job = make("block_called_again")
+    expected = outcome(job, steps=1)
+    with lowtide.apply(job.model, Plan(regions=(Recompute("block", 1), Recompute("block", 3)))) as handle:
+        job = zoo.Job(job.model, job.loss_fn, job.batch, job.blocks)
+        for parameter in job.model.parameters():
+            parameter.grad = None
+        torch.manual_seed(1)
+        job.step()
+        assert handle.stats().num_replays == 2
+        job.step()
+        assert handle.stats().num_replays == 4
+    assert expected
+
+
+def test_switch_names_and_copies() -> None:
+    model = nn.Sequential(zoo.Block(32, 4), zoo.Block(32, 4))
+    names = list(model.state_dict())
+    handle = lowtide.apply(model, Plan(regions=(Recompute("0"),)))
+    assert list(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each(torch.randn(2, 4, 32)).sum().backward()
+    assert handle.stats().num_replays == 2
+    handle.enabled = False
+    model(torch.randn(2, 4, 32)).sum().backward()
+    assert handle.stats().num_replays == 2
+    handle.remove()
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (Plan(regions=(Recompute("layers.0"),)), "no such module"),
+        (Plan(moves=(Move("0"),)), "does not carry out yet"),
+    ],
+)
+def test_plans_for_something_else(plan: Plan, problem: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(lowtide.PlanError, match=problem):
+        lowtide.apply(model, plan)
+    assert "forward" not in vars(model)
+
+
+def test_a_plan_is_given_alone() -> None:
+    with pytest.raises(TypeError, match="give it alone"):
+        lowtide.apply(nn.Linear(2, 2), Plan(), regions="*")
+
+
+def test_apply_refuses_a_second_plan() -> None:
+    model = nn.Sequential(zoo.Block(32, 4))
+    with lowtide.apply(model, Plan(regions=(Recompute("0"),))):
+        with pytest.raises(lowtide.LowtideError, match="already"):
+            lowtide.apply(model, Plan(regions=(Recompute("0"),)))
+
+
+def test_max_batch_is_the_largest() -> None:
+    model = nn.Sequential(*(zoo.Block(32, 4) for _ in range(3)))
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    def make_batch(size: int) -> Tensor:
+        return torch.randn(size, 16, 32)
+
+    largest = lowtide.max_batch(model, loss_fn, make_batch, budget="4MiB")
+    assert largest.plan.peak_bytes <= 4 << 20
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.solve(lowtide.trace(model, loss_fn, make_batch(largest + 1), mode="fake"), "4MiB")
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.max_batch(model, loss_fn, make_batch, budget="64KiB")
