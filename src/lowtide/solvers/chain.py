@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import numpy as np
 
 from lowtide.graph import StepGraph
 from lowtide.solvers.pricing import Choice
 
 Regions = dict[int, tuple[int, ...]]
+
+_FEWEST_STOPS = 9
+_STOPPED_OPS = 100_000  # ops to simulate for all stops together
 
 
 @dataclass(frozen=True)
@@ -25,15 +32,23 @@ class _Leg:
 
 
 class Chain:
-    """Plans numbered from 0 (everything kept) to `len - 1` (as little kept as can be), each slower than the last."""
+    """Plans numbered from 0 (everything kept) to `len - 1` (as little kept as can be), on the whole slower, smaller."""
 
     def __init__(self, graph: StepGraph, choices: list[Choice]) -> None:
         self._legs = [_leg(graph, a.regions, b.regions) for a, b in pairwise(choices)]
-        self._length = 1 + sum(len(leg.units) for leg in self._legs)
+        ends = list(accumulate((len(leg.units) for leg in self._legs), initial=0))
+        self._length = ends[-1] + 1
         self._first = choices[0].regions
+        most = max(_FEWEST_STOPS, _STOPPED_OPS // max(len(graph.ops), 1))
+        self.stops = list(range(self._length)) if self._length <= most else _thinned(ends, most)
+        self._bytes = np.interp(range(self._length), ends, [choice.bytes for choice in choices])
 
     def __len__(self) -> int:
         return self._length
+
+    def bytes(self, number: int) -> float:
+        """Roughly what plan `number` holds at the chain's moment, beyond what all plans do."""
+        return float(self._bytes[number])
 
     def regions(self, number: int) -> Regions:
         """The regions of plan `number`, by call, with the ops whose outputs each holds."""
@@ -48,18 +63,84 @@ class Chain:
         raise IndexError(number)
 
 
-def first_that(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest number found by bisection in `low..high` for which `holds`, given that it does for `high`.
+class Cost(Protocol):
+    """What a plan takes."""
 
-    If `holds` becomes true for more numbers, the answer never grows: a larger budget never gives a slower plan.
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def extra_s(self) -> float: ...
+
+
+def first_fitting(
+    cost: Callable[[int], Cost], last: int, budget: int, *, most_s: float = math.inf, is_late: Callable[[], bool]
+) -> int:
+    """A fast plan of `0..last` that fits in `budget`, found by bisection, given that `last` does.
+
+    Peaks fall along a chain on the whole, and not at every step. So that a larger budget never gives a slower plan, and
+    a smaller one never a larger peak, a plan is taken only if it is no smaller and no slower than the one taken before
+    it, and no faster than any that was over the budget. Then two budgets go the same way up to a plan that fits the
+    larger only: all taken from there on are no smaller than that plan for the larger budget, so above the smaller, and
+    no slower; for the smaller budget, they are no faster.
+
+    Where it turns out that the plan is slower than `most_s`, it need not be the one.
     """
-    while low < high:
+    return _bisect(cost, 0, last, budget, 0.0, most_s, is_late)
+
+
+def first_past_stops(
+    cost: Callable[[int], Cost],
+    stops: Sequence[int],
+    budget: int,
+    *,
+    most_s: float = math.inf,
+    is_late: Callable[[], bool],
+) -> int | None:
+    """As `first_fitting`, between the first of `stops` that fits and the one before; None if none does.
+
+    For chains on which peaks rise and fall again: each stop is looked at, from the fastest on, but for those that are
+    faster than one before them.
+    """
+    before, least_s = 0, 0.0
+    for stop in stops:
+        if cost(stop).extra_s >= least_s:
+            if cost(stop).peak_bytes <= budget:
+                return _bisect(cost, before, stop, budget, least_s, most_s, is_late)
+            least_s = cost(stop).extra_s
+        if least_s > most_s:
+            return None
+        before = stop + 1
+    return None
+
+
+def _bisect(
+    cost: Callable[[int], Cost],
+    low: int,
+    high: int,
+    budget: int,
+    least_s: float,
+    most_s: float,
+    is_late: Callable[[], bool],
+) -> int:
+    found = high
+    while low < high and least_s <= most_s and not is_late():
         middle = (low + high) // 2
-        if holds(middle):
+        peak_bytes, extra_s = cost(middle).peak_bytes, cost(middle).extra_s
+        if peak_bytes < cost(found).peak_bytes or extra_s > cost(found).extra_s:
             high = middle
-        else:
+        elif extra_s < least_s:
             low = middle + 1
-    return high
+        elif peak_bytes <= budget:
+            found = high = middle
+        else:
+            low, least_s = middle + 1, extra_s
+    return found
+
+
+def _thinned(numbers: list[int], most: int) -> list[int]:
+    """At most `most` of the numbers, evenly chosen, first and last among them."""
+    return [numbers[index] for index in np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))]
 
 
 def _leg(graph: StepGraph, before: Regions, after: Regions) -> _Leg:

@@ -1,8 +1,8 @@
 """Where a replay itself holds too much: smaller regions, and regions inside regions.
 
 A replayed region holds all it saves at once. Smaller regions in its place hold less, and more inputs; a region inside
-it drops its saves again, at the price of another run. So wherever a simulated step is over the budget, the region at
-work there is taken apart or nested one level further, and where no region is, one is made of the module at work.
+it drops its saves again, at the price of another run. So wherever a simulated step holds too much, the region at work
+there is taken apart or nested one level further, and where no region is, one is made of the module at work.
 """
 
 from __future__ import annotations
@@ -15,64 +15,76 @@ from lowtide.solvers.chain import Regions
 
 
 class Nesting:
-    """Takes regions apart, level by level of the module tree."""
+    """Takes regions apart, level by level of the module tree.
 
-    def __init__(self, graph: StepGraph, replayable: list[bool]) -> None:
+    A region that is inside of none holds the outputs of its ops that `must_keep`; a region inside it cannot, so one
+    with such ops is none.
+    """
+
+    def __init__(self, graph: StepGraph, replayable: list[bool], must_keep: np.ndarray) -> None:
         self._graph = graph
         self._replayable = replayable
+        self._must_keep = must_keep
+        sums = np.concatenate([[0], np.cumsum(must_keep)])
+        self._is_bound = [bool(sums[call.end] > sums[call.first]) for call in graph.calls]
         self._children: list[list[int]] = [[] for _ in graph.calls]
         for index, call in enumerate(graph.calls):
             if call.parent >= 0:
                 self._children[call.parent].append(index)
 
-    def deeper(self, regions: Regions, timeline: Timeline, budget: int) -> Regions:
-        """`regions` and more inside those at work where the timeline is over the budget; the same if none is left."""
-        found = dict(regions)
-        for call in self._at_work(timeline, budget):
-            region = self._outermost(call, regions)
-            if region >= 0:
-                found[region] = ()  # a region that holds ops would keep what those inside it drop
-                found |= {each: () for each in self._next_level(region, found)}
-        return self._clean(found)
+    def tidied(self, regions: Regions) -> Regions:
+        """`regions` less those that cannot be, each holding what it must, and nothing else where others are inside."""
+        found: Regions = {}
+        has_inner = {self._outermost(self._graph.calls[call].parent, regions) for call in regions}
+        for call in sorted(regions):
+            outer = self._outermost(self._graph.calls[call].parent, found)
+            if not self._replayable[call] or (outer >= 0 and self._is_bound[call]):
+                continue
+            # A region that holds more would keep what those inside it drop.
+            more = () if outer >= 0 or call in has_inner else regions[call]
+            found[call] = tuple(sorted({*more, *self._must_hold(call)})) if outer < 0 else ()
+        return found
 
-    def apart(self, regions: Regions, timeline: Timeline, budget: int) -> Regions:
-        """`regions`, those at work over the budget replaced by the calls inside them; the same if none is left.
+    def deeper(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+        """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
+        found = dict(regions)
+        for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
+            found |= {inner: () for inner in self._next_level(region, regions)}
+        return self.tidied(found)
+
+    def apart(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+        """`regions`, those at work above `level` replaced by the calls inside them; the same if none is left.
 
         Cheaper in time than regions inside regions, for nothing is replayed twice; but more inputs are held.
         """
         found = dict(regions)
-        for call in self._at_work(timeline, budget):
-            region = self._outermost(call, found)
-            inside = [child for child in self._children[region] if self._replayable[child]] if region >= 0 else []
+        for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
+            inside = [child for child in self._children[region] if self._replayable[child]]
             if inside:
                 del found[region]
                 found |= {child: () for child in inside}
-        return self._clean(found)
+        return self.tidied(found)
 
-    def wider(self, regions: Regions, timeline: Timeline, budget: int) -> Regions:
-        """`regions` and more around them where the timeline is over the budget outside of all; the same if none is.
+    def wider(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+        """`regions` and more around them where the timeline is above `level` outside of all; the same if none is.
 
         With a whole trunk as one region the backward of what follows it runs before anything inside is held again.
         """
         found = dict(regions)
-        for call in self._at_work(timeline, budget):
+        for call in self._at_work(timeline, level):
             if self._outermost(call, regions) < 0:
                 found |= {each: () for each in self._coarsest(call)}
         if found == regions:  # what is at work lies in no module: all that can be a region is held too much
-            tops = [call for call in range(len(self._graph.calls)) if self._replayable[call]]
-            found |= {call: () for call in tops if self._outermost(call, found) < 0}
-        return self._clean(found)
+            found |= {call: () for call in range(len(self._graph.calls)) if self._coarsest(call) == [call]}
+        return self.tidied(found)
 
-    def _at_work(self, timeline: Timeline, budget: int) -> list[int]:
-        over = np.flatnonzero(timeline.total_bytes > budget)
-        ops = {int(timeline.ops[event]) for event in over} - {-1}
+    def _must_hold(self, call: int) -> list[int]:
+        first, end = self._graph.calls[call].first, self._graph.calls[call].end
+        return [int(op) for op in np.flatnonzero(self._must_keep[first:end])] if self._is_bound[call] else []
+
+    def _at_work(self, timeline: Timeline, level: float) -> list[int]:
+        ops = {int(timeline.ops[event]) for event in np.flatnonzero(timeline.total_bytes > level)} - {-1}
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
-
-    def _clean(self, regions: Regions) -> Regions:
-        return {call: () if self._has_outer(call, regions) else ops for call, ops in regions.items()}
-
-    def _has_outer(self, call: int, regions: Regions) -> bool:
-        return self._outermost(call, regions) != call
 
     def _outermost(self, call: int, regions: Regions) -> int:
         outermost = -1
@@ -94,7 +106,8 @@ class Nesting:
         level = [region]
         while level:
             inside = [child for call in level for child in self._children[call]]
-            missing = [child for child in inside if child not in regions and self._replayable[child]]
+            allowed = [child for child in inside if self._replayable[child] and not self._is_bound[child]]
+            missing = [child for child in allowed if child not in regions]
             if missing:
                 return missing
             level = inside

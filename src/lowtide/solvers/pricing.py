@@ -6,21 +6,26 @@ over its ops and its inputs, and which regions to take is decided from the leave
 either one region, or what is best for its ops and the calls inside it. Regions inside regions change what a replay
 holds, not what the forward leaves behind, so they have no place here.
 
-Bytes are those held at one moment, while op `at` runs; each value is charged once, at the first save of it that
-the backward has yet to read. Charging no value twice and none that the moment does not hold is what makes
-`seconds + price * bytes` a lower bound for every plan (see `bounds`).
+Bytes are those held at one moment, while op `at` runs; `holding` says who pays for each value. Charging no value twice
+and none that the moment does not hold, and no op that a plan might get around, is what makes the least
+`seconds + price * bytes` a bound for every plan: one that holds at most `allowed` bytes then takes at least
+`least - price * allowed` seconds, for any price (`Hull.least_s`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 import numpy as np
 
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
+from lowtide.solvers.holding import Holding
 
 NEVER = 1 << 30
+_ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not worth it by a hair
 
 
 @dataclass(frozen=True)
@@ -35,75 +40,70 @@ class Choice:
 class Pricing:
     """A graph's costs as arrays, for the moment at which op `at` of the plain step `plain` runs.
 
-    `discount` is taken off the price of values that could be moved instead: saves outside of regions, and inputs.
+    `discount` is taken off the price of values that could be moved instead: saves outside of regions, and inputs. With
+    `narrow`, no region contains several layers.
     """
 
-    def __init__(self, graph: StepGraph, plain: Timeline, at: int, discount: float = 0.0) -> None:
+    def __init__(self, graph: StepGraph, plain: Timeline, at: int, discount: float = 0.0, narrow: bool = False) -> None:
         self.graph = graph
         self.at = at
         self._dispatch_s = graph.hardware.dispatch_s
-        num = graph.num_forward
-        self._depth, self._last = _depths(graph)
-        homes = _homes(graph, at)
-        self.charged_bytes = sum(graph.values[value].bytes for value in homes)
-        event = int(np.flatnonzero(plain.ops == at)[0])
-        self.base_bytes = int(plain.total_bytes[event]) - self.charged_bytes
-        self._seconds = np.array([op.seconds for op in graph.ops[:num]])
-        self._size = np.zeros(num)
-        self._shared_depth = np.full(num, NEVER)  # how deep a region may be and still pay for an op's output
-        self._may_keep = np.zeros(num, dtype=bool)
-        self._must_keep = np.zeros(num, dtype=bool)
-        mutated = {value for op in graph.ops[:num] for value in op.mutates}
-        for index, op in enumerate(graph.ops[:num]):
-            made = [value for value in op.outputs if graph.values[value].kind == "activation"]
-            self._size[index] = sum(graph.values[value].bytes for value in made)
-            self._may_keep[index] = bool(made) and "mutates" not in op.flags and mutated.isdisjoint(made)
-            self._must_keep[index] = self._may_keep[index] and "index" in op.flags
-            if len(made) == 1 and made[0] in homes:
-                self._shared_depth[index] = self._common_depth(op.call, homes[made[0]])
-        self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges(homes))
-        self._stop = _stops(graph)
+        self._depth = _depths(graph)
+        self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
+        self._stop, self._least_stop = _stops(graph)
         self._children: list[list[int]] = [[] for _ in graph.calls]
         self._roots: list[int] = []
         for index, call in enumerate(graph.calls):
             (self._roots if call.parent < 0 else self._children[call.parent]).append(index)
-        self.replayable = [
-            stop > call.first and call.parent >= 0 and not call.path.startswith("<")
-            for call, stop in zip(graph.calls, self._stop, strict=True)
-        ]
+        self.may_keep, self.must_keep = keepable(graph)
+        self.replayable = replayable(graph, self._stop)
+        if narrow:
+            is_wide = contains_layers(graph)
+            self.replayable = [can and not wide for can, wide in zip(self.replayable, is_wide, strict=True)]
+        holding = Holding(graph, plain, at)
+        self.base_bytes = holding.base_bytes
+        self._charges_of_ops(holding)
+        self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
 
-    def _charges(self, homes: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    def _charges_of_calls(self, holding: Holding) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that each call holds directly if it is no region, and as inputs if it is one."""
         graph = self.graph
         direct, inputs = np.zeros(len(graph.calls) + 1), np.zeros(len(graph.calls))
-        for value, home in homes.items():
+        for value, home in holding.homes.items():
             direct[home] += graph.values[value].bytes
-        payers = self._payers(homes)
-        for index, call in enumerate(graph.calls):
-            for value in set(call.inputs):
-                if value in payers and index <= payers[value] <= self._last[index]:
-                    inputs[index] += graph.values[value].bytes
+            inputs[holding.takers(value, home)] += graph.values[value].bytes
+        for value, payer in holding.passed.items():
+            for call in holding.takers(value, payer):
+                inputs[call] += 0 if holding.has_begun[call] else graph.values[value].bytes
         return direct, inputs
 
-    def _payers(self, homes: dict[int, int]) -> dict[int, int]:
-        """For each value that regions would hold as an input: the call that a region must contain to be charged for it.
+    def _charges_of_ops(self, holding: Holding) -> None:
+        """`_held[depth]`: bytes for each op that a region at that depth holds, if it holds the op's outputs.
 
-        That is the call that saves it first; of a value that nothing saves, the innermost call that it goes to first.
+        Not those that another call pays for: one that the region does not contain.
         """
-        graph, at = self.graph, self.at
-        saved = {save.value for save in graph.saves}
-        payers = dict(homes)
+        graph, num = self.graph, self.graph.num_forward
+        begun_depth = [-1] * (len(graph.calls) + 1)  # regions deeper than that have not been replayed yet
         for index, call in enumerate(graph.calls):
-            if call.first > at:
-                continue
-            for value in call.inputs:
+            begun_depth[index] = self._depth[index] if holding.has_begun[index] else begun_depth[call.parent]
+        items = []  # op, bytes, and the depths of regions that pay: above the first, up to the second
+        for number in np.flatnonzero(self.may_keep[: self.at + 1]):
+            op = graph.ops[number]
+            for value in op.outputs:
                 facts = graph.values[value]
-                if facts.kind != "activation" or facts.dropped > at or value in saved:
+                if facts.kind != "activation" or facts.dropped > self.at or value in holding.in_use:
                     continue
-                payer = payers.setdefault(value, index)
-                if payer < index <= self._last[payer]:
-                    payers[value] = index
-        return payers
+                if value in holding.homes:
+                    items.append((number, facts.bytes, -1, self._common_depth(op.call, holding.homes[value])))
+                else:
+                    passed = holding.passed.get(value)
+                    most = NEVER if passed is None else self._common_depth(op.call, passed)
+                    items.append((number, facts.bytes, begun_depth[op.call], most))
+        ops, sizes, above, most = np.array(items, dtype=np.int64).reshape(-1, 4).T
+        self._held = {}
+        for depth in sorted(set(self._depth[:-1])):
+            paid = (above < depth) & (depth <= most)
+            self._held[depth] = np.bincount(ops[paid], weights=sizes[paid], minlength=num)
 
     def _common_depth(self, a: int, b: int) -> int:
         calls, depth = self.graph.calls, self._depth
@@ -117,15 +117,14 @@ class Pricing:
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
         calls = self.graph.calls
-        held = price * self._size
         plain_sums = np.concatenate([[0.0], np.cumsum(self._seconds)])
-        must_sums = np.concatenate([[0], np.cumsum(self._must_keep)])
-        sums = {}
-        for depth in sorted(set(self._depth[:-1])):
-            charge = np.where(depth <= self._shared_depth, held, 0.0)
-            either = np.where(self._may_keep, np.minimum(self._seconds, charge), self._seconds)
-            either = np.where(self._must_keep, charge, either)
+        must_sums = np.concatenate([[0], np.cumsum(self.must_keep)])
+        sums, sums_past_stop = {}, {}
+        for depth, held in self._held.items():
+            either = np.where(self.may_keep, np.minimum(self._seconds, price * held), self._seconds)
+            either = np.where(self.must_keep, price * held, either)
             sums[depth] = np.concatenate([[0.0], np.cumsum(either)])
+            sums_past_stop[depth] = np.concatenate([[0.0], np.cumsum(np.where(self.must_keep, price * held, 0.0))])
         cost = np.zeros(len(calls))
         as_region: list[int] = [0] * len(calls)  # 0: no region, 1: a plain one, 2: one that holds outputs
         for index in range(len(calls) - 1, -1, -1):
@@ -133,22 +132,33 @@ class Pricing:
             cost[index] = apart
             if not self.replayable[index]:
                 continue
-            first, stop = calls[index].first, self._stop[index]
+            first, stop, end = calls[index].first, self._stop[index], calls[index].end
             entry = price * self._inputs[index]
             simple = entry + plain_sums[stop] - plain_sums[first]
-            if must_sums[stop] > must_sums[first]:
+            if must_sums[end] > must_sums[first]:
                 simple = np.inf
-            by_depth = sums[self._depth[index]]
-            holding = entry + by_depth[stop] - by_depth[first] + self.dispatch_s(index)
+            by_depth, past_stop = sums[self._depth[index]], sums_past_stop[self._depth[index]]
+            holding = entry + by_depth[stop] - by_depth[first] + past_stop[end] - past_stop[stop]
+            holding += self.dispatch_s(index)
             if min(simple, holding) < apart * (1 - 1e-9):
                 as_region[index] = 1 if simple <= holding else 2
                 cost[index] = min(simple, holding)
         return self._collect(price, as_region)
 
     def dispatch_s(self, call: int) -> float:
-        """What it costs to watch each op of a region, in its forward and in its replay."""
+        """What it costs to watch each op of a region, in its forward and in its replay, at the least."""
         first, end = self.graph.calls[call].first, self.graph.calls[call].end
-        return self._dispatch_s * ((end - first) + (self._stop[call] - first))
+        return self._dispatch_s * ((end - first) + (self._least_stop[call] - first))
+
+    def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
+        """What these regions, none inside another, take at the least, whatever is nested in them."""
+        sums = np.concatenate([[0.0], np.cumsum(self._seconds)])
+        total = 0.0
+        for call, kept in regions.items():
+            first, stop = self.graph.calls[call].first, self._stop[call]
+            held = [self._seconds[first + op] for op in kept if first + op < stop]
+            total += float(sums[stop] - sums[first]) - float(sum(held))
+        return total * (1 - _ROUNDING)
 
     def _collect(self, price: float, as_region: list[int]) -> Choice:
         regions: dict[int, tuple[int, ...]] = {}
@@ -165,13 +175,13 @@ class Pricing:
             size += self._inputs[index]
             if as_region[index] == 2:
                 seconds += self.dispatch_s(index)
-                for op in range(call.first, self._stop[index]):
-                    shared = self._depth[index] <= self._shared_depth[op]
-                    charge = price * self._size[op] if shared else 0.0
-                    if self._must_keep[op] or (self._may_keep[op] and charge < self._seconds[op]):
+                held = self._held[self._depth[index]]
+                for op in range(call.first, call.end):
+                    is_run = op < self._stop[index]
+                    if self.must_keep[op] or (is_run and self.may_keep[op] and price * held[op] < self._seconds[op]):
                         kept.append(op - call.first)
-                        size += self._size[op] if shared else 0.0
-                    else:
+                        size += held[op]
+                    elif is_run:
                         seconds += self._seconds[op]
             else:
                 seconds += float(self._seconds[call.first : self._stop[index]].sum())
@@ -179,58 +189,111 @@ class Pricing:
         return Choice(seconds, size, regions)
 
 
-def hull(pricing: Pricing, most: int = 64) -> list[Choice]:
-    """The choices on the lower convex hull of seconds over bytes, from everything held to as little as can be."""
-    first, last = pricing.best(0.0), pricing.best(1e6)
-    found = [first, last]
+@dataclass(frozen=True)
+class Hull:
+    """The choices on the lower convex hull of seconds over bytes, from everything held to as little as can be.
 
-    def between(low: Choice, high: Choice) -> None:
-        if len(found) >= most or low.bytes <= high.bytes or high.seconds <= low.seconds:
-            return
+    `supports` are (price, seconds, bytes) of choices that were the best for their price.
+    """
+
+    choices: list[Choice]
+    supports: list[tuple[float, float, float]]
+
+    def least_s(self, allowed: float) -> float:
+        """Seconds that every plan takes that holds at most `allowed` bytes at the hull's moment."""
+        bounds = [
+            seconds + price * (size - allowed) - _ROUNDING * (seconds + price * size)
+            for price, seconds, size in self.supports
+        ]
+        return max(bounds, default=0.0)
+
+
+def hull(pricing: Pricing, most: int = 64) -> Hull:
+    """The choices that are best for some price, found between those known, widest gaps first; `most` prices tried."""
+    first, last = pricing.best(0.0), pricing.best(1e6)
+    found, supports = [first, last], [(0.0, 0.0, 0.0)]
+    gaps: list[tuple[float, int, Choice, Choice]] = []
+    numbers = count()  # so that gaps of one width come in the order in which they were seen
+
+    def look_between(low: Choice, high: Choice) -> None:
+        if low.bytes > high.bytes and high.seconds > low.seconds:
+            width = (high.seconds - low.seconds) * (low.bytes - high.bytes)
+            heappush(gaps, (-width, next(numbers), low, high))
+
+    look_between(first, last)
+    while gaps and len(supports) < most:
+        _, _, low, high = heappop(gaps)
         price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
         choice = pricing.best(price)
+        supports.append((price, choice.seconds, choice.bytes))
         gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
-        if gain <= 1e-9 * (low.seconds + high.seconds) or not high.bytes < choice.bytes < low.bytes:
-            return
-        found.append(choice)
-        between(low, choice)
-        between(choice, high)
-
-    between(first, last)
+        if gain > 1e-9 * (low.seconds + high.seconds) and high.bytes < choice.bytes < low.bytes:
+            found.append(choice)
+            look_between(low, choice)
+            look_between(choice, high)
     unique = {(choice.bytes, choice.seconds): choice for choice in found}
-    return [unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))]
+    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports)
 
 
-def _homes(graph: StepGraph, at: int) -> dict[int, int]:
-    """For each value that only saves yet to be read hold while op `at` runs: the call of the first such save."""
-    homes: dict[int, int] = {}
-    for save in sorted(graph.saves, key=lambda save: save.made):
-        value = graph.values[save.value]
-        if save.made <= at < save.read and value.kind == "activation" and value.dropped <= at and value.bytes:
-            homes.setdefault(save.value, save.call)
-    in_use = {save.value for save in graph.saves if 0 <= save.read <= at < save.released}
-    return {value: home for value, home in homes.items() if value not in in_use}
+def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """For each forward op, whether a region may hold what it makes, and whether it must: indices can come out anew.
+
+    What an op changes in place, and what is changed after, would not be what it was.
+    """
+    may, must = np.zeros(graph.num_forward, dtype=bool), np.zeros(graph.num_forward, dtype=bool)
+    mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        makes = any(graph.values[value].kind == "activation" for value in op.outputs)
+        may[index] = makes and not op.mutates and "mutates" not in op.flags and mutated.isdisjoint(op.outputs)
+        must[index] = "index" in op.flags
+    return may, must
 
 
-def _stops(graph: StepGraph) -> list[int]:
-    """The position up to which each call is replayed if it is a region: its last save, or an inner call's."""
-    stops = [0] * len(graph.calls)
+def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
+    """For each call whether it can be a region: a module of the model, with ops to replay and none that cannot be."""
+    may, must = keepable(graph)
+    stuck = np.concatenate([[0], np.cumsum(must & ~may)])
+    return [
+        stop > call.first and bool(call.path) and not call.path.startswith("<") and stuck[call.end] == stuck[call.first]
+        for call, stop in zip(graph.calls, stops, strict=True)
+    ]
+
+
+def contains_layers(graph: StepGraph) -> list[bool]:
+    """For each call, whether several calls of one class are in it that have calls inside themselves."""
+    has_inner = [False] * len(graph.calls)
+    for call in graph.calls:
+        if call.parent >= 0 and call.end > call.first:
+            has_inner[call.parent] = True
+    kinds: list[set[str]] = [set() for _ in graph.calls]
+    found = [False] * len(graph.calls)
+    for index in range(len(graph.calls) - 1, -1, -1):
+        call = graph.calls[index]
+        if call.parent >= 0:
+            if has_inner[index]:
+                found[call.parent] |= call.kind in kinds[call.parent]
+                kinds[call.parent].add(call.kind)
+            found[call.parent] |= found[index]
+    return found
+
+
+def _stops(graph: StepGraph) -> tuple[list[int], list[int]]:
+    """The position up to which each call is replayed if it is a region: its last save that is read, or an inner call's.
+
+    And the least it can be: with regions inside, that up to the entry of the last.
+    """
+    stops, least = [0] * len(graph.calls), [call.first for call in graph.calls]
     for save in graph.saves:
-        call = save.call
-        while call >= 0 and stops[call] < save.made:
-            stops[call] = save.made
-            call = graph.calls[call].parent
-    return stops
+        call, reached = save.call, save.made
+        while save.read >= 0 and call >= 0 and (stops[call] < save.made or least[call] < reached):
+            stops[call], least[call] = max(stops[call], save.made), max(least[call], reached)
+            call, reached = graph.calls[call].parent, graph.calls[call].first
+    return stops, least
 
 
-def _depths(graph: StepGraph) -> tuple[list[int], list[int]]:
-    """Each call's depth in the tree (of no call, at the end: -1), and the last call inside it."""
+def _depths(graph: StepGraph) -> list[int]:
+    """Each call's depth in the tree; of no call, at the end: -1."""
     depth: list[int] = []
-    last = list(range(len(graph.calls)))
     for call in graph.calls:
         depth.append(depth[call.parent] + 1 if call.parent >= 0 else 0)
-    for index in range(len(graph.calls) - 1, -1, -1):
-        parent = graph.calls[index].parent
-        if parent >= 0:
-            last[parent] = max(last[parent], last[index])
-    return [*depth, -1], last
+    return [*depth, -1]

@@ -2,38 +2,44 @@
 
 The plain step's peak names the moment at which memory is short. For that moment `pricing` gives the best plans for
 every price of a byte, which lie on a convex hull; `chain` fills in the plans between them. The first plan of the chain
-whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where the chain ends above
-the budget, `nesting` takes regions apart. With memory on the host, `moving` does the same for links used to various
-shares, and the fastest of all is taken. The hull is also a lower bound on what any plan costs.
+found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
+too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
+for links used to various shares. Beside these there are `standing` plans; the fastest of all is taken. The hull is also
+a lower bound on what any plan costs.
+
+Neither chains, nested or not, nor standing plans depend on the budget; each by itself gives no slower plan for a larger
+budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plans import Plan
+from lowtide.plans import ENGINES, Plan
 from lowtide.plans.rows import rows_of
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.chain import Chain, Regions, first_that
-from lowtide.solvers.floors import floor_plan
+from lowtide.solvers.chain import Chain, Regions, first_past_stops
+from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
-from lowtide.solvers.pricing import Choice, Pricing, hull
-from lowtide.solvers.references import recomputes, reference_plans
+from lowtide.solvers.pricing import Hull, Pricing, contains_layers, hull
+from lowtide.solvers.references import recomputes
+from lowtide.solvers.standing import standing_plans
 from lowtide.units import format_bytes, parse_bytes
 
 # Of the link's bandwidth, and of the price of bytes that could be moved.
 _SHARES = (0.5, 1.0)
 _DISCOUNTS = (0.0, 0.3, 0.6, 0.9)
 _MOST_LEVELS = 12
+_NUM_STATIONS = 128
+_NUM_RECENT = 12
 
 
 def solve(
@@ -42,38 +48,53 @@ def solve(
     *,
     host: int | str = 0,
     disk: int | str = 0,
+    engine: str = "eager",
     time_limit_s: float = 10.0,
 ) -> Plan:
     """The fastest plan found whose simulated peak fits in `budget`, with a bound on how much faster any plan could be.
 
     `budget` covers the whole step, parameters and gradients included; `"80%"` is of the device the graph was traced
-    for. `host` and `disk` are bytes that values may be moved to. A budget at or above the plain peak gives an empty
-    plan. The same graph and budget give the same plan everywhere, unless `time_limit_s` cuts the search short: then
-    the best so far, with its gap.
+    for. `host` and `disk` are bytes that values may be moved to. A budget at or above the plain peak gives a plan that
+    adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves. The same graph and
+    budget give the same plan everywhere, unless `time_limit_s` cuts the search short: then the best so far, with its
+    gap.
 
     Raises `InfeasibleBudgetError`, naming the smallest budget that would do and what fills it.
     """
+    search = search_for(graph, engine, host, disk, time_limit_s)
+    total = graph.hardware.memory_bytes or None
+    return search.plan(parse_bytes(budget, total_bytes=total))
+
+
+def search_for(
+    graph: StepGraph, engine: str, host: int | str, disk: int | str, time_limit_s: float
+) -> Search | CompiledSearch:
+    """What finds plans for an engine."""
+    check_graph(graph)
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
+    host_bytes, disk_bytes = parse_bytes(host), parse_bytes(disk)
+    if engine == "eager":
+        return Search(graph, host_bytes, disk_bytes, time_limit_s)
+    if host_bytes or disk_bytes:
+        raise PlanError("plans for the compiled engine move no values yet: leave out host and disk, or plan eagerly")
+    return CompiledSearch(graph, time_limit_s)
+
+
+def check_graph(graph: object) -> None:
+    """Raise unless this is a graph."""
     if not isinstance(graph, StepGraph):
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
-    total = graph.hardware.memory_bytes or None
-    search = Search(graph, parse_bytes(host), parse_bytes(disk), time_limit_s)
-    return search.plan(parse_bytes(budget, total_bytes=total))
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan's decisions, and what they cost."""
+    """A plan's decisions, and what they cost. `share` is how much of the link its moves may use."""
 
     regions: Regions
-    timeline: Timeline
-
-    @property
-    def extra_s(self) -> float:
-        return self.timeline.extra_s
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.timeline.peak_bytes
+    share: float
+    peak_bytes: int
+    extra_s: float
 
 
 @dataclass(frozen=True)
@@ -81,7 +102,7 @@ class Moment:
     """A moment at which memory is short, and the best choices for it from everything held to as little as can be."""
 
     pricing: Pricing
-    choices: list[Choice]
+    hull: Hull
 
 
 def _moment(graph: StepGraph, plain: Timeline, op: int) -> Moment:
@@ -90,14 +111,9 @@ def _moment(graph: StepGraph, plain: Timeline, op: int) -> Moment:
 
 
 def _peak_op(timeline: Timeline, phase: int) -> int:
-    """The op at which a phase of a step peaks."""
+    """The op at which a phase of a step peaks, -1 if it has none."""
     events = np.flatnonzero(timeline.phases == phase)
-    return int(timeline.ops[events[timeline.total_bytes[events].argmax()]])
-
-
-def _fastest(candidates: Iterable[Found | None]) -> Found | None:
-    found = [candidate for candidate in candidates if candidate is not None]
-    return min(found, key=lambda candidate: (candidate.extra_s, candidate.peak_bytes), default=None)
+    return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1
 
 
 class Search:
@@ -109,16 +125,18 @@ class Search:
                 f"host={host} and disk={disk} were given, and {graph.hardware.name} has no link to host memory: "
                 "there is nothing to move values to. Trace on the accelerator, or for one by name (device='H100')."
             )
-        if time_limit_s <= 0:
+        if not time_limit_s > 0:
             raise ValueError(f"time_limit_s is {time_limit_s}: it must be above 0")
         self.graph = graph
         self._deadline = time.monotonic() + time_limit_s
         ways = [(discount, share) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
         self._ways = [(0.0, 0.0), *ways]
-        self._chains: dict[tuple[int, float], Chain] = {}
+        self._chains: dict[tuple[int, float, bool], Chain] = {}
+        self._nested_found: dict[tuple[int, float, bool], Found] = {}
         self._mover = Mover(graph, host, disk)
         self._movable_bytes = host + disk
-        self._timelines: dict[tuple[object, ...], Timeline] = {}
+        self._found: dict[tuple[object, ...], Found] = {}
+        self._recent: dict[tuple[object, ...], Timeline] = {}
 
     @cached_property
     def plain(self) -> Timeline:
@@ -127,93 +145,157 @@ class Search:
     @cached_property
     def _moments(self) -> list[Moment]:
         """When memory is short: at the plain step's peaks in both directions, and where the chain's last plan peaks."""
-        ops = [_peak_op(self.plain, 2), _peak_op(self.plain, 0)]
+        ops = [op for op in (_peak_op(self.plain, 2), _peak_op(self.plain, 0)) if op >= 0]
         moments = [_moment(self.graph, self.plain, op) for op in dict.fromkeys(ops)]
-        least = Chain(self.graph, moments[0].choices)
-        late = _peak_op(self._play(least.regions(len(least) - 1), 0.0), 2)
-        if late not in ops:
-            moments.append(_moment(self.graph, self.plain, late))
+        if moments:
+            late = _peak_op(self._timeline(moments[0].hull.choices[-1].regions, 0.0), 2)
+            if late >= 0 and late not in ops:
+                moments.append(_moment(self.graph, self.plain, late))
         return moments
 
-    def _chain(self, moment: int, discount: float) -> Chain:
-        key = moment, discount
+    @cached_property
+    def _kinds_of_chains(self) -> list[tuple[int, float, bool, float]]:
+        """By moment, discount, whether regions are narrow, and share of the link.
+
+        A region of several layers holds all they save when it is replayed. The moment does not show that, so that such
+        regions can crowd out those of single layers: chains without them come first.
+        """
+        narrow = any(contains_layers(self.graph))
+        found = [(moment, *way) for moment in range(len(self._moments)) for way in self._ways]
+        kinds = [(moment, discount, narrow, share) for moment, discount, share in found]
+        return [*kinds, (0, 0.0, False, 0.0)] if narrow and kinds else kinds
+
+    def _chain(self, moment: int, discount: float, narrow: bool) -> Chain:
+        key = moment, discount, narrow
         if key not in self._chains:
-            choices = self._moments[moment].choices
-            if discount:
-                choices = hull(Pricing(self.graph, self.plain, self._moments[moment].pricing.at, discount))
-            self._chains[key] = Chain(self.graph, choices)
+            found = self._moments[moment].hull
+            if discount or narrow:
+                found = hull(Pricing(self.graph, self.plain, self._moments[moment].pricing.at, discount, narrow))
+            self._chains[key] = Chain(self.graph, found.choices)
         return self._chains[key]
+
+    @property
+    def _first_chain(self) -> Chain:
+        moment, discount, narrow, _ = self._kinds_of_chains[0]
+        return self._chain(moment, discount, narrow)
 
     @cached_property
     def _nesting(self) -> Nesting:
-        return Nesting(self.graph, self._moments[0].pricing.replayable)
+        pricing = self._moments[0].pricing
+        return Nesting(self.graph, pricing.replayable, pricing.must_keep)
+
+    @cached_property
+    def _standing(self) -> list[tuple[float, Regions]]:
+        return standing_plans(self.graph, self._nesting) if self._moments else []
 
     def plan(self, budget: int) -> Plan:
         """The plan for a budget, with everything a person wants to know about it."""
         if self.plain.peak_bytes <= budget:
-            return self._described(Found({}, self.plain), budget)
-        candidates = [found for found in self._references if found.peak_bytes <= budget]
-        for moment in range(len(self._moments)):
-            for discount, share in self._ways:
-                if not candidates or not self._is_late():
-                    found = self._first_fitting(budget, self._chain(moment, discount), share)
-                    candidates += [found] if found is not None else []
-        fastest = _fastest(candidates)
+            return self._described(self.plain, budget)
+        fastest: Found | None = None
+        for moment, discount, narrow, share in self._kinds_of_chains:
+            if fastest is None or not self._is_late():
+                chain = self._chain(moment, discount, narrow)
+                fastest = _faster(fastest, self._of_chain(budget, chain, share, fastest))
+        for least_bytes, least_s, number, share, splits in self._stations:
+            if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not self._is_late())):
+                nested = self._nested(number, share, splits)
+                if least_bytes <= nested.peak_bytes <= budget and nested.extra_s >= least_s:
+                    fastest = _faster(fastest, nested)
+        for seconds, regions in self._standing:
+            if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
+                standing = self._cost(regions, 0.0)
+                fastest = _faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None:
             raise self._infeasible(budget)
-        return self._described(fastest, budget)
+        return self._described(self._timeline(fastest.regions, fastest.share), budget)
+
+    def _of_chain(self, budget: int, chain: Chain, share: float, fastest: Found | None) -> Found | None:
+        """A plan of a chain that fits with this much of the link used; None if the last does not."""
+
+        def cost(number: int) -> Found:
+            return self._cost(chain.regions(number), share)
+
+        most_s = fastest.extra_s if fastest is not None else math.inf
+        number = first_past_stops(cost, chain.stops, budget, most_s=most_s, is_late=self._is_late)
+        return None if number is None else cost(number)
 
     @cached_property
-    def _references(self) -> list[Found]:
-        """What people do by hand: no plan of ours may be slower than theirs."""
-        plans = [plan for plan in reference_plans(self.graph).values() if plan.regions]
-        return [Found({}, simulate(self.graph, plan)) for plan in plans]
+    def _stations(self) -> list[tuple[float, float, int, float, bool]]:
+        """Plans of the first chain to be nested, evenly spaced in bytes: least bytes, least seconds, and which.
 
-    def _first_fitting(self, budget: int, chain: Chain, share: float) -> Found | None:
-        """The first plan of a chain that fits with this much of the link used; None if none does."""
+        Nesting makes a plan slower, and no smaller than what it holds when memory is short. So only those between a
+        budget and a plan that fits it need be looked at; one that turns out faster or smaller is left out.
+        """
+        if not self._moments:
+            return []
+        chain, pricing = self._first_chain, self._moments[0].pricing
+        sizes = np.array([chain.bytes(number) for number in range(len(chain))])
+        levels = np.linspace(sizes[0], sizes[-1], _NUM_STATIONS + 1)[1:-1]
+        numbers = sorted(set(np.searchsorted(-sizes, -levels).tolist()) - {len(chain) - 1})
+        found = [
+            (pricing.base_bytes + sizes[number], pricing.seconds_of(chain.regions(number)), number, 0.0, splits)
+            for number in numbers
+            for splits in (True, False)
+        ]
+        shares = sorted({share for _, share in self._ways})
         last = len(chain) - 1
+        last_s = pricing.seconds_of(chain.regions(last))
+        return found + [(0.0, last_s, last, share, splits) for share in shares for splits in (True, False)]
 
-        def fits(number: int) -> bool:
-            return self._play(chain.regions(number), share).peak_bytes <= budget
+    def _at_stops(self, chain: Chain, share: float) -> list[Found]:
+        """The plans at a chain's stops that are looked at for some budget."""
+        found: list[Found] = []
+        for stop in chain.stops:
+            cost = self._cost(chain.regions(stop), share)
+            found += [cost] if not found or cost.extra_s >= found[-1].extra_s else []
+        return found
 
-        if fits(last):
-            regions = chain.regions(first_that(fits, 0, last))
-            return Found(regions, self._play(regions, share))
-        found = []
-        for splits in (True, False):
-            if self._refined(chain.regions(last), budget, share, splits) is None:
-                continue
-
-            def fits_refined(number: int, splits: bool = splits) -> bool:
-                return not self._is_late() and self._refined(chain.regions(number), budget, share, splits) is not None
-
-            numbers = {first_that(fits_refined, 0, last), last}
-            found += [self._refined(chain.regions(number), budget, share, splits) for number in sorted(numbers)]
-        return _fastest(found) or self._refined(chain.regions(last), budget, share, splits=True, widens=True)
-
-    def _refined(self, regions: Regions, budget: int, share: float, splits: bool, widens: bool = False) -> Found | None:
-        """`regions` taken apart or nested wherever the step is over the budget; None if that is not enough."""
+    def _nested(self, number: int, share: float, splits: bool) -> Found:
+        """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
+        key = number, share, splits
+        if key in self._nested_found:
+            return self._nested_found[key]
+        chain = self._first_chain
+        slack = (chain.bytes(0) - chain.bytes(len(chain) - 1)) / _NUM_STATIONS
+        level = self._moments[0].pricing.base_bytes + chain.bytes(number) + slack
+        regions, apart = chain.regions(number), splits
+        best = self._cost(regions, share)
         for _ in range(_MOST_LEVELS):
-            timeline = self._play(regions, share)
-            if timeline.peak_bytes <= budget:
-                return Found(regions, timeline)
-            deeper = self._nesting.apart(regions, timeline, budget) if splits else regions
-            if deeper == regions:
-                splits = False
-                deeper = self._nesting.deeper(regions, timeline, budget)
-            if deeper == regions and widens:
-                deeper = self._nesting.wider(regions, timeline, budget)
-            if deeper == regions:
-                return None
-            regions = deeper
-        return None
+            timeline = self._timeline(regions, share)
+            best = min(best, self._cost(regions, share), key=lambda found: (found.peak_bytes, found.extra_s))
+            if timeline.peak_bytes <= level - timeline.host_bytes:
+                break
+            now, level_now = regions, level - timeline.host_bytes
+            if apart:
+                regions = self._nesting.apart(now, timeline, level_now)
+                apart = regions != now
+            if regions == now:
+                regions = self._nesting.deeper(now, timeline, level_now)
+            if regions == now:
+                regions = self._nesting.wider(now, timeline, level_now)
+            if regions == now:
+                break
+        self._nested_found[key] = best
+        return best
 
-    def _play(self, regions: Regions, share: float) -> Timeline:
+    def _cost(self, regions: Regions, share: float) -> Found:
         key = (share, *sorted(regions.items()))
-        if key not in self._timelines:
-            plan = Plan(regions=recomputes(self.graph, regions), moves=self._mover.moves(regions, share))
-            self._timelines[key] = simulate(self.graph, plan)
-        return self._timelines[key]
+        if key not in self._found:
+            self._timeline(regions, share)
+        return self._found[key]
+
+    def _timeline(self, regions: Regions, share: float) -> Timeline:
+        key = (share, *sorted(regions.items()))
+        if key in self._recent:
+            return self._recent[key]
+        plan = Plan(regions=recomputes(self.graph, regions), moves=self._mover.moves(regions, share))
+        timeline = simulate(self.graph, plan)
+        self._found[key] = Found(regions, share, timeline.peak_bytes, timeline.extra_s)
+        self._recent[key] = timeline
+        if len(self._recent) > _NUM_RECENT:
+            del self._recent[next(iter(self._recent))]
+        return timeline
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -226,24 +308,28 @@ class Search:
         At each moment a plan holds at most `budget`, and on the host at most what the link has carried by then; the
         hull says what holding that little costs.
         """
-        return max(self._bound_at(moment, budget) for moment in self._moments)
+        if self.plain.peak_bytes <= budget:
+            return 0.0
+        return max((self._bound_at(moment, budget) for moment in self._moments), default=0.0)
 
     def _bound_at(self, moment: Moment, budget: int) -> float:
-        seconds = sum(op.seconds for op in self.graph.ops[: moment.pricing.at])
-        moved = min(self._movable_bytes, self.graph.hardware.link_bytes_per_s * seconds)
-        allowed = budget + moved - moment.pricing.base_bytes
-        points = moment.choices
-        if allowed >= points[0].bytes:
-            return 0.0
-        for high, low in pairwise(points):
-            if allowed >= low.bytes:
-                part = (high.bytes - allowed) / (high.bytes - low.bytes)
-                return high.seconds + part * (low.seconds - high.seconds)
-        return points[-1].seconds
+        at, link = moment.pricing.at, self.graph.hardware.link_bytes_per_s
+        plain_s = sum(op.seconds for op in self.graph.ops[:at])
+        allowed = budget - moment.pricing.base_bytes
 
-    def _described(self, found: Found, budget: int) -> Plan:
-        timeline = found.timeline
-        bound = min(self.lower_bound_s(budget), found.extra_s) if found.timeline is not self.plain else 0.0
+        def least_s(extra_s: float) -> float:
+            """With so much time lost before the moment, in which the link carries on."""
+            return moment.hull.least_s(allowed + min(self._movable_bytes, link * (plain_s + extra_s)))
+
+        if not self._movable_bytes or at < self.graph.num_forward:
+            return max(0.0, least_s(0.0))
+        low, high = 0.0, max(0.0, least_s(0.0))
+        for _ in range(50):  # the least loss that is enough to bring itself about
+            middle = (low + high) / 2
+            low, high = (low, middle) if least_s(middle) <= middle else (middle, high)
+        return low
+
+    def _described(self, timeline: Timeline, budget: int) -> Plan:
         return replace(
             timeline.plan,
             budget_bytes=budget,
@@ -253,7 +339,7 @@ class Search:
             plain_peak_bytes=self.plain.peak_bytes,
             step_s=self.graph.step_s,
             extra_s=timeline.extra_s,
-            lower_bound_s=bound,
+            lower_bound_s=min(self.lower_bound_s(budget), timeline.extra_s),
             host_bytes=timeline.host_bytes,
             hardware=self.graph.hardware,
             fingerprint=self.graph.fingerprint,
@@ -264,25 +350,16 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        candidates = [self.plain, simulate(self.graph, floor_plan(self.graph))]
-        candidates += [self._deepest(share) for share in sorted({share for _, share in self._ways})]
-        return min(candidates, key=lambda timeline: timeline.peak_bytes)
-
-    def _deepest(self, share: float) -> Timeline:
-        """The smallest peak on the way of taking regions apart as long as that helps."""
-        chain = self._chain(0, 0.0)
-        regions = chain.regions(len(chain) - 1)
-        best = self._play(regions, share)
-        for _ in range(_MOST_LEVELS):
-            timeline, below = self._play(regions, share), best.peak_bytes - 1
-            deeper = self._nesting.deeper(regions, timeline, below)
-            if deeper == regions:
-                deeper = self._nesting.wider(regions, timeline, below)
-            if deeper == regions:
-                break
-            regions = deeper
-            best = min(best, self._play(regions, share), key=lambda timeline: timeline.peak_bytes)
-        return best
+        candidates = [self._cost(regions, 0.0) for _, regions in self._standing]
+        for moment, discount, narrow, share in self._kinds_of_chains:
+            candidates += self._at_stops(self._chain(moment, discount, narrow), share)
+        for least_bytes, least_s, number, share, splits in self._stations:
+            if not least_bytes and self._nested(number, share, splits).extra_s >= least_s:
+                candidates.append(self._nested(number, share, splits))
+        best = min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+        if best is None or best.peak_bytes >= self.plain.peak_bytes:
+            return self.plain
+        return self._timeline(best.regions, best.share)
 
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         floor = self.floor
@@ -300,3 +377,8 @@ class Search:
             f"Raise the budget, make the batch smaller{advice}.",
             floor.peak_bytes,
         )
+
+
+def _faster(*candidates: Found | None) -> Found | None:
+    found = [candidate for candidate in candidates if candidate is not None]
+    return min(found, key=lambda candidate: (candidate.extra_s, candidate.peak_bytes), default=None)

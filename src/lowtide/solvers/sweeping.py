@@ -9,8 +9,9 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
+from lowtide.solvers.anchors import compiled_references
 from lowtide.solvers.references import reference_plans
-from lowtide.solvers.solving import Search
+from lowtide.solvers.solving import search_for
 from lowtide.units import format_bytes, parse_bytes
 
 _NUM_BUDGETS = 16
@@ -56,6 +57,7 @@ def sweep(
     *,
     host: int | str = 0,
     disk: int | str = 0,
+    engine: str = "eager",
     time_limit_s: float = 60.0,
 ) -> Frontier:
     """Plans for many budgets (default: sixteen from the floor to the plain peak), sharing all work between them.
@@ -63,7 +65,7 @@ def sweep(
     Budgets below the floor are left out. The alternatives shown beside them are simulated on the same graph: nothing, a
     checkpoint per block, every second block, and selective checkpointing that keeps all matrix products.
     """
-    search = Search(graph, parse_bytes(host), parse_bytes(disk), time_limit_s)
+    search = search_for(graph, engine, host, disk, time_limit_s)
     floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
     if budgets is None:
         steps = range(_NUM_BUDGETS)
@@ -77,6 +79,7 @@ def sweep(
             plans.append(search.plan(budget))
         except InfeasibleBudgetError:
             continue
-    timelines = {name: simulate(graph, plan) for name, plan in reference_plans(graph).items()}
+    known = compiled_references(graph) if engine == "compiled" else reference_plans(graph)
+    timelines = {name: simulate(graph, plan) for name, plan in known.items()}
     references = tuple(Reference(name, t.peak_bytes, t.extra_s) for name, t in timelines.items())
     return Frontier(tuple(plans), references, graph.step_s, floor, plain)

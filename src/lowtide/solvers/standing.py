@@ -1,0 +1,56 @@
+"""Plans that are always considered: what people do by hand, and regions at every range of depths.
+
+Most are never simulated: what a plan replays is known beforehand, and one that is slower than a plan that fits is of no
+use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtide.graph import StepGraph
+from lowtide.solvers.chain import Regions
+from lowtide.solvers.floors import deepest, regions_at
+from lowtide.solvers.nesting import Nesting
+from lowtide.solvers.references import reference_plans
+
+_MOST_DEPTHS = 6
+
+
+def standing_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
+    """Plans and the seconds they replay, the fastest first."""
+    plans = list(reference_plans(graph).values())
+    last = min(deepest(graph), _MOST_DEPTHS)
+    plans += [regions_at(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
+    found: dict[tuple[object, ...], tuple[float, Regions]] = {}
+    for plan in plans:
+        regions = nesting.tidied({call: region.keep_ops for call, region in plan.calls(graph).items()})
+        if regions:
+            found.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
+    return sorted(found.values(), key=lambda pair: pair[0])
+
+
+def replayed_s(graph: StepGraph, regions: Regions) -> float:
+    """The seconds that a plan without moves replays; its ops' watching comes on top."""
+    owner = {-1: -1}
+    for index, call in enumerate(graph.calls):
+        owner[index] = index if index in regions else owner[call.parent]
+    stops: dict[int, int] = {}
+    is_read: set[int] = set()
+    for save in graph.saves:
+        region = owner[save.call]
+        if region >= 0:
+            stops[region] = max(stops.get(region, 0), save.made)
+            is_read |= {region} if save.read >= 0 else set()
+    for inner in sorted(regions, reverse=True):
+        outer = owner[graph.calls[inner].parent]
+        if outer >= 0 and inner in stops:
+            stops[outer] = max(stops.get(outer, 0), graph.calls[inner].first)
+            is_read |= {outer} if inner in is_read else set()
+    sums = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops[: graph.num_forward]])])
+    total = 0.0
+    for region in sorted(is_read):
+        first, stop = graph.calls[region].first, stops[region]
+        held = sum(graph.ops[first + op].seconds for op in regions[region] if first + op < stop)
+        total += max(0.0, float(sums[stop] - sums[first]) - held)
+    return total

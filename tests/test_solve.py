@@ -1,0 +1,416 @@
+"""`solve` and `sweep`: against a referee and brute force, monotone in the budget, the same every time."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import zoo
+
+import lowtide
+from brute import all_costs, index_ops, keepable_ops
+from graphs import chain, random_graph, repeated_blocks
+from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
+from lowtide.graph import Hardware, Op, Value
+from lowtide.solvers.solving import Search
+from referee import replay
+
+MODELS = ("gpt_dropout", "block_called_again", "lora", "unet", "hf_t5")
+
+
+@cache
+def traced(name: str) -> StepGraph:
+    job = zoo.make(name)
+    return lowtide.trace(job.model, job.loss_fn, *job.batch, device="H100")
+
+
+def tiny(seed: int) -> StepGraph:
+    """A step for brute force: some with ops that make indices, regions that read what they were not given, or watching
+    that costs something."""
+    graph = repeated_blocks(seed, num_blocks=2) if seed % 3 == 0 else random_graph(seed)
+    ops, calls, hardware = list(graph.ops), list(graph.calls), graph.hardware
+    if seed % 5 == 1:
+        for index in sorted(keepable_ops(graph))[::3]:
+            ops[index] = replace(ops[index], flags=("index",))
+    if seed % 7 == 1:
+        calls = [replace(call, inputs=call.inputs[index % 2 :]) for index, call in enumerate(calls)]
+    if seed % 11 == 1:
+        hardware = replace(hardware, dispatch_s=1 / 16)
+    step_s = sum(op.seconds for op in ops)
+    return replace(graph, ops=tuple(ops), calls=tuple(calls), hardware=hardware, step_s=step_s)
+
+
+def larger(seed: int) -> StepGraph:
+    return repeated_blocks(seed, num_blocks=6) if seed % 2 else random_graph(seed, num_ops=60)
+
+
+def budgets_of(search: Search, count: int) -> list[int]:
+    """Evenly from the floor to the plain peak."""
+    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+    return [floor + (plain - floor) * step // (count - 1) for step in range(count)]
+
+
+def assert_refereed(graph: StepGraph, plan: Plan) -> None:
+    verdict = replay(graph, plan)
+    assert verdict.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    watched_s = simulate(graph, plan).watched_s  # not an event of the step, and not the referee's
+    assert math.isclose(verdict.extra_s + watched_s, plan.extra_s, abs_tol=1e-9)
+    assert verdict.host_bytes == plan.host_bytes
+
+
+# Against the referee
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_referee_agrees_on_random_steps(seed: int) -> None:
+    search = Search(larger(seed))
+    for budget in budgets_of(search, 6):
+        assert_refereed(search.graph, search.plan(budget))
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again", "unet"])
+def test_the_referee_agrees_on_models(name: str) -> None:
+    search = Search(traced(name))
+    for budget in budgets_of(search, 3):
+        assert_refereed(search.graph, search.plan(budget))
+
+
+# Against brute force
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_the_certificate_against_brute_force(batch: int) -> None:
+    """No plan is faster than the bound; none that was found is faster than the best; the floor is a plan's peak."""
+    num_tried = 0
+    for seed in range(16 * batch, 16 * (batch + 1)):
+        graph = tiny(seed)
+        costs = all_costs(graph, most=1000)
+        if costs is None:
+            continue
+        num_tried += 1
+        search = Search(graph)
+        floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+        peaks = {peak for peak, _ in costs}
+        assert floor in peaks and floor >= min(peaks), seed
+        for budget in sorted(peak for peak in peaks if peak <= plain)[-20:]:
+            best = min(extra_s for peak, extra_s in costs if peak <= budget)
+            assert search.lower_bound_s(budget) <= best + 1e-9, f"graph {seed}, budget {budget}"
+            if budget < floor:
+                with pytest.raises(InfeasibleBudgetError) as caught:
+                    search.plan(budget)
+                assert caught.value.floor_bytes == floor
+                continue
+            plan = search.plan(budget)
+            assert plan.lower_bound_s <= best + 1e-9 and best <= plan.extra_s + 1e-9, f"graph {seed}, budget {budget}"
+            assert (plan.peak_bytes, plan.extra_s) in costs
+    assert num_tried >= 8
+
+
+def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
+    num_best = num_plans = num_floors = num_graphs = 0
+    for seed in range(200, 260):
+        graph = tiny(seed)
+        costs = all_costs(graph, most=500)
+        if costs is None:
+            continue
+        search = Search(graph)
+        num_graphs += 1
+        num_floors += search.floor.peak_bytes == min(peak for peak, _ in costs)
+        for budget in {peak for peak, _ in costs if search.floor.peak_bytes <= peak}:
+            best = min(extra_s for peak, extra_s in costs if peak <= budget)
+            num_plans += 1
+            num_best += search.plan(budget).extra_s <= best + 1e-9
+    assert num_floors >= 0.9 * num_graphs
+    assert num_best >= 0.8 * num_plans
+
+
+def test_the_bound_counts_what_the_link_carries_while_a_plan_loses_time() -> None:
+    """Every plan with moves of the whole search is above the bound for its peak."""
+    graph = traced("gpt_dropout")
+    search = Search(graph, host=1 << 30)
+    for budget in budgets_of(search, 8):
+        plan = search.plan(budget)
+        assert search.lower_bound_s(plan.peak_bytes) <= plan.extra_s + 1e-12
+
+
+# Monotone
+
+
+def assert_monotone(search: Search, count: int = 24) -> None:
+    plans = [search.plan(budget) for budget in budgets_of(search, count)]
+    for smaller, larger in pairwise(plans):
+        assert smaller.peak_bytes <= larger.peak_bytes
+        assert smaller.extra_s >= larger.extra_s
+        assert smaller.lower_bound_s >= larger.lower_bound_s - 1e-12
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_monotone_on_random_steps(seed: int) -> None:
+    assert_monotone(Search(larger(seed)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_monotone_on_models(name: str) -> None:
+    assert_monotone(Search(traced(name)))
+
+
+def test_monotone_with_host_memory() -> None:
+    assert_monotone(Search(traced("gpt_dropout"), host=1 << 20, time_limit_s=100))
+
+
+def test_a_search_for_many_budgets_finds_what_one_for_each_does() -> None:
+    search = Search(traced("gpt_dropout"))
+    for budget in budgets_of(search, 5):
+        assert search.plan(budget) == lowtide.solve(search.graph, budget)
+
+
+# The ends
+
+
+@pytest.mark.parametrize("more", [0, 1, 10**12])
+def test_nothing_to_do_at_the_plain_peak(more: int) -> None:
+    graph = traced("gpt_dropout")
+    plain = simulate(graph).peak_bytes
+    plan = lowtide.solve(graph, plain + more)
+    assert not plan.regions and not plan.moves
+    assert plan.extra_s == plan.lower_bound_s == plan.gap == plan.slowdown == 0
+    assert plan.peak_bytes == plan.plain_peak_bytes == plain
+    assert lowtide.solve(graph, plain - 1).regions
+
+
+@pytest.mark.parametrize("host", [0, "1MiB"])
+def test_below_the_floor(host: int | str) -> None:
+    graph = traced("gpt_dropout")
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        lowtide.solve(graph, 1 << 20, host=host)
+    floor = caught.value.floor_bytes
+    message = str(caught.value)
+    assert "budget 1.0 MiB is below this step's floor of" in message
+    assert "parameters, gradients, optimizer state" in message
+    assert "runs its" in message and "Raise the budget" in message
+    assert ("allow offload" in message) == (not host)
+    assert lowtide.solve(graph, floor, host=host).peak_bytes == floor
+    with pytest.raises(InfeasibleBudgetError):
+        lowtide.solve(graph, floor - 1, host=host)
+
+
+def test_a_step_that_nothing_can_be_done_about() -> None:
+    op = Op("mm", -1, 1.0, 0, (0,), (1,))
+    values = (Value(100, "parameter", "w", -1, 1), Value(4, "activation", "y", 0, 1))
+    graph = StepGraph((op,), 1, values, (), (), Hardware("test"))
+    assert lowtide.solve(graph, 104) == replace(lowtide.solve(graph, 105), budget_bytes=104)
+    with pytest.raises(InfeasibleBudgetError, match="floor of 104 B") as caught:
+        lowtide.solve(graph, 103)
+    assert caught.value.floor_bytes == 104
+
+
+def test_an_empty_step() -> None:
+    graph = StepGraph((), 0, (), (), (), Hardware("test"), other_bytes=5)
+    assert lowtide.solve(graph, 5).peak_bytes == 5
+    with pytest.raises(InfeasibleBudgetError):
+        lowtide.solve(graph, 4)
+
+
+# The same every time
+
+_ELSEWHERE = """
+import sys, lowtide
+graph = lowtide.StepGraph.from_json(sys.stdin.read())
+print(lowtide.solve(graph, int(sys.argv[1]), host=int(sys.argv[2])).to_json())
+"""
+
+
+@pytest.mark.parametrize("host", [0, 1 << 20])
+def test_the_same_plan_in_another_process(host: int) -> None:
+    graph = traced("gpt_dropout")
+    plain = simulate(graph).peak_bytes
+    budget = int(plain * 0.95)
+    first = lowtide.solve(graph, budget, host=host).to_json()
+    assert lowtide.solve(graph, budget, host=host).to_json() == first
+    source = str(Path(lowtide.__file__).parents[1])
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": source}
+    command = [sys.executable, "-c", _ELSEWHERE, str(budget), str(host)]
+    told = subprocess.run(
+        command, input=graph.to_json(), capture_output=True, text=True, check=True, env=environment
+    ).stdout
+    assert told.strip() == first
+
+
+# Time limits
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_tiny_time_limit_gives_a_plan_all_the_same(share: float) -> None:
+    search = Search(traced("gpt_dropout"))
+    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+    budget = int(floor + share * (plain - floor))
+    plan = lowtide.solve(search.graph, budget, time_limit_s=1e-9)
+    assert plan.peak_bytes <= budget
+    assert 0 <= plan.lower_bound_s <= plan.extra_s
+    assert search.plan(budget).extra_s <= plan.extra_s
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan])
+def test_no_time_at_all(seconds: float) -> None:
+    with pytest.raises(ValueError, match="time_limit_s"):
+        lowtide.solve(chain([1, 2]), 100, time_limit_s=seconds)
+
+
+# Memory on the host, and on disk
+
+
+@pytest.mark.parametrize("host", ["64KiB", "1MiB", "1GiB"])
+def test_host_memory_is_kept_to_and_makes_nothing_slower(host: str) -> None:
+    graph = traced("gpt_dropout")
+    without, most = Search(graph), lowtide.units.parse_bytes(host)
+    for budget in budgets_of(without, 5):
+        plan = lowtide.solve(graph, budget, host=host)
+        assert plan.host_bytes <= most
+        assert plan.extra_s <= without.plan(budget).extra_s
+        assert_refereed(graph, plan)
+
+
+def test_host_memory_is_used() -> None:
+    """A link that carries a layer's values in no time: moving beats recomputing."""
+    graph = traced("gpt_dropout")
+    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
+    plain = simulate(graph).peak_bytes
+    plan = lowtide.solve(graph, plain - (1 << 20), host="1GiB")
+    assert plan.moves and plan.host_bytes > 0
+    assert {move.to for move in plan.moves} == {"host"}
+    assert plan.extra_s < 0.1 * lowtide.solve(graph, plain - (1 << 20)).extra_s
+
+
+def test_disk() -> None:
+    graph = traced("gpt_dropout")
+    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15, disk_bytes_per_s=1e15))
+    plan = lowtide.solve(graph, simulate(graph).peak_bytes - (1 << 20), disk="1GiB")
+    assert plan.moves and {move.to for move in plan.moves} == {"disk"}
+    assert plan.bytes_by_action()["disk"] > 0
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_nowhere_to_move_values_to(where: str) -> None:
+    graph = chain([10, 20, 30])
+    with pytest.raises(PlanError, match=r"no link to host memory.*H100"):
+        lowtide.solve(graph, 70, **{where: "1GiB"})
+    with pytest.raises(PlanError, match="no link to host memory"):
+        lowtide.sweep(graph, **{where: 1})
+
+
+# Ops that must not be run again, and values that must not be held
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_indices_are_never_made_again_and_changed_values_never_held(seed: int) -> None:
+    graph = larger(seed)
+    keepable = keepable_ops(graph)
+    ops = list(graph.ops)
+    for index in range(0, graph.num_forward, 5):
+        ops[index] = replace(ops[index], flags=("index",))
+    graph = replace(graph, ops=tuple(ops))
+    indices = index_ops(graph)
+    search = Search(graph)
+    for budget in budgets_of(search, 6):
+        plan = search.plan(budget)
+        calls = plan.calls(graph)
+        for call, region in calls.items():
+            first, outer = graph.calls[call].first, graph.calls[call].parent
+            kept = {first + op for op in region.keep_ops}
+            assert kept <= keepable
+            while outer >= 0 and outer not in calls:
+                outer = graph.calls[outer].parent
+            inside = indices & set(range(first, graph.calls[call].end))
+            assert inside <= kept if outer < 0 else not inside
+        timeline = simulate(graph, plan)
+        assert not indices & set(timeline.ops[timeline.phases == 1].tolist())
+
+
+# The whole curve
+
+
+def test_sweep() -> None:
+    graph = traced("gpt_dropout")
+    frontier = lowtide.sweep(graph)
+    assert len(frontier.plans) == 16
+    assert frontier.plans[0].budget_bytes == frontier.floor_bytes == frontier.plans[0].peak_bytes
+    assert frontier.plans[-1].budget_bytes == frontier.plain_peak_bytes and frontier.plans[-1].extra_s == 0
+    names = [reference.name for reference in frontier.references]
+    assert names == ["nothing", "a checkpoint per block", "every second block", "selective, all matmuls kept"]
+    text = str(frontier)
+    assert all(name in text for name in names) and "predicted" in text
+    assert len(text.splitlines()) == 1 + 16 + 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_never_slower_than_what_people_do_by_hand(name: str) -> None:
+    graph = traced(name)
+    for reference in lowtide.sweep(graph, []).references:
+        plan = lowtide.solve(graph, reference.peak_bytes)
+        assert plan.extra_s <= reference.extra_s, reference.name
+
+
+def test_sweep_of_given_budgets() -> None:
+    graph = traced("gpt_dropout")
+    plain = simulate(graph).peak_bytes
+    frontier = lowtide.sweep(graph, [plain, 1, int(plain * 0.97), "1TiB"])
+    assert [plan.budget_bytes for plan in frontier.plans] == [int(plain * 0.97), plain, 1 << 40]
+    assert frontier.plans[0] == lowtide.solve(graph, int(plain * 0.97))
+    assert frontier.step_s == graph.step_s
+    shares = lowtide.sweep(graph, ["50%"])
+    assert shares.plans[0].budget_bytes == graph.hardware.memory_bytes // 2
+
+
+def test_sweep_of_a_step_without_blocks() -> None:
+    frontier = lowtide.sweep(chain([10]))
+    assert [reference.name for reference in frontier.references] == ["nothing"]
+    assert str(frontier)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("budget", [0.5, "12 apples", -1, "120%", True, None, "0.5", "", b"1GiB"])
+def test_budgets_that_are_none(budget: object) -> None:
+    with pytest.raises(UnitError):
+        lowtide.solve(traced("gpt_dropout"), budget)  # type: ignore[arg-type]
+    with pytest.raises(UnitError):
+        lowtide.sweep(traced("gpt_dropout"), [budget])  # type: ignore[list-item]
+
+
+def test_a_share_of_an_unknown_device() -> None:
+    with pytest.raises(UnitError, match="nothing here to take it of"):
+        lowtide.solve(chain([1, 2]), "80%")
+
+
+@pytest.mark.parametrize("host", [0.5, "12 apples", -1, True, None])
+def test_host_sizes_that_are_none(host: object) -> None:
+    with pytest.raises(UnitError):
+        lowtide.solve(traced("gpt_dropout"), 1, host=host)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("graph", [None, "graph", {}, 3])
+def test_no_graph(graph: object) -> None:
+    with pytest.raises(TypeError, match=r"StepGraph is needed, from lowtide\.trace"):
+        lowtide.solve(graph, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"StepGraph is needed, from lowtide\.trace"):
+        lowtide.sweep(graph)  # type: ignore[arg-type]
+
+
+def test_graphs_that_cannot_have_run() -> None:
+    graph = chain([10, 20, 30])
+    ops = list(graph.ops)
+    ops[0] = replace(ops[0], inputs=(2,))  # what the next op makes: a cycle
+    with pytest.raises(GraphError, match="before anything made it"):
+        replace(graph, ops=tuple(ops))
+    ops[0] = replace(ops[0], inputs=(99,))
+    with pytest.raises(GraphError, match="before anything made it"):
+        replace(graph, ops=tuple(ops))
