@@ -13,6 +13,7 @@ from lowtide.plans import Move, Plan, Recompute, Row
 
 FORMAT = "lowtide plan"
 VERSION = 1
+_LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "rows": Row}
 
 
@@ -64,11 +65,11 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
         return tuple(_scalar(each, "int", name) for each in _list(item, name))
     if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
         return float(item)
-    if kind == "int" and type(item) is int and item >= 0:
+    if kind == "int" and type(item) is int and 0 <= item < _LARGEST:
         return item
     if kind == "str" and isinstance(item, str):
         return item
-    raise ValueError(f"{name} is {str(item)[:50]!r}, not a {kind} of 0 or more")
+    raise ValueError(f"{name} is {str(item)[:50]!r}, not a {kind} of 0 or more, within bounds")
 
 
 def _check(plan: Plan) -> None:
