@@ -55,6 +55,10 @@ class Pricing:
         self._roots: list[int] = []
         for index, call in enumerate(graph.calls):
             (self._roots if call.parent < 0 else self._children[call.parent]).append(index)
+        first = np.array([call.first for call in graph.calls], dtype=np.int64)
+        end = np.array([call.end for call in graph.calls], dtype=np.int64)
+        self._spans = first, np.maximum(first, np.array(self._stop, dtype=np.int64)), end
+        self._watching = self._watching_s()
         self.may_keep, self.must_keep = keepable(graph)
         self.replayable = replayable(graph, self._stop)
         if narrow:
@@ -100,8 +104,10 @@ class Pricing:
                     most = NEVER if passed is None else self._common_depth(op.call, passed)
                     items.append((number, facts.bytes, begun_depth[op.call], most))
         ops, sizes, above, most = np.array(items, dtype=np.int64).reshape(-1, 4).T
-        self._held = {}
+        depths = np.array(self._depth[:-1], dtype=np.int64)
+        self._held, self._calls_at = {}, {}
         for depth in sorted(set(self._depth[:-1])):
+            self._calls_at[depth] = depths == depth
             paid = (above < depth) & (depth <= most)
             self._held[depth] = np.bincount(ops[paid], weights=sizes[paid], minlength=num)
 
@@ -116,43 +122,41 @@ class Pricing:
 
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
-        calls = self.graph.calls
-        plain_sums = np.concatenate([[0.0], np.cumsum(self._seconds)])
-        must_sums = np.concatenate([[0], np.cumsum(self.must_keep)])
-        sums, sums_past_stop = {}, {}
-        for depth, held in self._held.items():
-            either = np.where(self.may_keep, np.minimum(self._seconds, price * held), self._seconds)
-            either = np.where(self.must_keep, price * held, either)
-            sums[depth] = np.concatenate([[0.0], np.cumsum(either)])
-            sums_past_stop[depth] = np.concatenate([[0.0], np.cumsum(np.where(self.must_keep, price * held, 0.0))])
-        cost = np.zeros(len(calls))
-        as_region: list[int] = [0] * len(calls)  # 0: no region, 1: a plain one, 2: one that holds outputs
-        for index in range(len(calls) - 1, -1, -1):
-            apart = price * self._direct[index] + sum(cost[child] for child in self._children[index])
-            cost[index] = apart
-            if not self.replayable[index]:
-                continue
-            first, stop, end = calls[index].first, self._stop[index], calls[index].end
-            entry = price * self._inputs[index]
-            simple = entry + plain_sums[stop] - plain_sums[first]
-            if must_sums[end] > must_sums[first]:
-                simple = np.inf
-            by_depth, past_stop = sums[self._depth[index]], sums_past_stop[self._depth[index]]
-            holding = entry + by_depth[stop] - by_depth[first] + past_stop[end] - past_stop[stop]
-            holding += self.dispatch_s(index)
-            if min(simple, holding) < apart * (1 - 1e-9):
-                as_region[index] = 1 if simple <= holding else 2
-                cost[index] = min(simple, holding)
+        simple, holding = self._as_regions(price)
+        direct = (price * self._direct).tolist()
+        cost = [0.0] * len(self.graph.calls)
+        as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, 2: one that holds outputs
+        for index in range(len(cost) - 1, -1, -1):
+            cost[index] = direct[index] + sum(cost[child] for child in self._children[index])
+            if self.replayable[index] and min(simple[index], holding[index]) < cost[index] * (1 - 1e-9):
+                as_region[index] = 1 if simple[index] <= holding[index] else 2
+                cost[index] = min(simple[index], holding[index])
         return self._collect(price, as_region)
 
-    def dispatch_s(self, call: int) -> float:
+    def _as_regions(self, price: float) -> tuple[list[float], list[float]]:
+        """What each call costs as a region that holds no outputs, and as one that holds those that are worth it."""
+        first, stop, end = self._spans
+        entry = price * self._inputs
+        must_sums = _sums(self.must_keep)
+        seconds = _sums(self._seconds)
+        simple = np.where(must_sums[end] > must_sums[first], np.inf, entry + seconds[stop] - seconds[first])
+        holding = entry + self._watching
+        for depth, held in self._held.items():
+            must = np.where(self.must_keep, price * held, 0.0)
+            either = np.where(self.may_keep, np.minimum(self._seconds, price * held), self._seconds)
+            run, past_stop = _sums(np.where(self.must_keep, must, either)), _sums(must)
+            here = self._calls_at[depth]
+            holding[here] += (run[stop] - run[first] + past_stop[end] - past_stop[stop])[here]
+        return simple.tolist(), holding.tolist()
+
+    def _watching_s(self) -> np.ndarray:
         """What it costs to watch each op of a region, in its forward and in its replay, at the least."""
-        first, end = self.graph.calls[call].first, self.graph.calls[call].end
-        return self._dispatch_s * ((end - first) + (self._least_stop[call] - first))
+        first, _, end = self._spans
+        return self._dispatch_s * ((end - first) + (np.array(self._least_stop, dtype=np.int64) - first))
 
     def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
         """What these regions, none inside another, take at the least, whatever is nested in them."""
-        sums = np.concatenate([[0.0], np.cumsum(self._seconds)])
+        sums = _sums(self._seconds)
         total = 0.0
         for call, kept in regions.items():
             first, stop = self.graph.calls[call].first, self._stop[call]
@@ -174,7 +178,7 @@ class Pricing:
             kept: list[int] = []
             size += self._inputs[index]
             if as_region[index] == 2:
-                seconds += self.dispatch_s(index)
+                seconds += float(self._watching[index])
                 held = self._held[self._depth[index]]
                 for op in range(call.first, call.end):
                     is_run = op < self._stop[index]
@@ -187,6 +191,10 @@ class Pricing:
                 seconds += float(self._seconds[call.first : self._stop[index]].sum())
             regions[index] = tuple(kept)
         return Choice(seconds, size, regions)
+
+
+def _sums(items: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(items)])
 
 
 @dataclass(frozen=True)

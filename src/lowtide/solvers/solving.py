@@ -160,7 +160,8 @@ class Search:
         A region of several layers holds all they save when it is replayed. The moment does not show that, so that such
         regions can crowd out those of single layers: chains without them come first.
         """
-        narrow = any(contains_layers(self.graph))
+        can = self._moments[0].pricing.replayable if self._moments else ()
+        narrow = any(map(all, zip(can, contains_layers(self.graph), strict=False)))
         found = [(moment, *way) for moment in range(len(self._moments)) for way in self._ways]
         kinds = [(moment, discount, narrow, share) for moment, discount, share in found]
         return [*kinds, (0, 0.0, False, 0.0)] if narrow and kinds else kinds
