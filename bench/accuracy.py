@@ -22,7 +22,6 @@ import lowtide
 from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
 
-
 # Pictures grow with the square of the scale.
 SCALE_OF_OTHERS = {"unet": 12, "hf_vit": 12, "hf_resnet": 16}
 

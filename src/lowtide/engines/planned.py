@@ -82,6 +82,8 @@ class AppliedPlan(Applied):
 
 def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
     """Carry out a plan on a live model, in place and reversibly."""
+    if plan.engine != "eager":
+        raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
     if plan.moves:
         raise PlanError(
             "this plan moves values to the host, which apply() does not carry out yet: solve without host and disk, "

@@ -1,0 +1,312 @@
+"""A step as the eager engine runs it, played op by op.
+
+A region's saves are dropped in the forward and its inputs held; the first time the backward asks for one of its saves
+the region is replayed, up to its last save, each op allocating anew. Its inputs stay held until autograd lets go of the
+last of its saves, as another replay might come. Regions inside regions are replayed from inside the outer one's
+replay. Saved values that move leave on one copy engine as soon as they are saved and return on another, in the order
+the backward asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from typing import Any
+
+import numpy as np
+
+from lowtide.copies import CopyEngines
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.lives import Ledger, Life
+from lowtide.plans import Plan
+
+
+class _Enough(Exception):
+    """The event asked for has been reached."""
+
+
+class EagerStep:
+    """One step under an eager plan, played event by event."""
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
+        self.regions = plan.calls(graph)
+        self.owner = _owners(graph, self.regions)
+        self.stops = self._stops()
+        self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
+        self.ends, self.last_reads = self._ends()
+        self.left: set[int] = set()
+        self._index()
+        self.ledger = Ledger()
+        self.static = graph.optimizer_state_bytes + graph.other_bytes
+        self.static += sum(v.bytes for v in graph.values if v.born < 0 and v.kind not in ("gradient", "elsewhere"))
+        self.ledger.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
+        self.lives: dict[int, Life] = {}
+        self.scopes: dict[int, dict[int, Life]] = {}  # by replayed region
+        self.attached: dict[int, Life] = {}  # by save
+        self.released: set[int] = set()  # saves
+        self.region_holds: dict[int, list[Life]] = {}
+        self.copies = CopyEngines(graph, plan)
+        self.events: list[tuple[int, int, int, int, int, int]] = []
+        self.starts: list[float] = []
+        self.clock = self.replayed_s = 0.0
+        self.until: int | None = None
+        self.snapshot: dict[int, int] = {}
+
+    def _stops(self) -> dict[int, int]:
+        """The position up to which each region is replayed: its last save, or the entry of its last inner region."""
+        stops: dict[int, int] = {}
+        for save in self.graph.saves:
+            region = self.owner[save.call]
+            if region >= 0:
+                stops[region] = max(stops.get(region, 0), save.made)
+        for call in sorted(self.regions, reverse=True):  # inner ones first
+            outer = self.owner[self.graph.calls[call].parent]
+            if outer >= 0 and call in stops:
+                stops[outer] = max(stops.get(outer, 0), self.graph.calls[call].first)
+        return stops
+
+    def _ends(self) -> tuple[dict[int, int], dict[int, int]]:
+        """When autograd lets go of the last save of each region, inner ones included, and when it last reads one."""
+        ends: dict[int, int] = {}
+        last_reads: dict[int, int] = {}
+        for save in self.graph.saves:
+            for region in self._regions_around(save.call):
+                ends[region] = max(ends.get(region, 0), save.released)
+                last_reads[region] = max(last_reads.get(region, 0), save.read)
+        return ends, last_reads
+
+    def _regions_around(self, call: int) -> Iterator[int]:
+        """The regions that a call is or lies in, from the inside out."""
+        while (region := self.owner[call]) >= 0:
+            yield region
+            call = self.graph.calls[region].parent
+
+    def _index(self) -> None:
+        graph = self.graph
+        self.saves_at, self.reads_at = defaultdict(list), defaultdict(list)
+        self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
+        self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
+        moved = self.plan.moved_values(graph)
+        for index, save in enumerate(graph.saves):
+            self.saves_at[save.made].append(index)
+            comes_back = self.owner[save.call] >= 0 or save.value in moved
+            self.releases_at[save.used if comes_back and save.used >= 0 else save.released].append(index)
+            if save.read >= 0:
+                self.reads_at[save.read].append(index)
+        self.ends_at: defaultdict[int, list[int]] = defaultdict(list)
+        for call in sorted(self.regions):
+            if call in self.stops:  # a region without saves has nothing to replay
+                self.entries_at[graph.calls[call].first].append(call)
+                self.ends_at[self.ends[call]].append(call)
+        end = len(graph.ops)
+        for index, value in enumerate(graph.values):
+            if value.born >= 0 and value.dropped < end:
+                self.drops_at[value.dropped].append(index)
+        for call in self.regions:
+            if self.regions[call].keep_ops and self.owner[graph.calls[call].parent] >= 0:
+                raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
+
+    def _find(self, value: int, region: int) -> Life | None:
+        """The life of a value as seen from inside a region's replay (-1: the forward), None where it is over.
+
+        So it can be where a region reads what it was not given, and then it has to find it elsewhere.
+        """
+        life = self.lives.get(value)
+        for outer in self._regions_around(region):
+            if value in self.scopes[outer]:
+                life = self.scopes[outer][value]
+                break
+        return None if life is None or life.is_over else life
+
+    # Playing.
+
+    def play(self, until: int | None = None) -> None:
+        self.until = until
+        graph = self.graph
+        try:
+            for op in range(graph.num_forward):
+                self._settle(op, -1, self.lives)
+                self._run(op, 0, self.lives)
+            self._settle(graph.num_forward, -1, self.lives)
+            self._begin_backward()
+            for position in range(graph.num_forward, len(graph.ops)):
+                self._backward_position(position)
+                self._run(position, 2, self.lives)
+            self._backward_position(len(graph.ops))
+            self._emit(-1, 3, graph.optimizer_workspace_bytes)
+        except _Enough:
+            pass
+
+    def _settle(self, position: int, region: int, scope: dict[int, Life]) -> None:
+        """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
+        for index in self.saves_at.get(position, ()):
+            save = self.graph.saves[index]
+            if self.owner[save.call] != region or index in self.released:  # the latter never read, replayed late
+                continue
+            if (life := self._find(save.value, region)) is not None:
+                self.ledger.hold(life)
+                self.attached[index] = life
+                if region < 0:
+                    self.copies.saved(life, self.clock)
+        for call in self.entries_at.get(position, ()):
+            if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
+                lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
+                self.region_holds[call] = [life for life in lives if life is not None]
+                self.ledger.kept += self.graph.hardware.region_bytes
+                for life in self.region_holds[call]:
+                    self.ledger.hold(life)
+                    if region < 0:
+                        self.copies.saved(life, self.clock)
+        for value in self.drops_at.get(position, ()):
+            if value in scope:
+                self.ledger.drop(scope[value])
+
+    def _begin_backward(self) -> None:
+        if self.plan.moves:
+            reads = sorted((save for save in self.graph.saves if save.read >= 0), key=lambda save: save.read)
+            order: list[int] = []
+            for save in reads:
+                regions = list(self._regions_around(save.call))
+                order += self.graph.calls[regions[-1]].inputs if regions else [save.value]
+            self.copies.begin_backward(order, self.clock)
+
+    def _backward_position(self, position: int) -> None:
+        saves = self.graph.saves
+        releases = self.releases_at.get(position, ())
+        for index in releases:
+            if saves[index].read < position:
+                self._release(index)
+        self._end_regions(position, is_read_here=False)
+        if position > self.graph.num_forward:
+            for value in self.drops_at.get(position, ()):
+                if value in self.lives:
+                    self.ledger.drop(self.lives[value])
+        for index in self.reads_at.get(position, ()):
+            region = self.owner[saves[index].call]
+            if region >= 0:
+                self._ensure(region)
+            elif index in self.attached:
+                self.clock = self.copies.read(self.attached[index], self.clock)
+        for index in releases:
+            if saves[index].read >= position:
+                self._release(index)
+        self._end_regions(position, is_read_here=True)
+
+    def _end_regions(self, position: int, is_read_here: bool) -> None:
+        """Autograd lets go of the last save of a region: its inputs, held for another replay, go too."""
+        for region in self.ends_at.get(position, ()):
+            if (self.last_reads[region] == position) == is_read_here:
+                self._leave(region)
+
+    def _release(self, index: int) -> None:
+        self.released.add(index)
+        life = self.attached.pop(index, None)
+        if life is not None:
+            if self.owner[self.graph.saves[index].call] < 0:
+                self.copies.released(life)
+            self.ledger.unhold(life)
+
+    def _ensure(self, region: int) -> None:
+        if region in self.scopes:
+            return
+        outer = self.owner[self.graph.calls[region].parent]
+        if outer >= 0:
+            self._ensure(outer)
+        self._replay(region)
+
+    def _replay(self, region: int) -> None:
+        scope: dict[int, Life] = {}
+        self.scopes[region] = scope
+        first, stop = self.graph.calls[region].first, self.stops[region]
+        kept = set(self.regions[region].keep_ops)
+        if self.owner[self.graph.calls[region].parent] < 0:
+            for life in self.region_holds.get(region, ()):
+                self.clock = self.copies.read(life, self.clock)
+        for op in range(first, stop):
+            self._settle(op, region, scope)
+            if op - first not in kept:  # else the forward's own output is found
+                self._run(op, 1, scope)
+        self._settle(stop, region, scope)
+        for life in scope.values():
+            self.ledger.drop(life)
+        self._forget_kept(region)
+
+    def _leave(self, region: int) -> None:
+        """Let go of what was held for a region's replay."""
+        self.left.add(region)
+        call = self.graph.calls[region]
+        if region in self.region_holds:
+            self.ledger.kept -= self.graph.hardware.region_bytes
+        if region not in self.scopes:  # nothing was ever read, so it was not replayed
+            self._forget_kept(region)
+        for life in self.region_holds.pop(region, ()):
+            if self.owner[call.parent] < 0:
+                self.copies.released(life)
+            self.ledger.unhold(life)
+
+    def _forget_kept(self, region: int) -> None:
+        for op in set(self.regions[region].keep_ops):
+            for value in self.graph.ops[self.graph.calls[region].first + op].outputs:
+                self.ledger.unhold(self.lives[value])
+
+    def _run(self, index: int, phase: int, scope: dict[int, Life]) -> None:
+        op = self.graph.ops[index]
+        for value in op.outputs:
+            scope[value] = self.ledger.bear(value, self.graph.values[value])
+            if phase == 0 and index in self.kept_ops:
+                self.ledger.hold(scope[value])
+        self.copies.advance(self.clock)
+        self._emit(index, phase, op.workspace_bytes)
+        self.clock += op.seconds
+        if phase == 1:
+            self.replayed_s += op.seconds
+
+    def _emit(self, op: int, phase: int, workspace: int) -> None:
+        books, copies = self.ledger, self.copies
+        kept, transient = books.kept - copies.bytes_away, books.transient + workspace
+        self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
+        self.starts.append(self.clock)
+        if self.until is not None and len(self.events) > self.until:
+            for life in self._all_lives():
+                self.snapshot[life.value] = self.snapshot.get(life.value, 0) + life.bytes
+            raise _Enough
+
+    def _all_lives(self) -> list[Life]:
+        lives = {id(life): life for scope in (self.lives, *self.scopes.values()) for life in scope.values()}
+        return [life for life in lives.values() if not life.is_over and not self.copies.is_away(life)]
+
+    def _watched_s(self) -> float:
+        """Regions that hold outputs of single ops have all their ops watched, in the forward and in the replay."""
+        num_ops = 0
+        for call, region in self.regions.items():
+            if region.keep_ops:
+                facts = self.graph.calls[call]
+                num_ops += facts.end - facts.first + max(0, self.stops.get(call, 0) - facts.first)
+        return num_ops * self.graph.hardware.dispatch_s
+
+    def columns(self) -> dict[str, Any]:
+        """What a timeline is made of."""
+        table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
+        static = np.full((len(table), 1), self.static, dtype=np.int64)
+        return {
+            "live_bytes": np.hstack([static, table[:, 2:]]),
+            "ops": table[:, 0],
+            "phases": table[:, 1],
+            "starts_s": np.array(self.starts),
+            "replayed_s": self.replayed_s,
+            "stalled_s": self.copies.stalled_s,
+            "watched_s": self._watched_s(),
+            "host_bytes": self.copies.most_host_bytes,
+            "copied_out_s": self.copies.out_s,
+            "copied_in_s": self.copies.in_s,
+        }
+
+
+def _owners(graph: StepGraph, regions: Container[int]) -> dict[int, int]:
+    """For each call, the innermost recomputed call it is or lies in; -1 for none, and for no call at all."""
+    owner = {-1: -1}
+    for index, call in enumerate(graph.calls):
+        owner[index] = index if index in regions else owner[call.parent]
+    return owner
