@@ -1,4 +1,4 @@
-"""A small GPT trained on the CPU, plain and with `lowtide.checkpoint` on each block: `python -m lowtide.demo`."""
+"""A small GPT trained on the CPU: plainly, with a checkpoint on each block, and inside a budget."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.memory.meter import peak_bytes_of
 from lowtide.units import format_bytes, format_seconds
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
 BATCH, CONTEXT, STEPS = 8, 128, 4
 
-Runner = Callable[..., Any]
+Prepare = Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]
 
 
 class Block(nn.Module):
@@ -41,11 +40,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`run` calls each block: plainly, or through a checkpoint."""
-
-    def __init__(self, run: Runner) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.run = run
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -54,7 +50,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight
         for block in self.blocks:
-            x = self.run(block, x)
+            x = block(x)
         return self.head(x)
 
 
@@ -68,41 +64,75 @@ class Trained:
     gradients: list[Tensor]
 
 
-def train(run: Runner) -> Trained:
-    """Train for a few steps from a fixed seed; time the steps, then measure the peak of one more."""
+def train(prepare: Prepare) -> Trained:
+    """Prepare a model, train it for a few steps from a fixed seed and time them; then measure one more."""
     torch.manual_seed(0)
-    model = GPT(run)
+    model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1))
     losses, seconds = [], []
 
+    def loss_fn(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
     def forward_backward() -> None:
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss_fn(tokens)
         loss.backward()
         losses.append(loss.item())
 
+    prepare(model, loss_fn, tokens)
     for _ in range(STEPS):
         start = time.perf_counter()
         forward_backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
-    peak_bytes = peak_bytes_of(forward_backward)
+    peak_bytes = lowtide.measure(forward_backward, device="cpu").peak_bytes
+    peak_bytes += sum(parameter.nbytes for parameter in model.parameters()) + tokens.nbytes
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return Trained(min(seconds), peak_bytes, losses, gradients)
 
 
+def half_of_the_activations() -> tuple[int, int]:
+    """A budget half way from the step's floor to its plain peak, and that peak: both predicted from fake tensors."""
+    model = GPT()
+    tokens = torch.zeros(BATCH, CONTEXT + 1, dtype=torch.long)
+    guess = lowtide.estimate(
+        model, lambda t: F.cross_entropy(model(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()), tokens
+    )
+    return (guess.floor_bytes + guess.peak_bytes) // 2, guess.peak_bytes
+
+
 def main() -> None:
-    parameters = sum(parameter.numel() for parameter in GPT(lowtide.checkpoint).parameters())
+    parameters = sum(parameter.numel() for parameter in GPT().parameters())
     print(f"A GPT of {parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, on the CPU")
-    plain = train(lambda block, x: block(x))
-    ours = train(lowtide.checkpoint)
-    difference = max((a - b).abs().max().item() for a, b in zip(plain.gradients, ours.gradients, strict=True))
-    print(f"{'':<30}{'step':>10}{'ratio':>8}{'measured peak':>16}{'max gradient difference':>26}")
-    for name, run, shown in (("plain", plain, "-"), ("lowtide.checkpoint per block", ours, f"{difference:g}")):
+    budget, foretold = half_of_the_activations()
+    print(f"A plain step would take {format_bytes(foretold)} (predicted); the budget is {format_bytes(budget)}\n")
+    plans: list[lowtide.Plan] = []
+
+    def per_block(model: nn.Module, *_: Any) -> None:
+        lowtide.apply(model, lowtide.RecomputeAll())
+
+    def within_budget(model: nn.Module, loss_fn: Any, tokens: Tensor) -> None:
+        plans.append(lowtide.fit(model, loss_fn, tokens, budget=budget).plan)
+
+    runs = {
+        "plain": train(lambda *_: None),
+        "a checkpoint per block": train(per_block),
+        "lowtide.fit": train(within_budget),
+    }
+    plain = runs["plain"]
+    print(f"{'':<24}{'step':>10}{'ratio':>8}{'measured peak':>16}{'max gradient difference':>26}")
+    for name, run in runs.items():
+        difference = max((a - b).abs().max().item() for a, b in zip(plain.gradients, run.gradients, strict=True))
         ratio = f"{run.step_s / plain.step_s:.2f}x"
-        print(f"{name:<30}{format_seconds(run.step_s):>10}{ratio:>8}{format_bytes(run.peak_bytes):>16}{shown:>26}")
-    print(f"losses over {len(ours.losses)} steps equal to the last bit: {plain.losses == ours.losses}")
+        print(
+            f"{name:<24}{format_seconds(run.step_s):>10}{ratio:>8}{format_bytes(run.peak_bytes):>16}{difference:>26g}"
+        )
+    fitted = runs["lowtide.fit"]
+    print(f"\nmeasured peak within the budget: {fitted.peak_bytes <= budget}")
+    print(f"losses over {len(fitted.losses)} steps equal to the last bit: {plain.losses == fitted.losses}\n")
+    print(plans[0])
 
 
 if __name__ == "__main__":
