@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.solvers.easing import Easing
 from lowtide.solvers.pricing import Choice
 
 Regions = dict[int, tuple[int, ...]]
@@ -29,14 +30,19 @@ class _Leg:
     before: Regions
     after: Regions
     units: tuple[tuple[int, ...], ...]
+    freed_bytes: float = 0.0  # by each unit, on average
 
 
 class Chain:
-    """Plans numbered from 0 (everything kept) to `len - 1` (as little kept as can be), on the whole slower, smaller."""
+    """Plans numbered from 0 (everything kept) to `len - 1` (as little kept as can be), on the whole slower, smaller.
 
-    def __init__(self, graph: StepGraph, choices: list[Choice]) -> None:
-        self._legs = [_leg(graph, a.regions, b.regions) for a, b in pairwise(choices)]
-        ends = list(accumulate((len(leg.units) for leg in self._legs), initial=0))
+    Each call that changes does so by way of `easing`: its new regions first hold on to more than they need.
+    """
+
+    def __init__(self, graph: StepGraph, choices: list[Choice], easing: Easing) -> None:
+        self._legs = [_leg(graph, a, b) for a, b in pairwise(choices)]
+        self._easing, self._steps = easing, easing.num_between + 1
+        ends = list(accumulate((self._steps * len(leg.units) for leg in self._legs), initial=0))
         self._length = ends[-1] + 1
         self._first = choices[0].regions
         most = max(_FEWEST_STOPS, _STOPPED_OPS // max(len(graph.ops), 1))
@@ -55,11 +61,16 @@ class Chain:
         if number == 0:
             return self._first
         for leg in self._legs:
-            if number <= len(leg.units):
-                changed = {call for unit in leg.units[:number] for call in unit}
+            if number <= self._steps * len(leg.units):
+                num_units, step = divmod(number, self._steps)
+                changed = {call for unit in leg.units[: num_units + (step > 0)] for call in unit}
                 regions = {call: ops for call, ops in leg.before.items() if call not in changed}
-                return regions | {call: ops for call, ops in leg.after.items() if call in changed}
-            number -= len(leg.units)
+                regions |= {call: ops for call, ops in leg.after.items() if call in changed}
+                if step:
+                    new = {call: leg.after[call] for call in leg.units[num_units] if call in leg.after}
+                    regions |= self._easing.eased(new, leg.freed_bytes, step - 1)
+                return regions
+            number -= self._steps * len(leg.units)
         raise IndexError(number)
 
 
@@ -143,7 +154,8 @@ def _thinned(numbers: list[int], most: int) -> list[int]:
     return [numbers[index] for index in np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))]
 
 
-def _leg(graph: StepGraph, before: Regions, after: Regions) -> _Leg:
+def _leg(graph: StepGraph, first: Choice, second: Choice) -> _Leg:
+    before, after = first.regions, second.regions
     units: dict[int, list[int]] = {}
     every = {*before, *after}
     for call in sorted(every):
@@ -156,4 +168,5 @@ def _leg(graph: StepGraph, before: Regions, after: Regions) -> _Leg:
         unit: inside for unit, inside in units.items() if any(before.get(call) != after.get(call) for call in inside)
     }
     order = sorted(differing, key=lambda unit: graph.calls[unit].first)
-    return _Leg(before, after, tuple(tuple(differing[unit]) for unit in order))
+    freed_bytes = (first.bytes - second.bytes) / max(len(order), 1)
+    return _Leg(before, after, tuple(tuple(differing[unit]) for unit in order), freed_bytes)

@@ -15,8 +15,8 @@ from lowtide.simulator import Timeline
 class Holding:
     """Who pays for each value that is held while op `at` runs, so that none is paid for twice.
 
-    - `homes`: for each value that saves hold and the backward has yet to read, the call of such a save. It is held if
-      that call is in no region, or in one that does not make the value anew.
+    - `homes`: for each value that saves hold and the backward has yet to read, the call of the last of them. It is held
+      if that call is in no region, or in one that does not make the value anew.
     - `passed`: for each value that no save holds, and that a region would hold as its input, the innermost call that it
       goes to first.
     - `has_begun`: for each call, whether the backward has asked for one of its saves: as a region it may have been
@@ -39,7 +39,7 @@ class Holding:
                 continue
             if at < save.read:
                 if value.kind == "activation" and value.bytes:
-                    self.homes.setdefault(save.value, save.call)
+                    self.homes[save.value] = save.call  # the last: a region around an earlier one does not free it
             elif at < (save.released if save.used < 0 else save.used):
                 in_use.add(save.value)
         self.homes = {value: home for value, home in self.homes.items() if value not in in_use}

@@ -120,6 +120,16 @@ class Pricing:
                 b = calls[b].parent
         return depth[a]
 
+    @property
+    def highest_price(self) -> float:
+        """A price at which a page of memory is worth all replays, and seconds still count besides bytes."""
+        return float(self._seconds.sum()) / _PAGE_BYTES
+
+    def keepable_in(self, call: int) -> list[int]:
+        """The ops of a region whose outputs could be held instead of made again."""
+        first, stop = self.graph.calls[call].first, self._stop[call]
+        return [op for op in range(first, stop) if self.may_keep[op]]
+
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
         simple, holding = self._as_regions(price)
@@ -197,6 +207,9 @@ def _sums(items: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(items)])
 
 
+_PAGE_BYTES = 4096
+
+
 @dataclass(frozen=True)
 class Hull:
     """The choices on the lower convex hull of seconds over bytes, from everything held to as little as can be.
@@ -218,7 +231,7 @@ class Hull:
 
 def hull(pricing: Pricing, most: int = 64) -> Hull:
     """The choices that are best for some price, found between those known, widest gaps first; `most` prices tried."""
-    first, last = pricing.best(0.0), pricing.best(1e6)
+    first, last = pricing.best(0.0), pricing.best(pricing.highest_price)
     found, supports = [first, last], [(0.0, 0.0, 0.0)]
     gaps: list[tuple[float, int, Choice, Choice]] = []
     numbers = count()  # so that gaps of one width come in the order in which they were seen

@@ -27,6 +27,7 @@ from lowtide.plans.rows import rows_of
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
+from lowtide.solvers.easing import Easing
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pricing import Hull, Pricing, contains_layers, hull
@@ -169,10 +170,11 @@ class Search:
     def _chain(self, moment: int, discount: float, narrow: bool) -> Chain:
         key = moment, discount, narrow
         if key not in self._chains:
-            found = self._moments[moment].hull
+            pricing, found = self._moments[moment].pricing, self._moments[moment].hull
             if discount or narrow:
-                found = hull(Pricing(self.graph, self.plain, self._moments[moment].pricing.at, discount, narrow))
-            self._chains[key] = Chain(self.graph, found.choices)
+                pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow)
+                found = hull(pricing)
+            self._chains[key] = Chain(self.graph, found.choices, Easing(self.graph, pricing))
         return self._chains[key]
 
     @property
