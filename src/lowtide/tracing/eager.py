@@ -234,7 +234,8 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     alike = [each for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
     times = medians([[op.seconds for op in each.ops] for each in alike])
     cut = recorder.num_forward
-    times = [*fit_to_total(times[:cut], min(forward_s)), *fit_to_total(times[cut:], min(backward_s))]
+    fitted = fit_to_total(times[:cut], min(forward_s), device=device)
+    times = [*fitted, *fit_to_total(times[cut:], min(backward_s), device=device)]
     for op, seconds in zip(recorder.ops, times, strict=True):
         op.seconds = seconds
     step_s = min(forward_s) + min(backward_s)

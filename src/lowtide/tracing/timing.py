@@ -72,14 +72,17 @@ def medians(runs: list[list[float]]) -> list[float]:
     return [median(times) for times in zip(*runs, strict=True)]
 
 
-def fit_to_total(times: list[float], total_s: float) -> list[float]:
+def fit_to_total(times: list[float], total_s: float, *, device: torch.device) -> list[float]:
     """Op times that sum to what the ops took together.
 
-    Watching adds about the same to every op (the time between marks), and leaves out what the host does between ops: so
-    the same is taken from each, or added to each, down to nothing.
+    What the host does between ops is in no op's time: then the same is added to each. Watching on an accelerator adds
+    about the same to each, the time between its marks: that is taken off again, down to nothing. On the CPU the marks
+    hold nothing else, and a sum above the total is one slow run: all are scaled.
     """
     if not times:
         return []
+    if device.type == "cpu" and sum(times) > total_s:
+        return [seconds * total_s / sum(times) for seconds in times]
     low, high = -total_s, max(times)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,0 +1,36 @@
+"""Op times that add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.tracing.timing import dispatch_s, fit_to_total, medians
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_what_is_missing_is_shared_out(device: torch.device) -> None:
+    assert fit_to_total([1.0, 3.0], 6.0, device=device) == pytest.approx([2.0, 4.0])
+
+
+def test_what_watching_adds_is_taken_off_alike() -> None:
+    assert fit_to_total([1.0, 5.0], 4.0, device=GPU) == pytest.approx([0.0, 4.0])
+
+
+def test_a_slow_run_is_scaled() -> None:
+    assert fit_to_total([1.0, 3.0], 2.0, device=CPU) == pytest.approx([0.5, 1.5])
+
+
+def test_no_ops_take_no_time() -> None:
+    assert fit_to_total([], 1.0, device=CPU) == []
+
+
+def test_medians_go_op_by_op() -> None:
+    assert medians([[9.0, 1.0], [2.0, 3.0], [1.0, 2.0]]) == [2.0, 2.0]
+
+
+def test_watching_costs_nothing_where_the_host_is_ahead() -> None:
+    assert dispatch_s(GPU, host_s=0.1, step_s=1.0) == 0.0
+    assert dispatch_s(CPU, host_s=0.1, step_s=1.0) > 0.0
