@@ -10,7 +10,7 @@ import numpy as np
 
 from lowtide.graph import StepGraph
 from lowtide.solvers.chain import Regions
-from lowtide.solvers.floors import deepest, regions_at
+from lowtide.solvers.depths import deepest, regions_at
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.references import reference_plans
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowtide.errors import LowtideError
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.floors import floor_plan
+from lowtide.solvers.solving import Search
 from lowtide.tracing.eager import trace
 from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.records import tensors_in
@@ -82,7 +82,7 @@ def estimate(
     batch_size = _batch_size(args)
     return Estimate(
         peak_bytes=plain.peak_bytes,
-        floor_bytes=simulate(graph, floor_plan(graph)).peak_bytes,
+        floor_bytes=Search(graph).floor.peak_bytes,
         static_bytes=sum(graph.static_bytes.values()),
         bytes_per_sample=_growth(model, loss_fn, args, optimizer, device, batch_size, plain.peak_bytes),
         batch_size=batch_size,

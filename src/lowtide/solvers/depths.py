@@ -1,4 +1,4 @@
-"""The smallest peak that recomputation alone can reach: regions nested in regions, as deep as it helps."""
+"""Plans that recompute every module call at some depths of the module tree: regions nested in regions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan, Recompute
-from lowtide.simulator import simulate
 
 
 def regions_at(graph: StepGraph, depths: Iterable[int]) -> Plan:
@@ -28,13 +27,3 @@ def deepest(graph: StepGraph) -> int:
     for index, call in enumerate(graph.calls):
         depth_of[index] = depth_of[call.parent] + 1
     return max(depth_of.values())
-
-
-def floor_plan(graph: StepGraph) -> Plan:
-    """The plan of the smallest simulated peak among: nothing, and all calls of any range of depths."""
-    most = deepest(graph)
-    candidates = [Plan()]
-    for first in range(1, most + 1):
-        for last in range(first, most + 1):
-            candidates.append(regions_at(graph, range(first, last + 1)))
-    return min(candidates, key=lambda plan: simulate(graph, plan).peak_bytes)
