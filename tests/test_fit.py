@@ -242,3 +242,125 @@ def test_max_batch_is_the_largest() -> None:
         lowtide.solve(lowtide.trace(model, loss_fn, make_batch(largest + 1), mode="fake"), "4MiB")
     with pytest.raises(lowtide.InfeasibleBudgetError):
         lowtide.max_batch(model, loss_fn, make_batch, budget="64KiB")
+    assert lowtide.max_batch(model, loss_fn, make_batch, budget="1GiB", most=5) == 5
+
+
+class Random(nn.Module):
+    """Random numbers drawn by ops that return something of their own, buffers, and an activation written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu_(self.norm(self.first(x)))
+        hidden = torch.native_dropout(hidden, 0.5, self.training)[0]
+        hidden = torch.native_dropout(self.second(hidden), 0.5, self.training)[0]
+        return x + hidden * hidden
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Random()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
+def left_behind(model: nn.Module, step: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = step(model)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach(), *gradients, *model.buffers(), torch.get_rng_state()]
+
+
+def two_under_one_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):  # which casts parameters once, for the first of the forwards
+        loss = model(x).square().mean() + model(x.flip(0)).square().mean()
+    loss.backward()
+    return loss
+
+
+def evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model.eval()(x).square().mean()  # other ops than in training
+    loss.backward()
+    model.train()(x).square().mean().backward()
+    return loss
+
+
+def backward_twice(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("step", [two_under_one_autocast, evaluated, backward_twice])
+def test_whichever_outputs_are_held_the_step_is_the_same(step: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Random(), Twice()), torch.randn(16, 16)
+    expected = left_behind(copy.deepcopy(model), lambda model: step(model, x))
+    for op in range(24):
+        regions = (Recompute("0", keep_ops=(op,)), Recompute("1", keep_ops=(op, op + 3)))
+        planned = copy.deepcopy(model)
+        with lowtide.apply(planned, Plan(regions=regions)):
+            actual = left_behind(planned, lambda model: step(model, x))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), op
+
+
+def test_calls_outside_of_the_models_forward_are_not_counted() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Twice(), Twice()), torch.randn(16, 16)
+
+    def step(model: Any) -> Tensor:
+        for _ in range(2):
+            inner = lowtide.checkpoint(lambda x: model[1].block(model[1].block(x)), x)
+            loss = model[0](x).square().mean() + inner.square().mean() + model(x).square().mean()
+            loss.backward()
+        return loss
+
+    expected = left_behind(copy.deepcopy(model), step)
+    plan = Plan(regions=(Recompute("0"), Recompute("0.block", 1), Recompute("1.block", 0)))
+    with lowtide.apply(model, plan):
+        assert all(torch.equal(a, b) for a, b in zip(left_behind(model, step), expected, strict=True))
+
+
+def test_the_whole_model_as_a_region() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Random(), Random()), torch.randn(16, 16)
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    expected = left_behind(copy.deepcopy(model), step)
+    with lowtide.apply(model, Plan(regions=(Recompute("", keep_ops=(1, 4)), Recompute("1")))) as handle:
+        assert all(torch.equal(a, b) for a, b in zip(left_behind(model, step), expected, strict=True))
+        assert handle.stats().num_replays == 2
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_compiled_under_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Twice(), Twice()).eval(), torch.randn(16, 16)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with lowtide.apply(model, Plan(regions=(Recompute("0"), Recompute("0.block", 1), Recompute("1.block", 1)))):
+        for run in (torch.compile(model, backend="eager"), model):
+            actual = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_fit_leaves_gradients_alone() -> None:
+    job, other = make("custom_function"), nn.Linear(1, 1)
+    job.step()
+    before = [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
+
+    def loss_fn(*batch: Any) -> Tensor:
+        return other(job.loss_fn(*batch).reshape(1, 1)).sum()
+
+    lowtide.fit(job.model, loss_fn, *job.batch, budget="1GiB")
+    after = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert other.weight.grad is None

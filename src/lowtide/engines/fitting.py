@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from lowtide.graph import StepGraph
 from lowtide.memory.measuring import Measured, measure
 from lowtide.plans import Plan
 from lowtide.solvers.solving import solve
+from lowtide.tracing import _compat
 from lowtide.tracing.checks import device_of
 from lowtide.tracing.eager import trace
 from lowtide.tracing.records import tensors_in
@@ -115,7 +116,7 @@ def max_batch(
     optimizer: torch.optim.Optimizer | None = None,
     most: int = 1 << 16,
 ) -> LargestBatch:
-    """The largest batch that some plan fits into `budget`, found on fake tensors; its `plan` attribute is that plan.
+    """The largest batch, up to `most`, that some plan fits into `budget`, on fake tensors; its `plan` is that plan.
 
     `make_batch(n)` gives the arguments of `loss_fn` for `n` samples: a tuple, or one argument. Nothing larger than what
     it makes is allocated. Raises `InfeasibleBudgetError` where not even one sample fits.
@@ -141,6 +142,7 @@ def max_batch(
     low, high = 1, 2
     while high <= most and isinstance(found := fitting(high), Plan):
         low, best, high = high, found, high * 2
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         found = fitting(middle)
@@ -158,14 +160,28 @@ def _measured_step(model: nn.Module, loss_fn: Any, args: Any, device: torch.devi
     restorer = Restorer(model, loss_fn, tensors_in(args), device)
     for tensor in (*model.buffers(), *tensors_in(args)):
         restorer.before_write(tensor)
+    gradients: dict[int, tuple[Tensor, Tensor]] = {}  # with copies on the host, where they are not measured
+
+    def put_aside(leaves: Iterable[Tensor]) -> None:
+        for gradient in (leaf.grad for leaf in leaves if leaf.is_leaf):
+            if gradient is not None and id(gradient) not in gradients:
+                gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
 
     def step() -> None:
-        loss_fn(*args).backward()
+        loss = loss_fn(*args)
+        others = _compat.leaves_of(loss)  # such as parameters of a module that only `loss_fn` knows
+        restorer.add_leaves(others)
+        put_aside(others)
+        loss.backward()
 
+    put_aside((*model.parameters(), *tensors_in(args)))
     try:
         return measure(step, device=device)
     finally:
         restorer.restore()
+        with torch.no_grad():
+            for gradient, copy in gradients.values():
+                gradient.copy_(copy)
 
 
 def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimizer: Any, device: torch.device) -> int:

@@ -1,29 +1,41 @@
 """A plan carried out on a live model: regions replayed through `lowtide.checkpoint`, outputs of single ops held.
 
-Which outputs a region holds is decided by op position, counted afresh in each forward and in each replay. A module
-that is called several times in a step has a decision for each call; calls are counted from the start of the model's
-forward, and a replay counts on from where its own forward began.
+Which outputs a region holds is decided by op position in its forward; other ops than planned (in evaluation, say) make
+it hold other outputs, never compute others. A module that is called several times in a step has a decision for each
+call; calls are counted from the start of the model's forward, and a replay counts on from where its own forward began.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import _detach_helper, noop_context_fn
 
 from lowtide import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.errors import PlanError
+from lowtide.memory.ambient import Ambient
 from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.region import is_recomputing
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.records import tensors_in
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class _Calls(threading.local):
+    """Calls of each module so far in the model's forward, in this thread. None outside of it, where none is counted."""
+
+    counts: dict[str, int] | None = None
 
 
 class AppliedPlan(Applied):
@@ -33,48 +45,60 @@ class AppliedPlan(Applied):
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
         self._decisions = decisions
-        self._is_in_model = False
-        self._counts: dict[str, int] = {}  # calls of each module so far in the model's forward
+        self._calls = _Calls()
         super().__init__(None, modules)
 
     def run(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module's forward as planned."""
+        if torch.compiler.is_compiling():
+            return self._run_compiled(region, forward, args, kwargs)
         if not region.name:
-            return self._run_model(forward, args, kwargs)
-        nth = self._counts.get(region.name, 0)
-        if self._is_in_model or is_recomputing():
-            self._counts[region.name] = nth + 1
-        decision = self._decisions[region.name].get(nth)
+            return self._run_counted({}, self._run_eagerly, (region, forward, args, kwargs), {})
+        return self._run_eagerly(region, forward, args, kwargs)
+
+    def _run_eagerly(
+        self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        nth, counts = 0, self._calls.counts
+        if counts is not None:
+            nth = counts.get(region.name, 0)
+            counts[region.name] = nth + 1
+        decision = self._decisions.get(region.name, {}).get(nth)
         if decision is None or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
-        if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, **kwargs)
         held = functools.partial(_holding, decision) if decision.keep_ops else noop_context_fn
-        call = functools.partial(self._replayable, region, forward, dict(self._counts))
+        call = functools.partial(self._replayable, region, forward, None if counts is None else dict(counts))
         return checkpoint(call, *args, context_fn=held, **kwargs)
 
-    def _run_model(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """The model's own forward: calls are counted from here. Modules called outside of it are at their first."""
-        before = self._is_in_model, self._counts
-        self._is_in_model, self._counts = True, {}
+    def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
+        if region.name not in self._decisions or not self.enabled or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        forward, kwargs = self._without_options(forward, kwargs)
+        return checkpoint(forward, *args, **kwargs)
+
+    def _run_counted(self, counts: dict[str, int] | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Count calls on from `counts`. Modules called outside of the model's forward are at their first."""
+        before, self._calls.counts = self._calls.counts, counts
         try:
             return forward(*args, **kwargs)
         finally:
-            self._is_in_model, self._counts = before
+            self._calls.counts = before
 
     def _replayable(
-        self, region: PatchedModule, forward: Callable[..., Any], counts: dict[str, int], *args: Any, **kwargs: Any
+        self,
+        region: PatchedModule,
+        forward: Callable[..., Any],
+        counts: dict[str, int] | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if not is_recomputing():
             with self._measuring(region, args):
                 return forward(*args, **kwargs)
         region.num_replays += 1
-        before, self._counts = self._counts, dict(counts)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._counts = before
+        return self._run_counted(None if counts is None else dict(counts), forward, args, kwargs)
 
     def __str__(self) -> str:
         return f"{self.plan}\n({'on' if self.enabled else 'off'})"
@@ -100,7 +124,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
             )
         decisions.setdefault(region.path, {})[region.nth] = region
     patched = [PatchedModule(path, modules[path], True) for path in decisions]
-    if decisions:
+    if decisions and "" not in decisions:
         patched.insert(0, PatchedModule("", model, False))  # to know where a forward begins
     return AppliedPlan(plan, patched, decisions)
 
@@ -112,13 +136,83 @@ def _difference(plan: Plan, modules: dict[str, nn.Module]) -> str:
 
 def _holding(region: Recompute) -> Contexts:
     """Contexts for one region: the forward keeps the outputs of the planned ops, the replay takes them from there."""
-    kept, seen = frozenset(region.keep_ops), {False: 0, True: 0}
+    held: dict[_Op, _Held] = {}
+    return _Hold(held, frozenset(region.keep_ops)), _Reuse(held)
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _compat.BOOKKEEPING_OPS:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        position = seen[context.is_recompute]
-        seen[context.is_recompute] = position + 1
-        return CheckpointPolicy.MUST_SAVE if position in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+_Op = tuple[Any, int | None, int]  # the op, the parameter it casts, and how often that was done before
+
+
+class _Held:
+    """The output of one op, and the random states after it."""
+
+    def __init__(self, op: Any, output: Any, kwargs: dict[str, Any]) -> None:
+        self._output = tree_map(_detach_helper, output)  # shares its version counter
+        self._tensors = tensors_in(self._output)
+        self._versions = [_compat.version_of(tensor) for tensor in self._tensors]
+        self._random = None
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+            generators = [value for value in kwargs.values() if isinstance(value, torch.Generator)]
+            with _compat.without_modes():
+                self._random = Ambient({t.device for t in self._tensors}, generators, preserve_rng_state=True)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing was written into it since."""
+        return self._versions == [_compat.version_of(tensor) for tensor in self._tensors]
+
+    def take(self) -> Any:
+        """The output; random numbers go on from where the op left them."""
+        if self._random is not None:
+            with _compat.without_modes():
+                self._random.restore()
+        return self._output
+
+
+class _Counting(TorchDispatchMode):
+    """Knows the ops of a region again in its replay.
+
+    Not by position: a parameter that autocast had cast before the forward came here is cast once more in the replay.
+    """
+
+    def __init__(self, held: dict[_Op, _Held]) -> None:
+        super().__init__()
+        self._held = held
+        self._seen: Counter[tuple[Any, int | None]] = Counter()
+
+    def __enter__(self) -> Any:
+        self._seen.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _compat.BOOKKEEPING_OPS:
+            return func(*args, **kwargs)
+        is_cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
+        kind = func, id(args[0]) if is_cast else None
+        self._seen[kind] += 1
+        return self._call((*kind, self._seen[kind]), func, args, kwargs)
+
+    def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Hold(_Counting):
+    def __init__(self, held: dict[_Op, _Held], positions: frozenset[int]) -> None:
+        super().__init__(held)
+        self._positions = positions
+
+    def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
+        writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # its output is not its own
+        if self._seen.total() - 1 in self._positions and not writes:
+            self._held[op] = _Held(func, output, kwargs)
+        return output
+
+
+class _Reuse(_Counting):
+    """Takes each output once. What is not there, in a second backward say, is computed."""
+
+    def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        held = self._held.pop(op, None)
+        return held.take() if held is not None and held.is_intact else func(*args, **kwargs)
