@@ -14,16 +14,36 @@ def block_calls(graph: StepGraph) -> list[int]:
     Blocks of the same class at the same place in the tree count even where their structure differs, as that of a first
     or last layer does.
     """
+    return max(_repeated(graph), key=lambda calls: _num_ops(graph, calls), default=[])
+
+
+def all_blocks(graph: StepGraph) -> list[int]:
+    """The blocks of every stack in a model, an encoder's and a decoder's, say: those of `block_calls` and their like.
+
+    Their like are repeated calls with at least a quarter as many ops in all, in no block and with no block inside.
+    """
+    groups = sorted(_repeated(graph), key=lambda calls: (-_num_ops(graph, calls), calls))
+    found: list[int] = []
+    for calls in groups:
+        spans = [(graph.calls[call].first, graph.calls[call].end) for call in found]
+        apart = all(
+            graph.calls[call].end <= first or end <= graph.calls[call].first for call in calls for first, end in spans
+        )
+        if apart and 4 * _num_ops(graph, calls) >= _num_ops(graph, groups[0]):
+            found += calls
+    return sorted(found)
+
+
+def _repeated(graph: StepGraph) -> list[list[int]]:
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
         if call.parent >= 0 and call.end > call.first:
             groups[call.kind, call.parent].append(index)
-    repeated = [calls for calls in groups.values() if len(calls) > 1]
+    return [calls for calls in groups.values() if len(calls) > 1]
 
-    def weight(calls: list[int]) -> int:
-        return sum(graph.calls[call].end - graph.calls[call].first for call in calls)
 
-    return max(repeated, key=weight, default=[])
+def _num_ops(graph: StepGraph, calls: list[int]) -> int:
+    return sum(graph.calls[call].end - graph.calls[call].first for call in calls)
 
 
 def reference_plans(graph: StepGraph) -> dict[str, Plan]:

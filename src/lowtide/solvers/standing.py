@@ -6,20 +6,25 @@ use.
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.plans import Plan
 from lowtide.solvers.chain import Regions
 from lowtide.solvers.depths import deepest, regions_at
 from lowtide.solvers.nesting import Nesting
-from lowtide.solvers.references import reference_plans
+from lowtide.solvers.references import all_blocks, recomputes, reference_plans
 
 _MOST_DEPTHS = 6
+_MOST_SUBSETS = 6  # blocks of which every subset is considered
+_MOST_CUTS = 8
 
 
 def standing_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
     """Plans and the seconds they replay, the fastest first."""
-    plans = list(reference_plans(graph).values())
+    plans = [*reference_plans(graph).values(), *_some_blocks(graph)]
     last = min(deepest(graph), _MOST_DEPTHS)
     plans += [regions_at(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
     found: dict[tuple[object, ...], tuple[float, Regions]] = {}
@@ -28,6 +33,19 @@ def standing_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regi
         if regions:
             found.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
     return sorted(found.values(), key=lambda pair: pair[0])
+
+
+def _some_blocks(graph: StepGraph) -> list[Plan]:
+    """A checkpoint on some blocks: on every subset of a few, and on the first or the last of many."""
+    blocks = all_blocks(graph)
+    if len(blocks) <= _MOST_SUBSETS:
+        sizes = range(1, len(blocks) + 1)
+        chosen = [subset for size in sizes for subset in combinations(blocks, size)]
+    else:
+        step = -(-len(blocks) // _MOST_CUTS)
+        cuts = range(step, len(blocks) + 1, step)
+        chosen = [tuple(part) for cut in cuts for part in (blocks[:cut], blocks[-cut:])]
+    return [Plan(regions=recomputes(graph, dict.fromkeys(calls, ()))) for calls in chosen]
 
 
 def replayed_s(graph: StepGraph, regions: Regions) -> float:
