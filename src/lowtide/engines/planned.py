@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import _detach_helper, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
-from lowtide import _compat
+from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.errors import PlanError
 from lowtide.memory.ambient import Ambient
@@ -147,7 +145,7 @@ class _Held:
     """The output of one op, and the random states after it."""
 
     def __init__(self, op: Any, output: Any, kwargs: dict[str, Any]) -> None:
-        self._output = tree_map(_detach_helper, output)  # shares its version counter
+        self._output = _compat.detached(output)  # shares its version counter
         self._tensors = tensors_in(self._output)
         self._versions = [_compat.version_of(tensor) for tensor in self._tensors]
         self._random = None
@@ -169,7 +167,7 @@ class _Held:
         return self._output
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(_compat.DispatchMode):
     """Knows the ops of a region again in its replay.
 
     Not by position: a parameter that autocast had cast before the forward came here is cast once more in the replay.
@@ -188,8 +186,7 @@ class _Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _compat.BOOKKEEPING_OPS:
             return func(*args, **kwargs)
-        is_cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
-        kind = func, id(args[0]) if is_cast else None
+        kind = func, id(args[0]) if _compat.is_cast_of_parameter(func, args) else None
         self._seen[kind] += 1
         return self._call((*kind, self._seen[kind]), func, args, kwargs)
 
@@ -204,8 +201,7 @@ class _Hold(_Counting):
 
     def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
-        writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # its output is not its own
-        if self._seen.total() - 1 in self._positions and not writes:
+        if self._seen.total() - 1 in self._positions and not _compat.writes(func):
             self._held[op] = _Held(func, output, kwargs)
         return output
 
