@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.memory.meter import peak_bytes_of
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +94,8 @@ def test_peak_falls_and_nothing_stays() -> None:
         h.sum().backward()
 
     step(plainly)
-    plain, ours = peak_bytes_of(lambda: step(plainly), "cuda"), peak_bytes_of(lambda: step(lowtide.checkpoint), "cuda")
+    plain = lowtide.measure(lambda: step(plainly), device="cuda").peak_bytes
+    ours = lowtide.measure(lambda: step(lowtide.checkpoint), device="cuda").peak_bytes
     assert ours < plain / 2
     before = torch.cuda.memory_allocated()
     for _ in range(5):

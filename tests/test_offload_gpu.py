@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import ActivationStore
-from lowtide.memory.meter import peak_bytes_of
 
 pytestmark = pytest.mark.gpu
 
@@ -115,10 +114,10 @@ def test_device_memory_falls() -> None:
         gradients(model, x, store, 0)
 
     step(None)
-    plain = peak_bytes_of(lambda: step(None), "cuda")
-    all_out = peak_bytes_of(lambda: step(ActivationStore(host="8GiB", in_flight="64MiB")), "cuda")
+    plain = lowtide.measure(lambda: step(None), device="cuda").peak_bytes
+    all_out = lowtide.measure(lambda: step(ActivationStore(host="8GiB", in_flight="64MiB")), device="cuda").peak_bytes
     half = ActivationStore(device=(plain // 2), host="8GiB", in_flight="64MiB")
-    half_out = peak_bytes_of(lambda: step(half), "cuda")
+    half_out = lowtide.measure(lambda: step(half), device="cuda").peak_bytes
     assert all_out < 0.45 * plain
     assert all_out < half_out < 0.8 * plain
     before = torch.cuda.memory_allocated()

@@ -10,7 +10,7 @@ the backward asks for them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class EagerStep:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
         self.regions = plan.calls(graph)
-        self.owner = _owners(graph, self.regions)
+        self.owner = graph.innermost(self.regions)
         self.stops = self._stops()
         self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
         self.ends, self.last_reads = self._ends()
@@ -302,11 +302,3 @@ class EagerStep:
             "copied_out_s": self.copies.out_s,
             "copied_in_s": self.copies.in_s,
         }
-
-
-def _owners(graph: StepGraph, regions: Container[int]) -> dict[int, int]:
-    """For each call, the innermost recomputed call it is or lies in; -1 for none, and for no call at all."""
-    owner = {-1: -1}
-    for index, call in enumerate(graph.calls):
-        owner[index] = index if index in regions else owner[call.parent]
-    return owner

@@ -182,16 +182,13 @@ class _Counting(_compat.DispatchMode):
         self._seen.clear()
         return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _counted(self, func: Any, args: Any) -> _Op | None:
+        """The op that is about to run, as its replay knows it; None for one that computes nothing."""
         if func in _compat.BOOKKEEPING_OPS:
-            return func(*args, **kwargs)
+            return None
         kind = func, id(args[0]) if _compat.is_cast_of_parameter(func, args) else None
         self._seen[kind] += 1
-        return self._call((*kind, self._seen[kind]), func, args, kwargs)
-
-    def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        return *kind, self._seen[kind]
 
 
 class _Hold(_Counting):
@@ -199,9 +196,11 @@ class _Hold(_Counting):
         super().__init__(held)
         self._positions = positions
 
-    def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = self._counted(func, args)
         output = func(*args, **kwargs)
-        if self._seen.total() - 1 in self._positions and not _compat.writes(func):
+        if op is not None and self._seen.total() - 1 in self._positions and not _compat.writes(func):
             self._held[op] = _Held(func, output, kwargs)
         return output
 
@@ -209,6 +208,7 @@ class _Hold(_Counting):
 class _Reuse(_Counting):
     """Takes each output once. What is not there, in a second backward say, is computed."""
 
-    def _call(self, op: _Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        held = self._held.pop(op, None)
-        return held.take() if held is not None and held.is_intact else func(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = self._counted(func, args)
+        held = None if op is None else self._held.pop(op, None)
+        return held.take() if held is not None and held.is_intact else func(*args, **(kwargs or {}))

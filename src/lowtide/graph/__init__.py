@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -165,6 +166,30 @@ class StepGraph:
         for index, call in enumerate(self.calls):
             found.setdefault(call.path, []).append(index)
         return {path: tuple(indices) for path, indices in found.items()}
+
+    @cached_property
+    def nths(self) -> list[int]:
+        """For each call, how many calls of the same module came before it."""
+        found = [0] * len(self.calls)
+        for calls in self.calls_by_path.values():
+            for nth, call in enumerate(calls):
+                found[call] = nth
+        return found
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """For each call, how deep in the module tree it is: 0 for the outermost."""
+        found: list[int] = []
+        for call in self.calls:
+            found.append(found[call.parent] + 1 if call.parent >= 0 else 0)
+        return found
+
+    def innermost(self, regions: Container[int]) -> dict[int, int]:
+        """For each call, the innermost of `regions` that it is or lies in; -1 for none, and for no call at all (-1)."""
+        found = {-1: -1}
+        for index, call in enumerate(self.calls):
+            found[index] = index if index in regions else found[call.parent]
+        return found
 
     @cached_property
     def fingerprint(self) -> str:

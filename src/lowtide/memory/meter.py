@@ -1,8 +1,7 @@
-"""What a call really allocates: the allocator's own counter on an accelerator, the profiler's events on the CPU."""
+"""What a call really allocates on the CPU, by the profiler's events."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import tempfile
@@ -12,28 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 _CPU_DEVICE_TYPE = 0
-
-
-def peak_bytes_of(call: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """The most bytes that `call()` had allocated on `device` at one time, beyond what was there before it.
-
-    On the CPU this is the highest point of torch.profiler's running total of allocations, to the byte; tensors
-    allocated earlier and freed inside do not lower it.
-    """
-    device = torch.device(device)
-    gc.collect()  # rubbish collected during the call would count as memory it gave back
-    if device.type == "cpu":
-        return max([0, *cpu_allocation_totals(call)])
-    torch.accelerator.synchronize(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    before = torch.accelerator.memory_allocated(device)
-    call()
-    torch.accelerator.synchronize(device)
-    return torch.accelerator.max_memory_allocated(device) - before
 
 
 def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:

@@ -21,7 +21,6 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
     for save in sorted(graph.saves, key=lambda save: save.made):
         if graph.values[save.value].kind == "activation":
             saved.setdefault(save.value, []).append(save.call)
-    nths = {call: nth for calls in graph.calls_by_path.values() for nth, call in enumerate(calls)}
     rows = []
     for value, savers in saved.items():
         facts, first = graph.values[value], savers[0]
@@ -35,7 +34,7 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
         path = graph.calls[first].path if first >= 0 else ""
         region = graph.calls[owner[first]].path if owner[first] >= 0 else ""
         seconds = graph.ops[facts.born].seconds if facts.born >= 0 else 0.0
-        rows.append(Row(path, nths.get(first, 0), facts.name, facts.bytes, action, seconds, region))
+        rows.append(Row(path, graph.nths[first] if first >= 0 else 0, facts.name, facts.bytes, action, seconds, region))
     return tuple(rows)
 
 
@@ -50,7 +49,6 @@ def _compiled_rows(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
             saver.setdefault(save.value, save.call)
     for value in derived.saved:
         saver.setdefault(value, graph.ops[graph.values[value].born].call)
-    nths = {call: nth for calls in graph.calls_by_path.values() for nth, call in enumerate(calls)}
     rows = []
     for value in sorted(saver, key=lambda value: (graph.values[value].born, value)):
         facts, call = graph.values[value], saver[value]
@@ -58,5 +56,5 @@ def _compiled_rows(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
             action = "recompute" if facts.born in again and not needs.is_free[value] else "keep"
             path = graph.calls[call].path if call >= 0 else ""
             seconds = needs.seconds[facts.born]
-            rows.append(Row(path, nths.get(call, 0), facts.name, facts.bytes, action, seconds))
+            rows.append(Row(path, graph.nths[call] if call >= 0 else 0, facts.name, facts.bytes, action, seconds))
     return tuple(rows)

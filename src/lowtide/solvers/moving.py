@@ -92,5 +92,4 @@ class Mover:
 
     def _move(self, value: int, tier: str) -> Move:
         call, number = self._place[self._first_save[value]]
-        path = self._graph.calls[call].path
-        return Move(path, self._graph.calls_by_path[path].index(call), number, tier)
+        return Move(self._graph.calls[call].path, self._graph.nths[call], number, tier)

@@ -48,7 +48,7 @@ class Pricing:
         self.graph = graph
         self.at = at
         self._dispatch_s = graph.hardware.dispatch_s
-        self._depth = _depths(graph)
+        self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
         self._stop, self._least_stop = _stops(graph)
         self._children: list[list[int]] = [[] for _ in graph.calls]
@@ -310,11 +310,3 @@ def _stops(graph: StepGraph) -> tuple[list[int], list[int]]:
             stops[call], least[call] = max(stops[call], save.made), max(least[call], reached)
             call, reached = graph.calls[call].parent, graph.calls[call].first
     return stops, least
-
-
-def _depths(graph: StepGraph) -> list[int]:
-    """Each call's depth in the tree; of no call, at the end: -1."""
-    depth: list[int] = []
-    for call in graph.calls:
-        depth.append(depth[call.parent] + 1 if call.parent >= 0 else 0)
-    return [*depth, -1]

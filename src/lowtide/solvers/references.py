@@ -63,8 +63,7 @@ def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
 
 def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
     """Regions given by call numbers, as a plan names them."""
-    nths = {call: nth for calls in graph.calls_by_path.values() for nth, call in enumerate(calls)}
-    return tuple(Recompute(graph.calls[call].path, nths[call], regions[call]) for call in sorted(regions))
+    return tuple(Recompute(graph.calls[call].path, graph.nths[call], regions[call]) for call in sorted(regions))
 
 
 def _products(graph: StepGraph, call: int) -> tuple[int, ...]:

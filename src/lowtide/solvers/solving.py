@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -23,17 +23,17 @@ import numpy as np
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import ENGINES, Plan
-from lowtide.plans.rows import rows_of
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
+from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pricing import Hull, Pricing, contains_layers, hull
 from lowtide.solvers.references import recomputes
 from lowtide.solvers.standing import standing_plans
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import parse_bytes
 
 # Of the link's bandwidth, and of the price of bytes that could be moved.
 _SHARES = (0.5, 1.0)
@@ -333,22 +333,7 @@ class Search:
         return low
 
     def _described(self, timeline: Timeline, budget: int) -> Plan:
-        return replace(
-            timeline.plan,
-            budget_bytes=budget,
-            peak_bytes=timeline.peak_bytes,
-            peak_path=timeline.peak_path,
-            peak_phase=timeline.peak_phase,
-            plain_peak_bytes=self.plain.peak_bytes,
-            step_s=self.graph.step_s,
-            extra_s=timeline.extra_s,
-            lower_bound_s=min(self.lower_bound_s(budget), timeline.extra_s),
-            host_bytes=timeline.host_bytes,
-            hardware=self.graph.hardware,
-            fingerprint=self.graph.fingerprint,
-            versions=self.graph.versions,
-            rows=rows_of(self.graph, timeline.plan),
-        )
+        return described(self.graph, timeline, self.plain, budget, self.lower_bound_s(budget))
 
     @cached_property
     def floor(self) -> Timeline:
@@ -365,21 +350,8 @@ class Search:
         return self._timeline(best.regions, best.share)
 
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
-        floor = self.floor
-        where = f"while {floor.peak_path or 'the model'} runs its {floor.peak_phase}"
-        static = int(floor.peak_by_kind["static"] + floor.peak_by_kind["gradients"])
-        advice = (
-            ""
-            if self._movable_bytes or not self.graph.hardware.link_bytes_per_s
-            else ', or allow offload (host="32GiB")'
-        )
-        return InfeasibleBudgetError(
-            f"budget {format_bytes(budget)} is below this step's floor of {format_bytes(floor.peak_bytes)}\n"
-            f"  {format_bytes(static)}  parameters, gradients, optimizer state and batch\n"
-            f"  {format_bytes(floor.peak_bytes - static)}  {where}\n"
-            f"Raise the budget, make the batch smaller{advice}.",
-            floor.peak_bytes,
-        )
+        could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
+        return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
 
 
 def _faster(*candidates: Found | None) -> Found | None:

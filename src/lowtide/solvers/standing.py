@@ -13,7 +13,6 @@ import numpy as np
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.solvers.chain import Regions
-from lowtide.solvers.depths import deepest, regions_at
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.references import all_blocks, recomputes, reference_plans
 
@@ -25,14 +24,20 @@ _MOST_CUTS = 8
 def standing_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
     """Plans and the seconds they replay, the fastest first."""
     plans = [*reference_plans(graph).values(), *_some_blocks(graph)]
-    last = min(deepest(graph), _MOST_DEPTHS)
-    plans += [regions_at(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
+    last = min(max(graph.depths, default=0), _MOST_DEPTHS)
+    plans += [_at_depths(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
     found: dict[tuple[object, ...], tuple[float, Regions]] = {}
     for plan in plans:
         regions = nesting.tidied({call: region.keep_ops for call, region in plan.calls(graph).items()})
         if regions:
             found.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
     return sorted(found.values(), key=lambda pair: pair[0])
+
+
+def _at_depths(graph: StepGraph, depths: range) -> Plan:
+    """Every module call at these depths of the module tree."""
+    calls = [index for index, call in enumerate(graph.calls) if graph.depths[index] in depths and call.end > call.first]
+    return Plan(regions=recomputes(graph, dict.fromkeys(calls, ())))
 
 
 def _some_blocks(graph: StepGraph) -> list[Plan]:
@@ -50,9 +55,7 @@ def _some_blocks(graph: StepGraph) -> list[Plan]:
 
 def replayed_s(graph: StepGraph, regions: Regions) -> float:
     """The seconds that a plan without moves replays; its ops' watching comes on top."""
-    owner = {-1: -1}
-    for index, call in enumerate(graph.calls):
-        owner[index] = index if index in regions else owner[call.parent]
+    owner = graph.innermost(regions)
     stops: dict[int, int] = {}
     is_read: set[int] = set()
     for save in graph.saves:

@@ -87,6 +87,11 @@ def _uses_by_python() -> int:
         return torch._C._storage_Use_Count(StorageWeakRef(tensor.untyped_storage()).cdata) - 1
 
 
+def compiler_is_imported() -> bool:
+    """Whether anything can have been compiled. Obsolete when `torch.compiler.set_stance` imports no compiler."""
+    return "torch._dynamo" in sys.modules
+
+
 def fake_mode() -> Any:
     """Tensors that have shapes and devices and no bytes. Obsolete when `torch.compiler` or `torch.utils` exports it."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -338,7 +337,7 @@ def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measu
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
     """A block in which compiled modules run as they were written; nothing to do where no one imported the compiler."""
-    if "torch._dynamo" not in sys.modules:
+    if not _compat.compiler_is_imported():
         yield
         return
     with torch.compiler.set_stance("force_eager"):
