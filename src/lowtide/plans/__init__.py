@@ -8,6 +8,7 @@ from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
 
 ENGINES = ("eager", "compiled")
+PLACES = ("device", "host", "disk")  # where moved values are; on the device they are compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,22 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A value that leaves the device: the one held by the `save`-th save made directly in the `nth` call of `path`."""
+    """A value that is not held as it is: the one of the `save`-th save made directly in the `nth` call of `path`.
+
+    It goes `to` the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is).
+    """
 
     path: str
     nth: int = 0
     save: int = 0
     to: str = "host"
+    codec: str = ""
+
+    def __post_init__(self) -> None:
+        if self.to not in PLACES:
+            raise PlanError(f"a value moves to {', '.join(map(repr, PLACES))}, not {self.to!r}")
+        if self.to == "device" and not self.codec:
+            raise PlanError(f"a value of {self.path} is to stay on the device as it is: that is no move")
 
 
 @dataclass(frozen=True, slots=True)

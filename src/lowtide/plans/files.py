@@ -41,6 +41,8 @@ def read(text: str) -> Plan:
             if kind in ("int", "float", "str", "tuple[int, ...]"):
                 content[name] = _scalar(content[name], kind, name)
         plan = Plan(**content)
+    except PlanError as error:
+        raise PlanError(f"damaged plan: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise PlanError(f"damaged plan: {error}") from error
     _check(plan)
@@ -83,6 +85,3 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
     if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
         raise PlanError("damaged plan: its bound is above what it costs")
-    unknown = {move.to for move in plan.moves} - {"host", "disk"}
-    if unknown:
-        raise PlanError(f"damaged plan: values move to {', '.join(sorted(unknown))}; known are host and disk")
