@@ -69,7 +69,8 @@ class Plan:
     Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers are
     predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a plan; `extra_s` is
     what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
-    it was made for. `rows` say what becomes of each saved value.
+    it was made for, and `graph` is that graph where it is at hand: what a report is drawn from. `rows` say what becomes
+    of each saved value.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -94,6 +95,7 @@ class Plan:
     fingerprint: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    graph: StepGraph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -129,11 +131,11 @@ class Plan:
             found[row.action] = found.get(row.action, 0) + row.bytes
         return found
 
-    def to_json(self) -> str:
-        """The plan as text, with a version; `Plan.from_json` reads it."""
+    def to_json(self, *, graph: bool = True) -> str:
+        """The plan as text, with a version; `Plan.from_json` reads it. With `graph=False` its graph is left out."""
         from lowtide.plans.files import write
 
-        return write(self)
+        return write(self, graph)
 
     @staticmethod
     def from_json(text: str) -> Plan:
