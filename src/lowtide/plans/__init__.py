@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from lowtide.reports import Report
+    from lowtide.solvers.sweeping import Frontier
 
 ENGINES = ("eager", "compiled")
 PLACES = ("device", "host", "disk")  # where moved values are; on the device they are compressed
@@ -149,6 +157,39 @@ class Plan:
         from lowtide.plans.wording import explain
 
         return explain(self, path)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        measured_peak_bytes: int | None = None,
+        measured_step_s: float | None = None,
+        frontier: Frontier | None = None,
+        time_limit_s: float = 5.0,
+    ) -> Report:
+        """Write a report to a file: a page that needs nothing else, or by its ending a picture, Markdown or a trace.
+
+        `.html`, `.png` (with the extra `report`), `.md`, or `.json` for ui.perfetto.dev. All numbers are predicted but
+        for what is given as measured. The trade-off curve of a page is `frontier`, from `lowtide.sweep`, or made in
+        about `time_limit_s`. What is returned says in words what was done.
+        """
+        from lowtide.reports import write_report
+
+        return write_report(
+            self,
+            path,
+            measured_peak_bytes=measured_peak_bytes,
+            measured_step_s=measured_step_s,
+            frontier=frontier,
+            time_limit_s=time_limit_s,
+        )
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of memory over the step, with and without the plan (the extra `report`)."""
+        from lowtide.reports.facts import gather
+        from lowtide.reports.plots import plan_figure
+
+        return plan_figure(gather(self))
 
     def __str__(self) -> str:
         from lowtide.plans.wording import summary
