@@ -91,9 +91,7 @@ def gather(
             "dataclasses.replace(plan, graph=graph) gives one back."
         )
     if plan.fingerprint and plan.fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"this plan was made for the graph {plan.fingerprint!r}, and its graph is {graph.fingerprint!r}"
-        )
+        raise PlanError(f"this plan was made for the graph {plan.fingerprint!r} and comes with {graph.fingerprint!r}")
     note, known = "", alternatives(graph, plan.engine)
     if frontier is None and time_limit_s > 0:
         frontier, note = _curve(graph, plan, known, time_limit_s)

@@ -17,9 +17,10 @@ from string import Template
 from typing import Any
 
 from lowtide.reports.facts import Facts
+from lowtide.reports.layers import counted
 from lowtide.reports.markdown import to_markdown
 from lowtide.reports.series import chart_data
-from lowtide.reports.tables import actions_of, cost_rows, layer_rows, peak_rows
+from lowtide.reports.tables import LayerRow, actions_of, cost_rows, layer_rows, peak_rows
 from lowtide.reports.tracefile import trace_json
 from lowtide.reports.wording import (
     Figure,
@@ -34,6 +35,7 @@ from lowtide.reports.wording import (
 )
 
 _SCRIPTS = ("draw.js", "memory.js", "others.js", "main.js")
+_MOST_LAYERS = 300  # in the table; the chart has them all
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -135,18 +137,15 @@ def _alternatives(facts: Facts) -> str:
 def _layers(facts: Facts) -> str:
     rows = layer_rows(facts)
     actions = actions_of(rows)
-    lines = [
-        _row(
-            _words(row.layer),
-            *(_number(size(row.bytes.get(action, 0))) for action in actions),
-            _number(size(sum(row.bytes.values()))),
-        )
-        for row in rows
-    ]
-    totals = [sum(row.bytes.get(action, 0) for row in rows) for action in actions]
-    lines.append(
-        _row(_words("total"), *(_number(size(each)) for each in totals), _number(size(sum(totals))), kind="total")
-    )
+
+    def line(name: str, some: Sequence[LayerRow], kind: str = "") -> str:
+        sums = [sum(row.bytes.get(action, 0) for row in some) for action in actions]
+        return _row(_words(name), *(_number(size(each)) for each in (*sums, sum(sums))), kind=kind)
+
+    lines = [line(row.layer, [row]) for row in rows[:_MOST_LAYERS]]
+    if rest := rows[_MOST_LAYERS:]:
+        lines.append(line(counted(len(rest), "more layer"), rest))
+    lines.append(line("total", rows, "total"))
     return _table(["layer", *(f"{action}|" for action in actions), "all|"], lines)
 
 

@@ -104,8 +104,8 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     found = [CostRow(name, len(calls.get(name, ())), freed[name], float(seconds[name])) for name in names]
     if planned.watched_s:
         found.append(CostRow("watching ops whose outputs are held", 0, 0, planned.watched_s))
-    if planned.copies:
-        moved = sum(row.bytes for row in plan.rows if row.action not in ("keep", "recompute"))
+    moved = sum(row.bytes for row in plan.rows if row.action not in ("keep", "recompute"))
+    if moved or planned.stalled_s:
         found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
     return found
 
