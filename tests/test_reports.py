@@ -154,7 +154,8 @@ def test_the_verdict_says_what_was_measured_and_what_predicted() -> None:
     assert said.startswith(f"Fits in {wording.size(facts.budget_bytes)}: peak ")
     assert "measured" not in said and said.count("predicted") == 2
     measured = replace(facts, measured_peak_bytes=facts.budget_bytes - 1, measured_step_s=1.5 * facts.graph.step_s)
-    assert "measured, " in wording.verdict(measured) and "50.0 % slower measured" in wording.verdict(measured)
+    said = wording.verdict(measured)
+    assert "measured (predicted: " in said and "50.0 % slower measured (predicted: " in said
     over = replace(facts, measured_peak_bytes=facts.budget_bytes + 1)
     assert wording.verdict(over).startswith("Over the budget of ") and not over.fits
     unmeasured = replace(measured, graph=replace(facts.graph, is_measured=False))
