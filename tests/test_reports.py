@@ -176,6 +176,7 @@ def test_totals_are_the_sums_of_their_rows(seed: int) -> None:
     peak = tables.peak_rows(facts, most=seed % 5)
     assert sum(row.bytes for row in peak) == facts.planned.peak_bytes
     assert all(row.bytes > 0 for row in peak)
+    assert not any(row.what.startswith("held for replays") for row in peak)  # these steps have no random states
     costs = tables.cost_rows(facts)
     assert sum(row.seconds for row in costs) == pytest.approx(facts.planned.extra_s)
     layers = tables.layer_rows(facts)
@@ -257,6 +258,16 @@ def test_the_curve_goes_down() -> None:
     assert len(peaks) > 3 and peaks == sorted(peaks) and slower == sorted(slower, reverse=True)
     assert {name for name, *_ in curve["others"]} >= {"nothing", "a checkpoint per block"}
     assert all(least <= share + 1e-9 for _, share, _, least in curve["plans"])
+
+
+def test_plans_that_another_beats_are_left_out_of_the_curve() -> None:
+    facts = facts_of("solved")
+    assert facts.frontier is not None
+    best = series.chart_data(facts)["curve"]["plans"]
+    plan = facts.frontier.plans[0]
+    worse = replace(plan, peak_bytes=plan.peak_bytes + 1, extra_s=plan.extra_s * 2)
+    padded = replace(facts.frontier, plans=(*facts.frontier.plans, worse))
+    assert series.chart_data(replace(facts, frontier=padded))["curve"]["plans"] == best
 
 
 # Traces and Markdown
@@ -355,6 +366,7 @@ def test_names_stay_text_everywhere() -> None:
     assert [tag for tag, _ in outline.tags].count("script") == 2
     assert "img" not in [tag for tag, _ in outline.tags]
     assert HOSTILE in outline.text
+    assert not set("<>&") & set(outline.scripts[0])
     names = json.loads(outline.scripts[0])["names"]
     assert any(HOSTILE in name for name in names)
     markdown = to_markdown(facts)
