@@ -578,6 +578,18 @@ def test_charts_answer_the_pointer_and_the_keys(chromium: Any, written: Path) ->
     context.close()
 
 
+def test_copies_are_named_where_they_run(chromium: Any, written: Path) -> None:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    visit = Visit(context, written / "moving.html")
+    said = ""
+    for share in range(15, 100, 5):
+        visit.point_at("#memory", share / 100, 0.4)
+        said += visit.text("#readout")
+    assert "copies out layers." in said and "copies in layers." in said and "waits for layers." in said
+    assert visit.troubles == []
+    context.close()
+
+
 def test_files_can_be_taken_along(chromium: Any, written: Path, tmp_path: Path) -> None:
     context = chromium.new_context(accept_downloads=True)
     visit = Visit(context, written / "solved.html")

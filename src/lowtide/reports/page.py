@@ -104,7 +104,7 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
     cells = []
     for place, name in enumerate(head):
         kind = "n" if name.endswith("|") else "w" if name or not place else "b"
-        cells.append(f'<th class="{kind}">{escape(name.removesuffix("|"))}</th>')
+        cells.append(f'<th scope="col" class="{kind}">{escape(name.removesuffix("|"))}</th>')
     return f"<table><thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 

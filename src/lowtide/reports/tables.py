@@ -48,7 +48,7 @@ def peak_rows(facts: Facts, *, most: int = 12) -> list[PeakRow]:
         if value.born < 0 and value.kind != "elsewhere":
             static[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
     static["optimizer state"] += graph.optimizer_state_bytes
-    static["allocated by others"] += graph.other_bytes
+    static["other allocations"] += graph.other_bytes
 
     sizes: Counter[tuple[str, str]] = Counter()
     numbers: Counter[tuple[str, str]] = Counter()

@@ -202,6 +202,10 @@ function readout(data, t) {
     out += `<tr><td>then, without a plan</td><td class="n">${size(data.plain.total[lastAtOrBefore(data.plain.t, t)])}</td></tr>`;
   }
   out += "</table>";
+  for (const [kind] of t === null ? [] : LANES) {
+    const copy = (data.copies[kind] || []).find(([start, until]) => start <= t && t <= until);
+    if (copy) out += `<p>${kind === "stall" ? "waits for" : `copies ${kind}`} <b>${escape(names[copy[2]])}</b>, ${size(copy[3])}</p>`;
+  }
   const list = planned.lists[planned.live[i]];
   if (list.length) {
     out += "<p>Largest live values</p><ol>";
