@@ -56,7 +56,7 @@ def peak_rows(facts: Facts, *, most: int = 12) -> list[PeakRow]:
         value = graph.values[index]
         if value.kind == "gradient":
             static["gradients"] += size
-        else:
+        elif size:
             key = short_op(graph.ops[value.born].name), facts.layers.pattern_of(graph.path_of(value.born))
             sizes[key] += size
             numbers[key] += 1

@@ -92,7 +92,8 @@ function layersChart(data) {
     if (layers.every((layer) => names[layer[0]].length * 7 + 4 < wide)) {
       layers.forEach((layer, i) => { out += label(left + (i + 0.5) * wide, h - 4, names[layer[0]], "var(--soft)", 'text-anchor="middle"'); });
     } else {
-      const short = (name) => (name.length > 28 ? `${name.slice(0, 26)}…` : name);
+      const room = Math.floor((w - left) / 15);
+      const short = (name) => (name.length > room ? `${name.slice(0, room - 1)}…` : name);
       out += label(left, h - 4, short(names[layers[0][0]]), "var(--soft)");
       if (last) out += label(w, h - 4, short(names[layers[last][0]]), "var(--soft)", 'text-anchor="end"');
     }
