@@ -34,6 +34,13 @@ class Ledger:
             self.transient += life.bytes
         return life
 
+    def encode(self, index: int, size: int) -> Life:
+        """A codec wrote a value in fewer bytes, which Python does not hold."""
+        life = Life(index, size, is_gradient=False)
+        life.python = False
+        self.transient += size
+        return life
+
     def hold(self, life: Life) -> None:
         if not life.holds and not life.is_gradient:
             self.transient -= life.bytes
