@@ -150,17 +150,18 @@ def repeated_blocks(seed: int, *, num_blocks: int = 4) -> StepGraph:
 
 
 def with_floats(seed: int, graph: StepGraph) -> StepGraph:
-    """The same step with values a thousand times as large, most of them floats that codecs take."""
+    """The same step with values a thousand times as large, or more, most of them floats that codecs take."""
     rng = random.Random(seed)
+    scale = rng.choice((1024, 8192))
     sizes = [(rng.choice((0, 2, 4, 4, 8)), rng.choice((1, 24, 999))) for _ in graph.values]
     values = [
-        replace(value, bytes=1024 * value.bytes, item_bytes=item_bytes, row_length=row_length)
+        replace(value, bytes=scale * value.bytes, item_bytes=item_bytes, row_length=row_length)
         for value, (item_bytes, row_length) in zip(graph.values, sizes, strict=True)
     ]
     hardware = replace(
         graph.hardware,
-        link_bytes_per_s=1024 * graph.hardware.link_bytes_per_s,
-        memory_bytes_per_s=float(rng.choice((1 << 22, 1 << 25, 1 << 28))),
+        link_bytes_per_s=scale * graph.hardware.link_bytes_per_s,
+        memory_bytes_per_s=float(scale * rng.choice((1 << 12, 1 << 15, 1 << 18))),
         block_bytes=rng.choice((1, 512)),
     )
     return replace(graph, values=tuple(values), hardware=hardware)

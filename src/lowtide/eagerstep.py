@@ -183,15 +183,13 @@ class EagerStep:
             self.copies.saved(life, self.clock)
         return life
 
-    def _read(self, held: Life, op: int) -> Life | None:
+    def _read(self, held: Life, op: int, decoded: dict[int, Life], key: int) -> None:
         """Wait for what is held of a value; where that was encoded, decode it: a new life, which Python holds."""
         self.clock = self.copies.read(held, self.clock)
         form = self.forms.get(held.value)
-        if form is None:
-            return None
-        life = self.ledger.bear(held.value, self.graph.values[held.value])
-        self._code(min(op, len(self.graph.ops) - 1), 5, form.decode_bytes, form.decode_s)
-        return life
+        if form is not None and key not in decoded:
+            decoded[key] = self.ledger.bear(held.value, self.graph.values[held.value])
+            self._code(min(op, len(self.graph.ops) - 1), 5, form.decode_bytes, form.decode_s)
 
     def _code(self, op: int, phase: int, workspace: int, seconds: float) -> None:
         self.copies.advance(self.clock)
@@ -227,11 +225,10 @@ class EagerStep:
             if region >= 0:
                 self._ensure(region)
             elif index in self.attached:
-                life = self._read(self.attached[index], position)
-                if life is not None:
-                    self.ledger.hold(life)
-                    self.ledger.drop(life)
-                    self.decoded[index] = life
+                self._read(self.attached[index], position, self.decoded, index)
+                if index in self.decoded:
+                    self.ledger.hold(self.decoded[index])
+                    self.ledger.drop(self.decoded[index])
         for index in releases:
             if saves[index].read >= position:
                 self._release(index)
@@ -269,9 +266,7 @@ class EagerStep:
         kept = set(self.regions[region].keep_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
             for held in self.region_holds.get(region, ()):
-                life = None if held.value in scope else self._read(held, first)
-                if life is not None:
-                    scope[life.value] = life
+                self._read(held, first, scope, held.value)
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found

@@ -214,8 +214,8 @@ class Plan:
         coded = {value: move.codec for value, move in self.moves_by_value(graph).items() if move.is_lossy}
         if coded and not graph.hardware.memory_bytes_per_s:
             raise PlanError(
-                f"the plan compresses values, and how fast the memory of {graph.hardware.name} is is not known: nobody "
-                "can say what that costs. Trace for a device that is known."
+                f"the plan compresses values, and the speed of {graph.hardware.name}'s memory is not known: nobody can "
+                "say what that costs. Trace for a device that is known."
             )
         found = {}
         for value, codec in coded.items():
