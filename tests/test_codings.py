@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lowtide.codings import CHUNK, CODINGS, LOSSLESS, MIN_BYTES, form_of
 from lowtide.graph import Hardware, Value
 from lowtide.memory.codecs import CODECS
 from lowtide.memory.measuring import measure
+from lowtide.plans import Move, Plan, Recompute
 
 DTYPES = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 HARDWARE = Hardware("test", memory_bytes_per_s=4.8e12)
@@ -180,3 +183,67 @@ def test_rows_are_those_of_the_tensor_that_is_saved() -> None:
     for mode in ("real", "fake"):
         graph = lowtide.trace(model, loss_fn, torch.randn(64, 32), mode=mode)
         assert [v.row_length for v in saved_activations(graph)] == [24]
+
+
+# What the simulator says of it, and what a step under a store with a codec really allocates
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(width), nn.GELU()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+@cache
+def stack() -> tuple[nn.Sequential, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], lowtide.StepGraph]:
+    model, batch = nn.Sequential(*(Block(64) for _ in range(5))), torch.randn(512, 64)
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    return model, batch, loss_fn, lowtide.trace(model, loss_fn, batch, mode="fake")
+
+
+@pytest.mark.parametrize("codec", ["int8", "float8_e5m2", "float16"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("chunk", [1 << 12, CHUNK])
+def test_the_simulated_peak_is_the_measured_one(
+    codec: str, recomputes: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.memory.codecs.CHUNK", chunk)
+    monkeypatch.setattr("lowtide.codings.CHUNK", chunk)
+    model, batch, loss_fn, graph = stack()
+
+    def recomputing_loss_fn(x: torch.Tensor) -> torch.Tensor:
+        x = model[0](x)
+        for block in model[1:]:
+            x = lowtide.checkpoint(block, x)
+        return x.square().mean()
+
+    number: dict[int, int] = {}
+    moves = []
+    for save in graph.saves:
+        nth = number.setdefault(save.call, 0)
+        number[save.call] += 1
+        if save.call >= 0:
+            moves.append(Move(graph.calls[save.call].path, 0, nth, "device", codec))
+    regions = tuple(Recompute(str(index)) for index in range(1, 5)) if recomputes else ()
+    told = lowtide.simulate(graph, Plan(regions, tuple(moves)))
+
+    def step() -> None:
+        with lowtide.ActivationStore(codec=codec) as store:
+            with lowtide.offload(store, min_bytes=0):
+                loss = (recomputing_loss_fn if recomputes else loss_fn)(batch)
+            loss.backward()
+        model.zero_grad()
+
+    step()
+    measured = measure(step, device=CPU).peak_bytes
+    form = form_of(value(batch.nbytes), codec, HARDWARE)  # the batch is saved too, and no value of the step
+    assert form is not None and told.coded_s > 0
+    static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    assert told.peak_bytes - static == pytest.approx(measured - form.bytes, abs=100)  # single numbers
