@@ -200,7 +200,7 @@ class Block(nn.Module):
 
 @cache
 def stack() -> tuple[nn.Sequential, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], lowtide.StepGraph]:
-    model, batch = nn.Sequential(*(Block(64) for _ in range(5))), torch.randn(512, 64)
+    model, batch = nn.Sequential(*(Block(64) for _ in range(4))), torch.randn(256, 64)
 
     def loss_fn(x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()
@@ -208,7 +208,7 @@ def stack() -> tuple[nn.Sequential, torch.Tensor, Callable[[torch.Tensor], torch
     return model, batch, loss_fn, lowtide.trace(model, loss_fn, batch, mode="fake")
 
 
-@pytest.mark.parametrize("codec", ["int8", "float8_e5m2", "float16"])
+@pytest.mark.parametrize("codec", ["int8", "float16"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 12, CHUNK])
 def test_the_simulated_peak_is_the_measured_one(
@@ -231,7 +231,7 @@ def test_the_simulated_peak_is_the_measured_one(
         number[save.call] += 1
         if save.call >= 0:
             moves.append(Move(graph.calls[save.call].path, 0, nth, "device", codec))
-    regions = tuple(Recompute(str(index)) for index in range(1, 5)) if recomputes else ()
+    regions = tuple(Recompute(str(index)) for index in range(1, 4)) if recomputes else ()
     told = lowtide.simulate(graph, Plan(regions, tuple(moves)))
 
     def step() -> None:

@@ -50,7 +50,7 @@ class Coding:
 
         `item_bytes` are those of one floating-point value, 0 for what is none.
         """
-        if 8 * item_bytes <= self.bits or numel * item_bytes < MIN_BYTES:
+        if item_bytes <= max(1, self.bits // 8) or numel * item_bytes < MIN_BYTES:
             return None
         length = self.block_length(row_length)
         num_blocks = -(-numel // length) if length else 1
