@@ -1,11 +1,13 @@
-"""Every plan of a tiny step without moves, simulated: what the best is, to hold a solver against."""
+"""Every plan of a tiny step on the device, simulated: what the best is, to hold a solver against."""
 
 from __future__ import annotations
 
-from itertools import chain, combinations
+from dataclasses import replace
+from itertools import chain, combinations, product
 
+from lowtide.codings import form_of
 from lowtide.graph import StepGraph
-from lowtide.plans import Plan, Recompute
+from lowtide.plans import Move, Plan, Recompute
 from lowtide.simulator import simulate
 
 
@@ -31,18 +33,53 @@ def index_ops(graph: StepGraph) -> set[int]:
     return {index for index, op in enumerate(graph.ops[: graph.num_forward]) if "index" in op.flags}
 
 
+def codec_moves(graph: StepGraph, codecs: tuple[str, ...]) -> list[list[Move | None]]:
+    """For each value that may be compressed, no move and those that do it.
+
+    That is what modules save and nobody else, the first that its op made, of anything but weights, which nothing
+    changes from then on.
+    """
+    nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
+    counts: dict[int, int] = {}
+    places: dict[int, tuple[str, int, int]] = {}
+    first_made: dict[int, int] = {}
+    outside = {save.value for save in graph.saves if save.call < 0}
+    for save in graph.saves:
+        number = counts.setdefault(save.call, 0)
+        counts[save.call] += 1
+        if save.call >= 0:
+            places.setdefault(save.value, (graph.calls[save.call].path, nth[save.call], number))
+            first_made[save.value] = min(save.made, first_made.get(save.value, save.made))
+    found: list[list[Move | None]] = []
+    for value, place in places.items():
+        facts = graph.values[value]
+        if facts.born < 0 or facts.kind != "activation" or graph.ops[facts.born].outputs.index(value) > 0:
+            continue
+        sources = [graph.values[given].kind for given in graph.ops[facts.born].inputs]
+        if value in outside or (sources and not set(sources) - {"parameter", "buffer"}):
+            continue
+        if any(value in op.mutates for op in graph.ops[first_made[value] : graph.num_forward]):
+            continue
+        named = [codec for codec in codecs if form_of(facts, codec, graph.hardware) is not None]
+        if named:
+            found.append([None, *(Move(*place, "device", codec) for codec in named)])
+    return found
+
+
 def _subsets(items: list[int]) -> chain[tuple[int, ...]]:
     return chain.from_iterable(combinations(items, size) for size in range(len(items) + 1))
 
 
-def all_costs(graph: StepGraph, *, most: int) -> list[tuple[int, float]] | None:
+def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> list[tuple[int, float]] | None:
     """Peak and extra seconds of every plan, None if there are more than `most`.
 
     Any regions, in one another or not; any ops held by those inside of none. Ops that make indices are held, always.
+    Any values compressed by any of `codecs`.
     """
+    presses = [tuple(move for move in moves if move) for moves in product(*codec_moves(graph, codecs))]
     nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
     calls, keepable, indices = region_calls(graph), keepable_ops(graph), index_ops(graph)
-    if 2 ** len(calls) > most:
+    if 2 ** len(calls) * len(presses) > most:
         return None
     found: dict[tuple[int, float], None] = {}
     count = 0
@@ -61,7 +98,7 @@ def all_costs(graph: StepGraph, *, most: int) -> list[tuple[int, float]] | None:
                 is_possible &= (inside & indices) <= keepable
         if not is_possible:
             continue
-        count += 2 ** len(ops)
+        count += 2 ** len(ops) * len(presses)
         if count > most:
             return None
         for kept in map(set, _subsets(ops)):
@@ -79,6 +116,7 @@ def all_costs(graph: StepGraph, *, most: int) -> list[tuple[int, float]] | None:
                     for call in regions
                 )
             )
-            timeline = simulate(graph, plan)
-            found[timeline.peak_bytes, timeline.extra_s] = None
+            for moves in presses:
+                timeline = simulate(graph, replace(plan, moves=moves))
+                found[timeline.peak_bytes, timeline.extra_s] = None
     return list(found)

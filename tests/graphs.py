@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from lowtide.codings import CODINGS, LOSSLESS
 from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.graph.structures import with_structures
 from lowtide.plans import Move, Plan, Recompute
@@ -148,8 +149,26 @@ def repeated_blocks(seed: int, *, num_blocks: int = 4) -> StepGraph:
     return _finish(draft, rng, tidy=True)
 
 
+def with_floats(seed: int, graph: StepGraph) -> StepGraph:
+    """The same step with values a thousand times as large, or more, most of them floats that codecs take."""
+    rng = random.Random(seed)
+    scale = rng.choice((1024, 8192))
+    sizes = [(rng.choice((0, 2, 4, 4, 8)), rng.choice((1, 24, 999))) for _ in graph.values]
+    values = [
+        replace(value, bytes=scale * value.bytes, item_bytes=item_bytes, row_length=row_length)
+        for value, (item_bytes, row_length) in zip(graph.values, sizes, strict=True)
+    ]
+    hardware = replace(
+        graph.hardware,
+        link_bytes_per_s=scale * graph.hardware.link_bytes_per_s,
+        memory_bytes_per_s=float(scale * rng.choice((1 << 12, 1 << 15, 1 << 18))),
+        block_bytes=rng.choice((1, 512)),
+    )
+    return replace(graph, values=tuple(values), hardware=hardware)
+
+
 def random_plan(seed: int, graph: StepGraph) -> Plan:
-    """Regions of any nesting, ops kept in the outermost, and moves where the graph has a link."""
+    """Regions of any nesting, ops kept in the outermost, moves where the graph has a link, and codecs for floats."""
     rng = random.Random(seed)
     nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
     share = rng.choice((0.0, 0.3, 0.6, 0.9))
@@ -164,11 +183,15 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
     moves: list[Move] = []
     counts: dict[int, int] = {}
     share = rng.choice((0.0, 0.3, 0.8))
+    ways = [("host", "")] if graph.hardware.link_bytes_per_s else []
+    if graph.hardware.memory_bytes_per_s:
+        ways += [(to, codec) for to in ("device", *(to for to, _ in ways)) for codec in (*CODINGS, LOSSLESS)]
+    way_of = {save.value: rng.choice(ways) for save in graph.saves} if ways else {}
     for save in graph.saves:
         number = counts.setdefault(save.call, 0)
         counts[save.call] += 1
-        if save.call >= 0 and graph.hardware.link_bytes_per_s and rng.random() < share:
-            moves.append(Move(graph.calls[save.call].path, nth[save.call], number))
+        if save.call >= 0 and ways and rng.random() < share:
+            moves.append(Move(graph.calls[save.call].path, nth[save.call], number, *way_of[save.value]))
     rng.shuffle(regions)
     return Plan(tuple(regions), tuple(moves), in_flight_bytes=rng.choice((0, 0, 1, 40, 1000)))
 

@@ -3,16 +3,21 @@
 Written from the rules, not from `lowtide.simulator`, and for plainness rather than speed: every tensor that ever exists
 is an **incarnation** (a value, and the region whose replay made it), every reason to keep one is a named **holder**,
 and live bytes are added up anew at each event. An incarnation without holders is gone, for good.
+
+A value with a codec has an incarnation that is its encoded form, and one more for each reader that it is decoded for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.codings import Form, form_of
 from lowtide.graph import Save, StepGraph
 from lowtide.plans import Plan
 
 FORWARD = -1  # where incarnations are made that no replay made, the backward's own among them
+ENCODED = -2  # where those are that a codec made
+DECODED = -3  # less the number of a save: where those are that were decoded for it
 PYTHON = ("python", -1)
 
 Incarnation = tuple[int, int]
@@ -114,11 +119,11 @@ def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
 class _Link:
     """The two copy engines, and where each moved value is: on the device until it is `away`, and again once `read`."""
 
-    def __init__(self, graph: StepGraph, plan: Plan) -> None:
-        self.graph = graph
+    def __init__(self, graph: StepGraph, plan: Plan, forms: dict[int, Form]) -> None:
+        self.sizes = [v.bytes if i not in forms else forms[i].bytes for i, v in enumerate(graph.values)]
         self.bytes_per_s = graph.hardware.link_bytes_per_s
-        self.moved = set(plan.moved_values(graph))
-        largest = max((graph.values[v].bytes for v in self.moved), default=0)
+        self.moved = {value for value, move in plan.moves_by_value(graph).items() if move.to in ("host", "disk")}
+        largest = max((self.sizes[v] for v in self.moved), default=0)
         self.most_in_flight = plan.in_flight_bytes or 2 * largest
         self.out_free_s = self.in_free_s = 0.0
         self.left_s: dict[int, float] = {}  # when the copy out of each value is done
@@ -139,7 +144,7 @@ class _Link:
             self.most_host_bytes = max(self.most_host_bytes, self.host_bytes())
 
     def host_bytes(self) -> int:
-        return sum(self.graph.values[v].bytes for v in self.on_host)
+        return sum(self.sizes[v] for v in self.on_host)
 
     def let_leave(self, value: int, clock_s: float) -> None:
         if value in self.left_s and value not in self.read and self.left_s[value] <= clock_s:
@@ -152,8 +157,8 @@ class _Link:
         """Start to copy back what comes next, while there is room for it."""
         while self.waiting:
             value = self.waiting[0]
-            in_flight = sum(self.graph.values[v].bytes for v in self.in_flight)
-            if self.in_flight and in_flight + self.graph.values[value].bytes > self.most_in_flight:
+            in_flight = sum(self.sizes[v] for v in self.in_flight)
+            if self.in_flight and in_flight + self.sizes[value] > self.most_in_flight:
                 return
             self.waiting.pop(0)
             self.in_flight.add(value)
@@ -161,29 +166,34 @@ class _Link:
             self.back_s[value] = self.in_free_s
 
     def wait_for(self, value: int, clock_s: float) -> float:
-        """Seconds until `value` is on the device; from now on it is."""
+        """When `value` is on the device; from now on it is."""
         if value not in self.left_s or value in self.read:
-            return 0.0
+            return clock_s
         assert value in self.in_flight, f"value {value} is needed and nobody fetches it"
-        stall_s = max(0.0, self.back_s[value] - clock_s) if value in self.away else 0.0
+        there_s = max(clock_s, self.back_s[value]) if value in self.away else clock_s
         self.away.discard(value)
         self.in_flight.remove(value)
         self.read.add(value)
-        return stall_s
+        return there_s
 
     def is_counted(self, value: int) -> bool:
         return value not in self.away or value in self.in_flight
 
     def _copy_s(self, value: int) -> float:
         assert self.bytes_per_s > 0, "a move without a link"
-        return self.graph.values[value].bytes / self.bytes_per_s
+        return self.sizes[value] / self.bytes_per_s
 
 
 class _Step:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph = graph
         self.regions = _Regions(graph, plan)
-        self.link = _Link(graph, plan)
+        self.forms: dict[int, Form] = {}
+        for value, move in plan.moves_by_value(graph).items():
+            form = form_of(graph.values[value], move.codec, graph.hardware)
+            if form is not None and graph.values[value].kind == "activation":
+                self.forms[value] = form
+        self.link = _Link(graph, plan, self.forms)
         # Those that are content with a value on the host: saves outside of regions, inputs of regions in no region.
         self.movers = {("save", index) for index in self.regions.own_saves(None)}
         self.movers |= {("input", region) for region in self.regions.inside(None)}
@@ -226,7 +236,7 @@ class _Step:
                     assert incarnation not in self.freed, f"{incarnation} is freed twice"
                     self.freed.add(incarnation)
         for value in list(self.link.on_host):
-            if not self.movers & self.holders.get((value, FORWARD), set()):
+            if not self.movers & self.holders.get(self.saved_as(value), set()):
                 self.link.on_host.remove(value)
 
     def visible(self, value: int, region: int | None) -> Incarnation:
@@ -237,15 +247,45 @@ class _Step:
             region = self.regions.around(region)
         return value, FORWARD
 
+    def saved_as(self, value: int) -> Incarnation:
+        """What is held of `value` outside of regions."""
+        return value, ENCODED if value in self.forms else FORWARD
+
+    def save(self, value: int, region: int | None, holder: Holder) -> None:
+        """Hold `value` for the backward; outside of regions it may be encoded, and may move."""
+        if region is not None or self.is_static(value):
+            self.hold(self.visible(value, region), holder)
+            return
+        if value in self.forms and (value, ENCODED) not in self.holders:
+            assert (value, FORWARD) in self.holders, f"value {value} is encoded when it is gone"
+            self.allocate((value, ENCODED))
+            self.work(self.forms[value].encode_bytes, self.forms[value].encode_s)
+            self.hold((value, ENCODED), holder)
+            self.let_go(PYTHON, of=(value, ENCODED))
+        else:
+            self.hold(self.saved_as(value), holder)
+        self.link.save(value, self.clock_s)
+
+    def decode(self, value: int, home: int) -> None:
+        """An incarnation of an encoded value, as it was; Python's until someone else holds it."""
+        assert (value, ENCODED) in self.holders and value not in self.link.away, f"nothing to decode value {value} from"
+        self.allocate((value, home))
+        self.work(self.forms[value].decode_bytes, self.forms[value].decode_s)
+
+    def work(self, workspace_bytes: int, seconds: float) -> None:
+        """A codec runs: an event."""
+        self.let_leave()
+        self.record(workspace_bytes)
+        self.clock_s += seconds
+        self.extra_s += seconds
+
     # What happens at a position
 
     def make_saves(self, region: int | None, position: int) -> None:
         for index in self.regions.own_saves(region):
             save = self.graph.saves[index]
             if save.made == position and index not in self.released:
-                self.hold(self.visible(save.value, region), ("save", index))
-                if region is None and not self.is_static(save.value):
-                    self.link.save(save.value, self.clock_s)
+                self.save(save.value, region, ("save", index))
 
     def enter_regions(self, region: int | None, position: int) -> None:
         """Hold the inputs of the regions directly in `region` that begin here."""
@@ -253,13 +293,13 @@ class _Step:
             if self.graph.calls[inner].first == position and inner not in self.ended:
                 self.entered.add(inner)
                 for value in self.regions.inputs(inner):
-                    self.hold(self.visible(value, region), ("input", inner))
-                    if region is None:
-                        self.link.save(value, self.clock_s)
+                    self.save(value, region, ("input", inner))
 
     def drop(self, position: int, home: int) -> None:
         for incarnation in list(self.holders):
             value, made_in = incarnation
+            if home != FORWARD and self.graph.values[value].born < self.graph.calls[home].first:
+                continue  # an input that was decoded for this replay, which holds it to its end
             if made_in == home and position == self.graph.values[value].dropped < len(self.graph.ops):
                 self.let_go(PYTHON, of=incarnation)
 
@@ -274,9 +314,9 @@ class _Step:
         self.drop(position, FORWARD)
         if position == self.graph.num_forward:
             self.link.issue(self.clock_s)
-        for save in self.graph.saves:
+        for index, save in enumerate(self.graph.saves):
             if save.read == position:
-                self.read(save)
+                self.read(index, save)
         self.release(position, just_read=True)
         self.end_regions(position, just_read=True)
 
@@ -292,6 +332,8 @@ class _Step:
 
     def release(self, position: int, *, just_read: bool) -> None:
         for index, save in enumerate(self.graph.saves):
+            if self.used_up(save) == position and (save.read == position) == just_read:
+                self.let_go(("decoded", index))
             if self.end_of(save) == position and (save.read == position) == just_read:
                 assert index not in self.released, f"save {index} is released twice"
                 self.released.add(index)
@@ -299,22 +341,30 @@ class _Step:
 
     def end_of(self, save: Save) -> int:
         """When a save is let go: what a replay or a copy brings back goes as soon as its reader is done with it."""
-        comes_back = self.regions.of(save.call) is not None or save.value in self.link.moved
-        return save.used if comes_back and save.used >= 0 else save.released
+        moves_as_it_is = save.value in self.link.moved and save.value not in self.forms
+        comes_back = self.regions.of(save.call) is not None or moves_as_it_is
+        return self.used_up(save) if comes_back else save.released
+
+    def used_up(self, save: Save) -> int:
+        return save.used if save.used >= 0 else save.released
 
     # Backward: reads and replays
 
-    def read(self, save: Save) -> None:
+    def read(self, index: int, save: Save) -> None:
         region = self.regions.of(save.call)
         if region is None:
             self.bring_back(save.value)
+            if save.value in self.forms:
+                self.decode(save.value, DECODED - index)
+                self.hold((save.value, DECODED - index), ("decoded", index))
+                self.let_go(PYTHON, of=(save.value, DECODED - index))
         else:
             self.ensure_replayed(region)
 
     def bring_back(self, value: int) -> None:
-        stall_s = self.link.wait_for(value, self.clock_s)
-        self.clock_s += stall_s
-        self.extra_s += stall_s
+        there_s = self.link.wait_for(value, self.clock_s)
+        self.extra_s += there_s - self.clock_s
+        self.clock_s = there_s
         self.link.issue(self.clock_s)
 
     def ensure_replayed(self, region: int) -> None:
@@ -328,6 +378,8 @@ class _Step:
         if outer is None:
             for value in self.regions.inputs(region):
                 self.bring_back(value)
+                if value in self.forms:
+                    self.decode(value, region)
         first, stop = self.graph.calls[region].first, self.regions.stop(region)
         for position in range(first, stop + 1):
             self.make_saves(region, position)
@@ -360,28 +412,29 @@ class _Step:
             return True
         if op < self.graph.num_forward:
             incarnation = self.visible(value, None if home == FORWARD else home)
-            return incarnation in self.holders and (incarnation[1] != FORWARD or value not in self.link.away)
+            return incarnation in self.holders and (incarnation != self.saved_as(value) or value not in self.link.away)
         # The backward sees what Python still holds, and what saves hold that were read.
-        names = {("save", i) for i, save in enumerate(self.graph.saves) if 0 <= save.read <= op} | {PYTHON}
+        read = [index for index, save in enumerate(self.graph.saves) if 0 <= save.read <= op]
+        names = {(how, index) for index in read for how in ("save", "decoded")} | {PYTHON}
         return any(
-            names & holders and (made_in != FORWARD or value not in self.link.away)
+            names & holders and ((value, made_in) != self.saved_as(value) or value not in self.link.away)
             for (held, made_in), holders in self.holders.items()
-            if held == value
+            if held == value and made_in != ENCODED
         )
 
     def let_leave(self) -> None:
         for (value, home), holders in self.holders.items():
-            if home == FORWARD and holders <= self.movers:
+            if (value, home) == self.saved_as(value) and holders <= self.movers:
                 self.link.let_leave(value, self.clock_s)
 
     def record(self, workspace_bytes: int) -> None:
         live_bytes = self.base_bytes
         for (value, home), holders in self.holders.items():
             assert holders, f"value {value} is held by nobody and still there"
-            if home != FORWARD or self.link.is_counted(value):
-                live_bytes += self.bytes_of(value)
+            if (value, home) != self.saved_as(value) or self.link.is_counted(value):
+                live_bytes += self.forms[value].bytes if home == ENCODED else self.bytes_of(value)
         assert live_bytes >= self.base_bytes and self.link.host_bytes() >= 0
-        assert all((value, FORWARD) in self.holders for value in self.link.on_host | self.link.in_flight)
+        assert all(self.saved_as(value) in self.holders for value in self.link.on_host | self.link.in_flight)
         self.events.append(live_bytes + workspace_bytes)
 
     def finish(self) -> None:

@@ -67,7 +67,7 @@ def test_no_finite_value_becomes_infinite(name: str) -> None:
 def test_chunks_leave_no_seams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.randn(10_007).relu()
     whole = round_trip(name, flat)
-    monkeypatch.setattr("lowtide.memory.codecs._CHUNK", 1000)
+    monkeypatch.setattr("lowtide.memory.codecs.CHUNK", 1000)
     pieces = round_trip(name, flat)
     assert torch.equal(whole[0], pieces[0]) and whole[1] == pieces[1]
 

@@ -54,7 +54,7 @@ def test_names_of_all_kinds_survive() -> None:
 
 def test_a_file_is_plain_json() -> None:
     content = json.loads(TEXT)
-    assert content["format"] == "lowtide step graph" and content["version"] == 1
+    assert content["format"] == "lowtide step graph" and content["version"] == 2
     assert content["versions"]["torch"] == torch.__version__
 
 
@@ -106,7 +106,7 @@ BAD_FILES = {
     "deep nesting": ("[" * 100_000, "not JSON"),
     "deep objects": ('{"a":' * 100_000, "not JSON"),
     "huge number": (damaged(num_forward=1).replace('"num_forward": 1,', f'"num_forward": {"9" * 5000},'), "not JSON"),
-    "version": (damaged(version=2), "has version 2, and this lowtide reads version 1"),
+    "version": (damaged(version=1), "has version 1, and this lowtide reads version 2"),
     "no version": (damaged(version=None), "has version None"),
     "text for number": (damaged(num_forward="3"), "num_forward is '3', not int"),
     "bool for number": (damaged(num_forward=True), "num_forward is True, not int"),
@@ -115,6 +115,9 @@ BAD_FILES = {
     "NaN in an op": (column("ops", "seconds", 0, float("nan")), "seconds is nan"),
     "negative seconds": (column("ops", "seconds", 0, -1.0), "seconds is -1.0"),
     "negative bytes": (column("values", "bytes", 0, -1), "value 0 has -1 bytes"),
+    "odd elements": (column("values", "item_bytes", 0, 3), "value 0 has elements of 3 bytes"),
+    "empty rows": (column("values", "row_length", 0, 0), "value 0 has rows of 0 elements"),
+    "no blocks": (damaged(hardware={**json.loads(TEXT)["hardware"], "block_bytes": 0}), "rounded to 0 bytes"),
     "negative state": (damaged(optimizer_state_bytes=-1), "fewer than no bytes"),
     "more bytes than there are": (column("values", "bytes", 0, 10**300), "301 digits"),
     "unknown kind": (column("values", "kind", 0, 0), "unknown kind"),

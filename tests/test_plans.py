@@ -93,8 +93,8 @@ def damaged(**changes: Any) -> str:
         ("{}", "does not say that it is one"),
         (chain([1]).to_json(), "does not say that it is one"),
         (damaged(format="lowtide step graph"), "does not say that it is one"),
-        (damaged(version=2), "has version 2, and this lowtide reads version 1"),
-        (damaged(version="1"), "has version '1'"),
+        (damaged(version=1), "has version 1, and this lowtide reads version 2"),
+        (damaged(version="2"), "has version '2'"),
         (damaged(colour="blue"), "'colour' missing or unknown"),
         (damaged(regions=None), "regions is no list"),
         (damaged(regions=[{"path": "a"}]), "does not have the fields"),
@@ -194,7 +194,7 @@ def test_plans_are_frozen() -> None:
 def test_shares_of_the_step() -> None:
     assert FULL.slowdown == 0.25 and FULL.gap == 0.125
     assert Plan().slowdown == Plan().gap == 0
-    assert FULL.bytes_by_action() == {"keep": 12, "recompute": 40, "host": 20, "disk": 5}
+    assert FULL.bytes_by_action() == {"keep": 12, "recompute": 40, "host": 20, "disk": 5, "compress": 0}
 
 
 def test_rows_are_all_that_is_saved() -> None:
@@ -205,7 +205,7 @@ def test_rows_are_all_that_is_saved() -> None:
         for budget in (search.floor.peak_bytes, search.plain.peak_bytes):
             plan = search.plan(budget)
             assert sum(plan.bytes_by_action().values()) == graph.saved_bytes
-            assert set(plan.bytes_by_action()) == {"keep", "recompute", "host", "disk"}
+            assert set(plan.bytes_by_action()) == {"keep", "recompute", "host", "disk", "compress"}
         assert plan.bytes_by_action()["keep"] == graph.saved_bytes, "nothing was to be done"
 
 

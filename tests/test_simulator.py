@@ -6,12 +6,16 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lowtide
-from graphs import chain, random_graph, random_plan, repeated_blocks
+from graphs import chain, random_graph, random_plan, repeated_blocks, with_floats
 from lowtide import Plan, PlanError, StepGraph, simulate
+from lowtide.codings import Form, form_of
 from lowtide.graph import Hardware, Op, Value
 from lowtide.plans import Move, Recompute
 from lowtide.simulator import KINDS, PHASES
@@ -43,6 +47,47 @@ def test_agrees_with_the_referee(batch: int) -> None:
             assert told.peak_bytes == expected.peak_bytes
             assert math.isclose(told.extra_s, expected.extra_s, abs_tol=1e-9), f"graph {seed}, {plan}"
             assert told.host_bytes == expected.host_bytes, f"graph {seed}, {plan}"
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_agrees_with_the_referee_on_codecs(batch: int) -> None:
+    for seed in range(batch * CASES // 4, (batch + 1) * CASES // 4):
+        graph = with_floats(seed, step(seed))
+        for nth in range(3):
+            assert_refereed(graph, random_plan(7 * seed + nth, graph))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 10**9))
+def test_agrees_with_the_referee_on_any_codecs(seed: int, plan_seed: int) -> None:
+    graph = with_floats(seed, step(seed))
+    assert_refereed(graph, random_plan(plan_seed, graph))
+
+
+def assert_refereed(graph: StepGraph, plan: Plan) -> None:
+    told, expected = simulate(graph, plan), replay(graph, plan)
+    assert told.total_bytes.tolist() == expected.events, plan
+    assert math.isclose(told.extra_s, expected.extra_s, abs_tol=1e-9), plan
+    assert told.host_bytes == expected.host_bytes, plan
+    assert (told.live_bytes >= 0).all()
+    assert told.live_bytes[-1].tolist() == simulate(graph).live_bytes[-1].tolist(), "something is left over"
+
+
+def test_the_random_codecs_exercise_the_rules() -> None:
+    seen = dict.fromkeys(("encoded", "on the host", "decoded twice", "declined", "input of a region", "lossless"), 0)
+    for seed in range(CASES):
+        graph = with_floats(seed, step(seed))
+        plan = random_plan(7 * seed, graph)
+        timeline, forms, moves = simulate(graph, plan), plan.forms(graph), plan.moves_by_value(graph)
+        phases = [PHASES[phase] for phase in timeline.phases]
+        inputs = {value for call in plan.calls(graph) for value in graph.calls[call].inputs}
+        seen["encoded"] += "compression" in phases
+        seen["on the host"] += any(moves[value].to == "host" for value in forms) and timeline.host_bytes > 0
+        seen["decoded twice"] += phases.count("decompression") > phases.count("compression")
+        seen["declined"] += any(move.is_lossy for value, move in moves.items() if value not in forms)
+        seen["input of a region"] += bool(inputs & set(forms)) and "decompression" in phases
+        seen["lossless"] += any(move.codec == "lossless" for move in moves.values())
+    assert all(count >= CASES // 40 for count in seen.values()), seen
 
 
 def test_the_random_cases_exercise_the_rules() -> None:
@@ -203,6 +248,113 @@ def test_a_moved_value_does_not_count_while_it_is_away() -> None:
     assert (plain.total_bytes - timeline.total_bytes).tolist() == [0, 0, 0, 8, 8, 0, 0, 0, 0]
     assert timeline.host_bytes == 16
     assert timeline.extra_s == 0
+
+
+# Compressed: a batch of 1 byte, and layers whose outputs y0, y1, y2 are floats of 8, 16 and 8 KiB. y0, the input of
+# layer 1, becomes 2048 codes and 16 scales of 4 bytes.
+
+
+def floats(**options: Any) -> StepGraph:
+    graph = chain([8192, 16384, 8192], **options)
+    values = tuple(replace(value, item_bytes=4, row_length=64) for value in graph.values)
+    return replace(graph, values=values, hardware=replace(graph.hardware, memory_bytes_per_s=2.0**24))
+
+
+def form_of_y0(graph: StepGraph) -> Form:
+    y0 = next(value for value in graph.values if value.name == "y0")
+    form = form_of(y0, "int8", graph.hardware)
+    assert form is not None and form.bytes == 2112
+    return form
+
+
+COMPRESS = Plan(moves=(Move("layers.1", to="device", codec="int8"),))
+
+
+def test_a_compressed_value() -> None:
+    graph = floats()
+    form, timeline = form_of_y0(graph), simulate(graph, COMPRESS)
+    assert [PHASES[phase] for phase in timeline.phases] == [
+        *("forward", "forward", "compression", "forward"),
+        *("backward", "decompression", "backward", "backward", "optimizer"),
+    ]
+    assert timeline.ops.tolist() == [0, 1, 1, 2, 3, 4, 4, 5, -1]
+    assert timeline.total_bytes.tolist() == [
+        1 + 8192,
+        1 + 8192 + 16384,
+        1 + 8192 + 16384 + 2112 + form.encode_bytes,  # Python holds y0 while it is encoded
+        1 + 2112 + 16384 + 8192,
+        1 + 2112 + 16384 + 8192 + 16384,  # the backward of layer 2 does not ask for y0
+        1 + 2112 + 16384 + 8192 + form.decode_bytes,
+        1 + 2112 + 16384 + 8192 + 8192,  # autograd lets go of the encoded form after its reader
+        1 + 8192,
+        1 + 8192,
+    ]
+    assert timeline.extra_s == timeline.coded_s == form.encode_s + form.decode_s
+    assert timeline.starts_s[3] == 2 + form.encode_s, "it takes the compute's own time"
+    assert timeline.host_bytes == 0
+    assert timeline.live_bytes[3].tolist() == [1, 2112, 16384 + 8192, 0, 0]
+    assert sum(timeline.live_at(5).values()) == 2112 + 16384 + 8192
+    assert "in codecs" in str(timeline)
+
+
+def test_a_compressed_value_that_moves() -> None:
+    """Only its encoded bytes cross the link, and they come back ahead of the read."""
+    graph = floats(link_bytes_per_s=2.0**14)
+    form, timeline = form_of_y0(graph), simulate(graph, Plan(moves=(Move("layers.1", to="host", codec="int8"),)))
+    assert timeline.host_bytes == form.bytes
+    assert timeline.copied_out_s == timeline.copied_in_s == form.bytes / 2**14
+    assert timeline.total_bytes[3] == 1 + 2112 + 16384 + 8192, "still on its way out"
+    assert timeline.live_bytes[:, KINDS.index("in flight")].tolist() == [0, 0, 0, 0, 2112, 0, 0, 0, 0]
+    assert timeline.extra_s == timeline.coded_s
+
+
+def test_a_value_is_encoded_once_and_decoded_for_each_reader() -> None:
+    graph = floats()
+    first = next(save for save in graph.saves if graph.values[save.value].name == "y0")
+    again = replace(first, call=graph.saves[2].call, made=3, read=3, released=4)
+    values = tuple(replace(value, dropped=3) if value.name == "y0" else value for value in graph.values)
+    graph = replace(graph, values=values, saves=(*graph.saves, again))
+    form, timeline = form_of_y0(graph), simulate(graph, COMPRESS)
+    assert timeline.coded_s == pytest.approx(form.encode_s + 2 * form.decode_s)
+    assert timeline.ops.tolist() == [0, 1, 1, 2, 3, 3, 4, 4, 5, -1]
+    assert timeline.total_bytes[5] == 1 + 2112 + 16384 + 8192 + 8192 + 16384  # y1, y2, the decoded y0 and dy1
+    assert timeline.total_bytes[6] == 1 + 2112 + 16384 + 8192 + form.decode_bytes, "the first reader's is gone"
+
+
+def test_a_region_is_replayed_from_its_compressed_input() -> None:
+    graph = floats()
+    plan = replace(COMPRESS, regions=(Recompute("layers.1"),))
+    form, timeline = form_of_y0(graph), simulate(graph, plan)
+    assert timeline.ops.tolist() == [0, 0, 1, 2, 3, 1, 1, 4, 5, -1]  # encoded after op 0, decoded for op 1
+    assert timeline.total_bytes[1] == 1 + 8192 + 2112 + form.encode_bytes
+    assert timeline.total_bytes[3] == 1 + 2112 + 16384 + 8192
+    assert timeline.total_bytes[5] == 1 + 2112 + 16384 + 8192 + form.decode_bytes
+    assert timeline.total_bytes[6] == 1 + 2112 + 16384 + 8192 + 16384  # the replay makes y1 once more
+    assert timeline.total_bytes[7] == 1 + 2112 + 16384 + 8192 + 8192
+    assert timeline.replayed_s == 1.0 and timeline.coded_s == form.encode_s + form.decode_s
+
+
+@pytest.mark.parametrize("codec", ["int8", "lossless"])
+@pytest.mark.parametrize("link", [0.0, 2.0**14])
+def test_what_a_codec_declines_is_treated_as_it_is(codec: str, link: float) -> None:
+    graph = floats(link_bytes_per_s=link)
+    if codec == "int8":
+        graph = replace(graph, values=tuple(replace(value, item_bytes=0) for value in graph.values))
+    to = "host" if link else "device"
+    told = simulate(graph, Plan(moves=(Move("layers.1", to=to, codec=codec),)))
+    expected = simulate(graph, Plan(moves=(Move("layers.1"),))) if link else simulate(graph)
+    assert told.total_bytes.tolist() == expected.total_bytes.tolist() and told.extra_s == expected.extra_s
+
+
+def test_codecs_where_the_speed_of_memory_is_not_known() -> None:
+    with pytest.raises(PlanError, match="speed of test's memory is not known"):
+        simulate(chain([8192, 8192]), Plan(moves=(Move("layers.1", to="device", codec="int8"),)))
+
+
+def test_a_value_cannot_be_moved_in_two_ways() -> None:
+    moves = (Move("layers.1"), Move("layers.1", to="device", codec="int8"))
+    with pytest.raises(PlanError, match=r"saved in layers\.1 and layers\.1 is moved in two ways"):
+        simulate(floats(), Plan(moves=moves))
 
 
 def test_a_save_that_is_never_read_is_not_replayed_for() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from lowtide.codings import Form
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.lives import Life
-from lowtide.plans import Plan
+from lowtide.plans import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,24 @@ class _Trip:
 class CopyEngines:
     """Where moved values are, and how long their copies take.
 
+    What a codec has written smaller moves as what it is then: a life of its own, held by saves alone.
+
     A value's copy out starts when it is saved and the engine is free; its bytes are away once the copy has finished and
     nothing holds it on the device: not Python, nor a region that keeps it. Copies back are asked for in the order of
-    the backward's reads, as many ahead as `plan.in_flight_bytes` allows (0: twice the largest). A read waits for its
+    the backward's reads, as many ahead as `in_flight_bytes` allow (0: twice the largest). A read waits for its
     copy, unless the value has not gone away.
     """
 
-    def __init__(self, graph: StepGraph, plan: Plan) -> None:
-        self._moved = plan.moved_values(graph)
+    def __init__(self, graph: StepGraph, moves: dict[int, Move], forms: dict[int, Form], in_flight_bytes: int) -> None:
+        self._moved = {value for value, move in moves.items() if move.to != "device"}
         self._speed = graph.hardware.link_bytes_per_s
         if self._moved and not self._speed:
             raise PlanError(
                 f"the plan moves values off the device, and {graph.hardware.name} has no link to move them over. "
                 "Plan without host and disk."
             )
-        sizes = [graph.values[value].bytes for value in self._moved]
-        self._limit = plan.in_flight_bytes or 2 * max(sizes, default=0)
+        sizes = [forms[value].bytes if value in forms else graph.values[value].bytes for value in self._moved]
+        self._limit = in_flight_bytes or 2 * max(sizes, default=0)
         self._trips: dict[int, _Trip] = {}
         self._leaving: deque[_Trip] = deque()  # in the order of their copies
         self._copied: list[_Trip] = []  # copied out, and held on the device all the same

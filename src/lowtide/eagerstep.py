@@ -5,6 +5,10 @@ the region is replayed, up to its last save, each op allocating anew. Its inputs
 last of its saves, as another replay might come. Regions inside regions are replayed from inside the outer one's
 replay. Saved values that move leave on one copy engine as soon as they are saved and return on another, in the order
 the backward asks for them.
+
+A value with a codec is encoded when it is first saved, on the compute's own time, and from then on saves hold what was
+encoded: on the device, or on its way to the host and back. Each read decodes it anew, and what it decodes lives as long
+as the reader needs it; a replay's decoded inputs live at least as long as the replay.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class EagerStep:
         self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
         self.ends, self.last_reads = self._ends()
         self.left: set[int] = set()
+        self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
         self._index()
         self.ledger = Ledger()
         self.static = graph.optimizer_state_bytes + graph.other_bytes
@@ -47,10 +52,12 @@ class EagerStep:
         self.attached: dict[int, Life] = {}  # by save
         self.released: set[int] = set()  # saves
         self.region_holds: dict[int, list[Life]] = {}
-        self.copies = CopyEngines(graph, plan)
+        self.encoded: dict[int, Life] = {}  # by value
+        self.decoded: dict[int, Life] = {}  # by save
+        self.copies = CopyEngines(graph, self.moves, self.forms, plan.in_flight_bytes)
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
-        self.clock = self.replayed_s = 0.0
+        self.clock = self.replayed_s = self.coded_s = 0.0
         self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
         self._wanted: frozenset[int] = frozenset()
         self._last_wanted = -1
@@ -90,11 +97,17 @@ class EagerStep:
         self.saves_at, self.reads_at = defaultdict(list), defaultdict(list)
         self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
         self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
-        moved = self.plan.moved_values(graph)
+        self.uses_at: defaultdict[int, list[int]] = defaultdict(list)
+        moved = {value for value, move in self.moves.items() if move.to != "device"}
         for index, save in enumerate(graph.saves):
             self.saves_at[save.made].append(index)
-            comes_back = self.owner[save.call] >= 0 or save.value in moved
-            self.releases_at[save.used if comes_back and save.used >= 0 else save.released].append(index)
+            done = save.released if save.used < 0 else save.used
+            if self.owner[save.call] >= 0 or (save.value in moved and save.value not in self.forms):
+                self.releases_at[done].append(index)  # of what came back
+            else:
+                self.releases_at[save.released].append(index)
+                if save.value in self.forms:
+                    self.uses_at[done].append(index)
             if save.read >= 0:
                 self.reads_at[save.read].append(index)
         self.ends_at: defaultdict[int, list[int]] = defaultdict(list)
@@ -149,27 +162,50 @@ class EagerStep:
 
     def _settle(self, position: int, region: int, scope: dict[int, Life]) -> None:
         """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
+        first = self.graph.calls[region].first if region >= 0 else 0
         for index in self.saves_at.get(position, ()):
             save = self.graph.saves[index]
             if self.owner[save.call] != region or index in self.released:  # the latter never read, replayed late
                 continue
             if (life := self._find(save.value, region)) is not None:
-                self.ledger.hold(life)
-                self.attached[index] = life
-                if region < 0:
-                    self.copies.saved(life, self.clock)
+                self.attached[index] = self._hold(life, position, region)
         for call in self.entries_at.get(position, ()):
             if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
-                self.region_holds[call] = [life for life in lives if life is not None]
+                self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
                 self.ledger.kept += self.graph.hardware.region_bytes
-                for life in self.region_holds[call]:
-                    self.ledger.hold(life)
-                    if region < 0:
-                        self.copies.saved(life, self.clock)
         for value in self.drops_at.get(position, ()):
-            if value in scope:
+            if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
+
+    def _hold(self, life: Life, position: int, region: int) -> Life:
+        """Hold a value for the backward: itself, or outside of regions what its codec makes of it."""
+        form = self.forms.get(life.value) if region < 0 else None
+        if form is not None:
+            if life.value not in self.encoded:
+                self.encoded[life.value] = self.ledger.encode(life.value, form.bytes)
+                self._code(position - 1, 4, form.encode_bytes, form.encode_s)
+            life = self.encoded[life.value]
+        self.ledger.hold(life)
+        if form is not None and life.python:
+            self.ledger.drop(life)
+        if region < 0:
+            self.copies.saved(life, self.clock)
+        return life
+
+    def _read(self, held: Life, op: int, decoded: dict[int, Life], key: int) -> None:
+        """Wait for what is held of a value; where that was encoded, decode it: a new life, which Python holds."""
+        self.clock = self.copies.read(held, self.clock)
+        form = self.forms.get(held.value)
+        if form is not None and key not in decoded:
+            decoded[key] = self.ledger.bear(held.value, self.graph.values[held.value])
+            self._code(min(op, len(self.graph.ops) - 1), 5, form.decode_bytes, form.decode_s)
+
+    def _code(self, op: int, phase: int, workspace: int, seconds: float) -> None:
+        self.copies.advance(self.clock)
+        self._emit(op, phase, workspace)
+        self.clock += seconds
+        self.coded_s += seconds
 
     def _begin_backward(self) -> None:
         if self.plan.moves:
@@ -182,10 +218,13 @@ class EagerStep:
 
     def _backward_position(self, position: int) -> None:
         saves = self.graph.saves
-        releases = self.releases_at.get(position, ())
+        releases, uses = self.releases_at.get(position, ()), self.uses_at.get(position, ())
         for index in releases:
             if saves[index].read < position:
                 self._release(index)
+        for index in uses:
+            if saves[index].read < position and index in self.decoded:
+                self.ledger.unhold(self.decoded.pop(index))
         self._end_regions(position, is_read_here=False)
         if position > self.graph.num_forward:
             for value in self.drops_at.get(position, ()):
@@ -196,10 +235,16 @@ class EagerStep:
             if region >= 0:
                 self._ensure(region)
             elif index in self.attached:
-                self.clock = self.copies.read(self.attached[index], self.clock)
+                self._read(self.attached[index], position, self.decoded, index)
+                if index in self.decoded:
+                    self.ledger.hold(self.decoded[index])
+                    self.ledger.drop(self.decoded[index])
         for index in releases:
             if saves[index].read >= position:
                 self._release(index)
+        for index in uses:
+            if saves[index].read >= position and index in self.decoded:
+                self.ledger.unhold(self.decoded.pop(index))
         self._end_regions(position, is_read_here=True)
 
     def _end_regions(self, position: int, is_read_here: bool) -> None:
@@ -230,8 +275,8 @@ class EagerStep:
         first, stop = self.graph.calls[region].first, self.stops[region]
         kept = set(self.regions[region].keep_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
-            for life in self.region_holds.get(region, ()):
-                self.clock = self.copies.read(life, self.clock)
+            for held in self.region_holds.get(region, ()):
+                self._read(held, first, scope, held.value)
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
@@ -311,4 +356,5 @@ class EagerStep:
             "copied_out_s": self.copies.out_s,
             "copied_in_s": self.copies.in_s,
             "copies": tuple(self.copies.log),
+            "coded_s": self.coded_s,
         }

@@ -48,6 +48,13 @@ class Ledger:
         self._born = [life for life in self._born if not life.is_over]  # the dead are passed over once
         return self._born
 
+    def encode(self, index: int, size: int) -> Life:
+        """A codec wrote a value in fewer bytes, which Python holds until a save does."""
+        life = Life(index, size, is_gradient=False)
+        self._born.append(life)
+        self.transient += size
+        return life
+
     def hold(self, life: Life) -> None:
         if not life.holds and not life.is_gradient:
             self.transient -= life.bytes

@@ -19,13 +19,14 @@ from lowtide.plans import Plan
 from lowtide.units import format_bytes, format_seconds
 
 KINDS = ("static", "kept", "transient", "gradients", "in flight")
-PHASES = ("forward", "replay", "backward", "optimizer")
+PHASES = ("forward", "replay", "backward", "optimizer", "compression", "decompression")
 
 
 @dataclass(frozen=True)
 class Timeline:
     """The bytes that live while each event of a step runs, as simulated: one event per op run, replayed ones included.
 
+    Encoding and decoding a value are events too, of the op that it is saved after or decoded for.
     `live_bytes[e]` are the bytes at event `e` for each of `lowtide.simulator.KINDS`; `ops[e]` is the op it runs (-1:
     the optimizer's step), `phases[e]` an index into `lowtide.simulator.PHASES`, `starts_s[e]` when it starts.
     """
@@ -43,6 +44,7 @@ class Timeline:
     copied_out_s: float
     copied_in_s: float
     copies: tuple[Copy, ...] = ()
+    coded_s: float = 0.0
 
     @cached_property
     def total_bytes(self) -> np.ndarray:
@@ -59,8 +61,8 @@ class Timeline:
 
     @property
     def extra_s(self) -> float:
-        """Seconds that the plan adds to the plain step: replays, waiting for copies, and watching ops to hold some."""
-        return self.replayed_s + self.stalled_s + self.watched_s
+        """Seconds that the plan adds to the plain step: replays, waiting for copies, watching ops, and codecs."""
+        return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s
 
     @property
     def peak_path(self) -> str:
@@ -98,8 +100,9 @@ class Timeline:
         where = f" of {self.peak_path}" if self.peak_path else ""
         lines = [f"peak {format_bytes(self.peak_bytes)} predicted, in the {self.peak_phase}{where} ({name})"]
         lines += [f"  {kind:<10} {format_bytes(size)}" for kind, size in self.peak_by_kind.items() if size]
+        coded = f", {format_seconds(self.coded_s)} in codecs" if self.coded_s else ""
         lines.append(
-            f"  {format_seconds(self.replayed_s)} replayed, {format_seconds(self.stalled_s)} waited for copies"
+            f"  {format_seconds(self.replayed_s)} replayed, {format_seconds(self.stalled_s)} waited for copies{coded}"
         )
         return "\n".join(lines)
 

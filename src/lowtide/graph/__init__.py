@@ -31,13 +31,19 @@ FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One storage on the device. Static ones are there before the step: `born` is -1."""
+    """One storage on the device. Static ones are there before the step: `born` is -1.
+
+    `item_bytes` are those of one element where the storage holds floating-point numbers that a codec could write in
+    fewer bytes, else 0; `row_length` is the last dimension of the tensor that was saved, for codecs that scale by row.
+    """
 
     bytes: int
     kind: str
     name: str
     born: int
     dropped: int
+    item_bytes: int = 0
+    row_length: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,8 @@ class Hardware:
 
     `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what
     watching an op costs the step, where outputs of single ops are held inside a region: 0 where the host is ahead.
-    `region_bytes` are held on the device by each region that waits for its replay: random states.
+    `region_bytes` are held on the device by each region that waits for its replay: random states. Allocations are
+    rounded up to `block_bytes`.
     """
 
     name: str
@@ -107,6 +114,7 @@ class Hardware:
     disk_bytes_per_s: float = 1e9
     dispatch_s: float = 0.0
     region_bytes: int = 0
+    block_bytes: int = 1
 
 
 UNKNOWN_HARDWARE = Hardware("unknown")
@@ -198,7 +206,7 @@ class StepGraph:
         for op in self.ops:
             digest.update(repr((op.name, op.call, op.inputs, op.outputs)).encode())
         for value in self.values:
-            digest.update(repr((value.bytes, value.kind, value.name)).encode())
+            digest.update(repr((value.bytes, value.kind, value.name, value.item_bytes, value.row_length)).encode())
         for call in self.calls:
             digest.update(repr((call.path, call.first, call.end)).encode())
         digest.update(repr(self.num_forward).encode())
@@ -256,6 +264,7 @@ def check(graph: StepGraph) -> None:
     num_ops, num_values, num_calls = len(graph.ops), len(graph.values), len(graph.calls)
     _require(0 <= graph.num_forward <= num_ops, "num_forward is not a number of ops")
     sizes = (graph.optimizer_state_bytes, graph.optimizer_workspace_bytes, graph.other_bytes)
+    _require(graph.hardware.block_bytes >= 1, f"allocations are rounded to {graph.hardware.block_bytes} bytes")
     _require(min(sizes) >= 0 and graph.step_s >= 0, "there are fewer than no bytes or seconds")
     made: set[int] = {index for index, value in enumerate(graph.values) if value.born < 0}
     for index, op in enumerate(graph.ops):
@@ -278,6 +287,8 @@ def check(graph: StepGraph) -> None:
         made.update(op.outputs)
     for index, value in enumerate(graph.values):
         _require(value.bytes >= 0, f"value {index} has {value.bytes} bytes")
+        _require(value.item_bytes in (0, 1, 2, 4, 8), f"value {index} has elements of {value.item_bytes} bytes")
+        _require(value.row_length >= 1, f"value {index} has rows of {value.row_length} elements")
         _require(value.kind in VALUE_KINDS, f"value {index} is of the unknown kind {value.kind!r}")
         _require(-1 <= value.born < num_ops and index in made, f"value {index} is made by no op")
         _require(value.born < value.dropped <= num_ops, f"value {index} is dropped before it is made")

@@ -11,7 +11,7 @@ from lowtide.errors import GraphError
 from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 
 FORMAT = "lowtide step graph"
-VERSION = 1
+VERSION = 2
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 
@@ -163,7 +163,7 @@ def _strings(items: Any) -> list[str]:
 
 def _hardware(content: Any) -> Hardware:
     if not isinstance(content, dict) or set(content) != {f.name for f in fields(Hardware)}:
-        raise ValueError("hardware does not have the fields of version 1")
+        raise ValueError(f"hardware does not have the fields of version {VERSION}")
     name = _strings([content.pop("name")])[0]
     kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
     numbers = {key: _number(item, kinds[key], key) for key, item in content.items()}

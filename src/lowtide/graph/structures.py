@@ -22,8 +22,9 @@ def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Val
         call = calls[index]
         local: dict[int, int] = {}
 
-        def name(value: int, local: dict[int, int] = local) -> tuple[int, int]:
-            return local.setdefault(value, len(local)), values[value].bytes
+        def name(value: int, local: dict[int, int] = local) -> tuple[int, ...]:
+            facts = values[value]
+            return local.setdefault(value, len(local)), facts.bytes, facts.item_bytes, facts.row_length
 
         below = children.get(index, [])
         own: list[tuple[object, ...]] = []

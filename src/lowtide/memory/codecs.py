@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.codings import BLOCK, CHUNK, LEAST_ROW, MIN_BYTES
 from lowtide.memory import bits
-
-MIN_BYTES = 4096
-_BLOCK = 128
-_CHUNK = 1 << 22  # values worked on at a time
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,19 @@ class _Float(Codec):
         return flat.is_floating_point() and flat.element_size() > self._dtype.itemsize
 
     def _encode(self, flat: Tensor, row_length: int) -> Encoded:
-        amax = torch.stack([_finite_magnitudes(chunk).amax() for chunk in flat.split(_CHUNK)]).amax()
+        chunks = flat.split(CHUNK)
+        amax = torch.stack([_finite_magnitudes(chunk).amax() for chunk in chunks]).amax()
         scale = (amax / torch.finfo(self._dtype).max).clamp_(min=1.0)
-        narrow = torch.div(flat, scale, out=torch.empty_like(flat, dtype=self._dtype))
+        narrow = torch.empty_like(flat, dtype=self._dtype)
+        for target, chunk in zip(narrow.split(CHUNK), chunks, strict=True):
+            torch.div(chunk, scale, out=target)
         return Encoded(self, (narrow, scale), flat.dtype, flat.numel())
 
     def _decode(self, encoded: Encoded, parts: tuple[Tensor, ...]) -> Tensor:
-        values = parts[0].to(encoded.dtype).mul_(parts[1])
-        return _bounded(values, torch.isinf(parts[0]))
+        values = torch.empty_like(parts[0], dtype=encoded.dtype)
+        for target, narrow in zip(values.split(CHUNK), parts[0].split(CHUNK), strict=True):
+            target.copy_(_bounded(narrow.to(encoded.dtype).mul_(parts[1]), torch.isinf(narrow)))
+        return values
 
 
 class _Blockwise(Codec):
@@ -100,12 +102,12 @@ class _Blockwise(Codec):
         return flat.is_floating_point() and flat.element_size() > 1
 
     def _block_length(self, row_length: int) -> int:
-        return _BLOCK
+        return BLOCK
 
     def _encode(self, flat: Tensor, row_length: int) -> Encoded:
         length = self._block_length(row_length)
         # In chunks: in float32, all at once, this would need several times the bytes it is there to save.
-        pairs = [self._encode_chunk(chunk, length) for chunk in flat.split(max(1, _CHUNK // length) * length)]
+        pairs = [self._encode_chunk(chunk, length) for chunk in flat.split(max(1, CHUNK // length) * length)]
         packed, scales = (torch.cat(column) for column in zip(*pairs, strict=True))
         return Encoded(self, (packed, scales), flat.dtype, flat.numel(), length)
 
@@ -121,7 +123,7 @@ class _Blockwise(Codec):
 
     def _decode(self, encoded: Encoded, parts: tuple[Tensor, ...]) -> Tensor:
         values = torch.empty(encoded.numel, dtype=encoded.dtype, device=parts[0].device)
-        blocks_per_chunk = max(1, _CHUNK // encoded.info)
+        blocks_per_chunk = max(1, CHUNK // encoded.info)
         per_block = parts[0].numel() // parts[1].numel()
         chunks = values.split(blocks_per_chunk * encoded.info)
         packed = parts[0].view(-1, per_block).split(blocks_per_chunk)
@@ -155,7 +157,7 @@ class _Float8(_Blockwise):
         self._largest = torch.finfo(dtype).max
 
     def _block_length(self, row_length: int) -> int:
-        return max(row_length, 16)
+        return max(row_length, LEAST_ROW)
 
     def _largest_finite_marked(self) -> float:
         return self._largest * 0.875  # the next smaller number of both formats, or just under it

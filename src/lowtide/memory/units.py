@@ -98,8 +98,8 @@ def is_left_alone(tensor: Tensor) -> bool:
 
 def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
     """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
-    span, whole = _span(tensor), _storage_numel(tensor)
-    start, numel = (0, whole) if span >= _WHOLE_STORAGE_SHARE * whole else (int(tensor.storage_offset()), span)
+    is_whole = stands_for_storage(tensor)
+    start, numel = (0, _storage_numel(tensor)) if is_whole else (int(tensor.storage_offset()), _span(tensor))
     return SourceKey(
         storage=_compat.storage_id(tensor),
         version=_compat.version_of(tensor),
@@ -109,6 +109,11 @@ def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
         codec=None if codec is None else codec.name,
         moment=moment if tensor.is_inference() else 0,
     )
+
+
+def stands_for_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is held as its whole storage, and not as a part of its own."""
+    return _span(tensor) >= _WHOLE_STORAGE_SHARE * _storage_numel(tensor)
 
 
 def _span(tensor: Tensor) -> int:

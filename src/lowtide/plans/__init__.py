@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lowtide.codings import CODINGS, LOSSLESS, Form, form_of
 from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
 
@@ -49,13 +50,21 @@ class Move:
             raise PlanError(f"a value moves to {', '.join(map(repr, PLACES))}, not {self.to!r}")
         if self.to == "device" and not self.codec:
             raise PlanError(f"a value of {self.path} is to stay on the device as it is: that is no move")
+        if self.codec and self.codec not in (*CODINGS, LOSSLESS):
+            raise PlanError(f"no codec is called {self.codec!r}: there are {', '.join((*CODINGS, LOSSLESS))}")
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what comes back is not quite what left."""
+        return self.codec in CODINGS
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One saved value, for people: where it is saved, by which op it was made, and what becomes of it.
 
-    `seconds` is what making it again takes (its own op). `region` is the recomputed module it lies in, if any.
+    `seconds` is what making it again takes (its own op). `region` is the recomputed module it lies in, if any. Where it
+    is held by a `codec`, it takes `stored_bytes` instead, and `coding_s` to encode it and decode it once.
     """
 
     path: str
@@ -65,6 +74,9 @@ class Row:
     action: str
     seconds: float
     region: str = ""
+    codec: str = ""
+    stored_bytes: int = 0
+    coding_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,11 @@ class Plan:
         return not self.regions and not self.moves
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether values come back approximately, and gradients with them."""
+        return any(move.is_lossy for move in self.moves)
+
+    @property
     def gap(self) -> float:
         """How much faster, as a share of the step's time, a plan within the same budget could be at the very most."""
         return (self.extra_s - self.lower_bound_s) / self.step_s if self.step_s else 0.0
@@ -133,8 +150,8 @@ class Plan:
         return self.extra_s / self.step_s if self.step_s else 0.0
 
     def bytes_by_action(self) -> dict[str, int]:
-        """Bytes of saved activations kept, recomputed and moved."""
-        found = dict.fromkeys(("keep", "recompute", "host", "disk"), 0)
+        """Bytes of saved activations kept, recomputed, moved, and compressed on the device: as large as they were."""
+        found = dict.fromkeys(("keep", "recompute", "host", "disk", "compress"), 0)
         for row in self.rows:
             found[row.action] = found.get(row.action, 0) + row.bytes
         return found
@@ -218,19 +235,37 @@ class Plan:
             )
         return self.keeps
 
-    def moved_values(self, graph: StepGraph) -> dict[int, str]:
-        """The moved values of `graph`, and where they go."""
+    def moves_by_value(self, graph: StepGraph) -> dict[int, Move]:
+        """The move of each value of `graph` that has one."""
         if not self.moves:
             return {}
         saves_of: dict[int, list[int]] = {}
         for save in graph.saves:
             saves_of.setdefault(save.call, []).append(save.value)
-        found: dict[int, str] = {}
+        found: dict[int, Move] = {}
         for move in self.moves:
             values = saves_of.get(_call(graph, move.path, move.nth), [])
             if not 0 <= move.save < len(values):
                 raise PlanError(f"{move.path} makes {len(values)} saves; number {move.save} is to be moved")
-            found[values[move.save]] = move.to
+            other = found.setdefault(values[move.save], move)
+            if (other.to, other.codec) != (move.to, move.codec):
+                raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: one can be done")
+        return found
+
+    def forms(self, graph: StepGraph) -> dict[int, Form]:
+        """What codecs make of the values of `graph` that they are to write, less those that they decline."""
+        coded = {value: move.codec for value, move in self.moves_by_value(graph).items() if move.is_lossy}
+        if coded and not graph.hardware.memory_bytes_per_s:
+            raise PlanError(
+                f"the plan compresses values, and the speed of {graph.hardware.name}'s memory is not known: nobody can "
+                "say what that costs. Trace for a device that is known."
+            )
+        found = {}
+        for value, codec in coded.items():
+            facts = graph.values[value]
+            form = form_of(facts, codec, graph.hardware) if facts.kind == "activation" else None
+            if form is not None:
+                found[value] = form
         return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan, Row
 
@@ -10,7 +12,8 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
     """One row per saved activation, where it is first saved, in the order of the forward."""
     if plan.engine == "compiled":
         return _compiled_rows(graph, plan)
-    regions, moved = plan.calls(graph), plan.moved_values(graph)
+    regions, moves = plan.calls(graph), plan.moves_by_value(graph)
+    forms = plan.forms(graph)
     owner = {-1: -1}
     for index, call in enumerate(graph.calls):
         outer = owner[call.parent]
@@ -25,8 +28,9 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
     for value, savers in saved.items():
         facts, first = graph.values[value], savers[0]
         outside = any(owner[saver] < 0 for saver in savers)
-        if value in moved:
-            action = moved[value]
+        move, form = moves.get(value), forms.get(value)
+        if move is not None and (form is not None or move.to != "device"):
+            action = "compress" if move.to == "device" else move.to
         elif outside or value in held or facts.born in kept_ops:
             action = "keep"
         else:
@@ -34,7 +38,11 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
         path = graph.calls[first].path if first >= 0 else ""
         region = graph.calls[owner[first]].path if owner[first] >= 0 else ""
         seconds = graph.ops[facts.born].seconds if facts.born >= 0 else 0.0
-        rows.append(Row(path, graph.nths[first] if first >= 0 else 0, facts.name, facts.bytes, action, seconds, region))
+        row = Row(path, graph.nths[first] if first >= 0 else 0, facts.name, facts.bytes, action, seconds, region)
+        if form is not None:
+            coding_s = form.encode_s + form.decode_s
+            row = replace(row, codec=form.codec, stored_bytes=form.bytes, coding_s=coding_s)
+        rows.append(row)
     return tuple(rows)
 
 

@@ -11,7 +11,13 @@ from lowtide.plans import Plan, Row
 from lowtide.units import format_bytes, format_seconds
 
 _MOST_LINES = 18
-_VERBS = {"keep": "kept", "recompute": "recomputed", "host": "moved to host memory", "disk": "moved to disk"}
+_VERBS = {
+    "keep": "kept",
+    "recompute": "recomputed",
+    "host": "moved to host memory",
+    "disk": "moved to disk",
+    "compress": "compressed",
+}
 
 
 def summary(plan: Plan) -> str:
@@ -34,6 +40,8 @@ def summary(plan: Plan) -> str:
     sizes = {action: size for action, size in plan.bytes_by_action().items() if size}
     if sizes:
         lines.append("  saved      " + ", ".join(f"{format_bytes(s)} {_verb(a)}" for a, s in sizes.items()))
+    if plan.is_lossy:
+        lines.append(f"  lossy      {_lossy(plan)}")
     lines += _table(plan)
     return "\n".join(lines)
 
@@ -59,7 +67,14 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def _verb(action: str) -> str:
-    return _VERBS.get(action, f"compressed ({action})")
+    return _VERBS.get(action, action)
+
+
+def _lossy(plan: Plan) -> str:
+    codecs = sorted({move.codec for move in plan.moves if move.is_lossy})
+    coded = [row for row in plan.rows if row.codec]
+    sizes = f" {format_bytes(sum(r.bytes for r in coded))} become {format_bytes(sum(r.stored_bytes for r in coded))}:"
+    return f"by {', '.join(codecs)}{sizes if coded else ':'} gradients are approximate"
 
 
 def _reason(row: Row) -> str:
@@ -75,7 +90,14 @@ def _reason(row: Row) -> str:
         return (
             f"{what} is kept: there is room for it, and recomputing would cost {format_seconds(row.seconds)} or more."
         )
-    return f"{what} is {_verb(row.action)}: its copy runs beside the compute."
+    coding = (
+        f"{row.codec} makes {format_bytes(row.stored_bytes)} of it, in {format_seconds(row.coding_s)} there and back; "
+        "gradients are approximate"
+    )
+    if row.action == "compress":
+        return f"{what} is compressed on the device: {coding}."
+    end = f", compressed: {coding}." if row.codec else "."
+    return f"{what} is {_verb(row.action)}: its copy runs beside the compute{end}"
 
 
 def _table(plan: Plan) -> list[str]:

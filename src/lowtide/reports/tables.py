@@ -104,7 +104,10 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     found = [CostRow(name, len(calls.get(name, ())), freed[name], float(seconds[name])) for name in names]
     if planned.watched_s:
         found.append(CostRow("watching ops whose outputs are held", 0, 0, planned.watched_s))
-    moved = sum(row.bytes for row in plan.rows if row.action not in ("keep", "recompute"))
+    compressed = sum(row.bytes for row in plan.rows if row.codec)
+    if compressed or planned.coded_s:
+        found.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
+    moved = sum(row.bytes for row in plan.rows if row.action in ("host", "disk") and not row.codec)
     if moved or planned.stalled_s:
         found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
     return found

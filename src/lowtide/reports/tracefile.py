@@ -46,7 +46,7 @@ def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     columns = zip(timeline.ops.tolist(), timeline.phases.tolist(), timeline.starts_s.tolist(), strict=True)
     compiled = timeline.plan.engine == "compiled" and not timeline.plan.is_plain
     for index, phase, start_s in columns:
-        if index < 0:
+        if index < 0 or PHASES[phase] in ("compression", "decompression"):  # no op of the graph's own
             continue
         op = graph.ops[index]
         seconds = graph.needs.seconds[index] if compiled and PHASES[phase] == "replay" else op.seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,6 +13,7 @@ import numpy as np
 
 from lowtide.graph import StepGraph
 from lowtide.solvers.easing import Easing
+from lowtide.solvers.pressing import Codecs
 from lowtide.solvers.pricing import Choice
 
 Regions = dict[int, tuple[int, ...]]
@@ -24,12 +26,14 @@ _STOPPED_OPS = 100_000  # ops to simulate for all stops together
 class _Leg:
     """From one choice to the next: the outermost calls in which they differ, and the regions inside each.
 
-    Earliest calls come first: what the first layers save lives longest, while gradients pile up.
+    Earliest calls come first: what the first layers save lives longest, while gradients pile up. Values that are
+    encoded in one choice only are units too: with the call that they are saved in, or by themselves.
     """
 
-    before: Regions
-    after: Regions
+    before: Choice
+    after: Choice
     units: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]  # of each unit
     freed_bytes: float = 0.0  # by each unit, on average
 
 
@@ -44,7 +48,7 @@ class Chain:
         self._easing, self._steps = easing, easing.num_between + 1
         ends = list(accumulate((self._steps * len(leg.units) for leg in self._legs), initial=0))
         self._length = ends[-1] + 1
-        self._first = choices[0].regions
+        self._first = choices[0]
         most = max(_FEWEST_STOPS, _STOPPED_OPS // max(len(graph.ops), 1))
         self.stops = list(range(self._length)) if self._length <= most else _thinned(ends, most)
         self._bytes = np.interp(range(self._length), ends, [choice.bytes for choice in choices])
@@ -59,17 +63,32 @@ class Chain:
     def regions(self, number: int) -> Regions:
         """The regions of plan `number`, by call, with the ops whose outputs each holds."""
         if number == 0:
-            return self._first
+            return self._first.regions
+        leg, num_units, step = self._place(number)
+        before, after = leg.before.regions, leg.after.regions
+        changed = {call for unit in leg.units[: num_units + (step > 0)] for call in unit}
+        regions = {call: ops for call, ops in before.items() if call not in changed}
+        regions |= {call: ops for call, ops in after.items() if call in changed}
+        if step:
+            new = {call: after[call] for call in leg.units[num_units] if call in after}
+            regions |= self._easing.eased(new, leg.freed_bytes, step - 1)
+        return regions
+
+    def codecs(self, number: int) -> Codecs:
+        """The values that plan `number` holds encoded."""
+        if number == 0:
+            return tuple(sorted(self._first.codecs.items()))
+        leg, num_units, step = self._place(number)
+        changed = {value for values in leg.values[: num_units + (step > 0)] for value in values}
+        codecs = {value: codec for value, codec in leg.before.codecs.items() if value not in changed}
+        codecs |= {value: codec for value, codec in leg.after.codecs.items() if value in changed}
+        return tuple(sorted(codecs.items()))
+
+    def _place(self, number: int) -> tuple[_Leg, int, int]:
+        """The leg that plan `number` is on, how many of its units have changed, and how far the next one has."""
         for leg in self._legs:
             if number <= self._steps * len(leg.units):
-                num_units, step = divmod(number, self._steps)
-                changed = {call for unit in leg.units[: num_units + (step > 0)] for call in unit}
-                regions = {call: ops for call, ops in leg.before.items() if call not in changed}
-                regions |= {call: ops for call, ops in leg.after.items() if call in changed}
-                if step:
-                    new = {call: leg.after[call] for call in leg.units[num_units] if call in leg.after}
-                    regions |= self._easing.eased(new, leg.freed_bytes, step - 1)
-                return regions
+                return leg, *divmod(number, self._steps)
             number -= self._steps * len(leg.units)
         raise IndexError(number)
 
@@ -168,5 +187,25 @@ def _leg(graph: StepGraph, first: Choice, second: Choice) -> _Leg:
         unit: inside for unit, inside in units.items() if any(before.get(call) != after.get(call) for call in inside)
     }
     order = sorted(differing, key=lambda unit: graph.calls[unit].first)
-    freed_bytes = (first.bytes - second.bytes) / max(len(order), 1)
-    return _Leg(before, after, tuple(tuple(differing[unit]) for unit in order), freed_bytes)
+    changed = [
+        value for value in {*first.codecs, *second.codecs} if first.codecs.get(value) != second.codecs.get(value)
+    ]
+    if not changed:
+        freed_bytes = (first.bytes - second.bytes) / max(len(order), 1)
+        return _Leg(first, second, tuple(tuple(differing[unit]) for unit in order), ((),) * len(order), freed_bytes)
+    starts = [graph.calls[unit].first for unit in order]
+    inside: dict[int, list[int]] = {}
+    alone: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    for value in sorted(changed):
+        born = graph.values[value].born
+        at = bisect_right(starts, born) - 1
+        if at >= 0 and born < graph.calls[order[at]].end:
+            inside.setdefault(order[at], []).append(value)
+        else:
+            alone.append((born, (), (value,)))
+    with_calls = [(graph.calls[unit].first, tuple(differing[unit]), tuple(inside.get(unit, ()))) for unit in order]
+    parts = sorted([*with_calls, *alone])
+    freed_bytes = (first.bytes - second.bytes) / max(len(parts), 1)
+    return _Leg(
+        first, second, tuple(calls for _, calls, _ in parts), tuple(values for _, _, values in parts), freed_bytes
+    )

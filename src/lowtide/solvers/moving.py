@@ -11,18 +11,21 @@ from bisect import bisect_right
 
 import numpy as np
 
+from lowtide.codings import Form
 from lowtide.graph import StepGraph
 from lowtide.plans import Move
 from lowtide.solvers.chain import Regions
+from lowtide.solvers.pressing import Codecs, Press
 
 _SMALLEST = 1 << 16  # smaller copies cost more in launches than they free
 
 
 class Mover:
-    """Picks values of a graph to move, within `host` and `disk` bytes."""
+    """Picks values of a graph to move, within `host` and `disk` bytes; those that a `press` writes smaller move so."""
 
-    def __init__(self, graph: StepGraph, host: int, disk: int) -> None:
+    def __init__(self, graph: StepGraph, host: int, disk: int, press: Press | None = None) -> None:
         self._graph = graph
+        self._press = press
         self._room = {"host": host, "disk": disk}
         self._speed = {"host": graph.hardware.link_bytes_per_s, "disk": graph.hardware.disk_bytes_per_s}
         self._clock = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops])])
@@ -41,15 +44,20 @@ class Mover:
             if save.read >= 0:
                 self._reads[save.value] = min(self._reads.get(save.value, save.read), save.read)
 
-    def moves(self, regions: Regions, share: float) -> tuple[Move, ...]:
-        """Values that fit through `share` of the bandwidth, with these regions replayed."""
-        if not share:
-            return ()
+    def moves(self, regions: Regions, share: float, codecs: Codecs = ()) -> tuple[Move, ...]:
+        """Values that fit through `share` of the bandwidth, with these regions replayed, and those that are encoded."""
+        forms = self._press.left_behind(codecs, regions) if self._press is not None else {}
+        moved = self._moved(regions, share, forms) if share else {}
+        found = [self._move(value, tier, forms) for value, tier in moved.items()]
+        return (*found, *(self._move(value, "device", forms) for value in forms if value not in moved))
+
+    def _moved(self, regions: Regions, share: float, forms: dict[int, Form]) -> dict[int, str]:
+        """Which values go where."""
         graph, room = self._graph, dict(self._room)
         free = dict.fromkeys(room, 0.0)
-        found = []
+        found: dict[int, str] = {}
         for saved_s, value in self._candidates(regions):
-            size = graph.values[value].bytes
+            size = forms[value].bytes if value in forms else graph.values[value].bytes
             for tier in ("host", "disk"):
                 if size > room[tier] or not self._speed[tier]:
                     continue
@@ -59,9 +67,9 @@ class Mover:
                     continue
                 free[tier] = max(free[tier], saved_s) + seconds
                 room[tier] -= size
-                found.append(self._move(value, tier))
+                found[value] = tier
                 break
-        return tuple(found)
+        return found
 
     def _candidates(self, regions: Regions) -> list[tuple[float, int]]:
         """When each value that the forward leaves behind is first held, earliest first."""
@@ -90,6 +98,7 @@ class Mover:
             call = self._graph.calls[call].parent
         return False
 
-    def _move(self, value: int, tier: str) -> Move:
+    def _move(self, value: int, to: str, forms: dict[int, Form]) -> Move:
         call, number = self._place[self._first_save[value]]
-        return Move(self._graph.calls[call].path, self._graph.nths[call], number, tier)
+        codec = forms[value].codec if value in forms else ""
+        return Move(self._graph.calls[call].path, self._graph.nths[call], number, to, codec)

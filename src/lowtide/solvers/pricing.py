@@ -14,7 +14,7 @@ and none that the moment does not hold, and no op that a plan might get around, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
@@ -23,6 +23,7 @@ import numpy as np
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.holding import Holding
+from lowtide.solvers.pressing import Charges, Press
 
 NEVER = 1 << 30
 _ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not worth it by a hair
@@ -30,22 +31,35 @@ _ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not wo
 
 @dataclass(frozen=True)
 class Choice:
-    """Regions to replay (a call, and ops inside it whose outputs are held), what they take and what is held in all."""
+    """Regions to replay (a call, and ops inside it whose outputs are held), what they take and what is held in all.
+
+    `codecs` are values that are held encoded, outside of regions or as their inputs.
+    """
 
     seconds: float
     bytes: float
     regions: dict[int, tuple[int, ...]]
+    codecs: dict[int, str] = field(default_factory=dict)
 
 
 class Pricing:
     """A graph's costs as arrays, for the moment at which op `at` of the plain step `plain` runs.
 
     `discount` is taken off the price of values that could be moved instead: saves outside of regions, and inputs. With
-    `narrow`, no region contains several layers.
+    `narrow`, no region contains several layers. With `press`, those values may be encoded.
     """
 
-    def __init__(self, graph: StepGraph, plain: Timeline, at: int, discount: float = 0.0, narrow: bool = False) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        plain: Timeline,
+        at: int,
+        discount: float = 0.0,
+        narrow: bool = False,
+        press: Press | None = None,
+    ) -> None:
         self.graph = graph
+        self._press = press
         self.at = at
         self._dispatch_s = graph.hardware.dispatch_s
         self._depth = [*graph.depths, -1]  # at the end, of no call
@@ -68,14 +82,21 @@ class Pricing:
         self.base_bytes = holding.base_bytes
         self._charges_of_ops(holding)
         self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
+        if press is not None:
+            num = len(graph.calls) + 1
+            homes = [(home, value) for value, home in holding.homes.items() if value in press.options]
+            takers = [(call, value) for home, value in homes for call in holding.takers(value, home)]
+            self._pressed_direct = Charges(press, homes, num, 1 - discount)
+            self._pressed_inputs = Charges(press, takers, num, 1 - discount)
 
     def _charges_of_calls(self, holding: Holding) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each call holds directly if it is no region, and as inputs if it is one."""
+        """Bytes that each call holds directly if it is no region, and as inputs if it is one, less what is pressed."""
         graph = self.graph
         direct, inputs = np.zeros(len(graph.calls) + 1), np.zeros(len(graph.calls))
         for value, home in holding.homes.items():
-            direct[home] += graph.values[value].bytes
-            inputs[holding.takers(value, home)] += graph.values[value].bytes
+            if self._press is None or value not in self._press.options:
+                direct[home] += graph.values[value].bytes
+                inputs[holding.takers(value, home)] += graph.values[value].bytes
         for value, payer in holding.passed.items():
             for call in holding.takers(value, payer):
                 inputs[call] += 0 if holding.has_begun[call] else graph.values[value].bytes
@@ -122,8 +143,9 @@ class Pricing:
 
     @property
     def highest_price(self) -> float:
-        """A price at which a page of memory is worth all replays, and seconds still count besides bytes."""
-        return float(self._seconds.sum()) / _PAGE_BYTES
+        """A price at which a page of memory is worth all replays and codecs, and seconds still count besides bytes."""
+        codecs_s = self._press.total_s if self._press is not None else 0.0
+        return (float(self._seconds.sum()) + codecs_s) / _PAGE_BYTES
 
     def keepable_in(self, call: int) -> list[int]:
         """The ops of a region whose outputs could be held instead of made again."""
@@ -133,7 +155,7 @@ class Pricing:
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
         simple, holding = self._as_regions(price)
-        direct = (price * self._direct).tolist()
+        direct = (price * self._direct + (self._pressed_direct.costs(price) if self._press else 0.0)).tolist()
         cost = [0.0] * len(self.graph.calls)
         as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, 2: one that holds outputs
         for index in range(len(cost) - 1, -1, -1):
@@ -146,7 +168,7 @@ class Pricing:
     def _as_regions(self, price: float) -> tuple[list[float], list[float]]:
         """What each call costs as a region that holds no outputs, and as one that holds those that are worth it."""
         first, stop, end = self._spans
-        entry = price * self._inputs
+        entry = price * self._inputs + (self._pressed_inputs.costs(price)[:-1] if self._press else 0.0)
         must_sums = _sums(self.must_keep)
         seconds = _sums(self._seconds)
         simple = np.where(must_sums[end] > must_sums[first], np.inf, entry + seconds[stop] - seconds[first])
@@ -177,10 +199,14 @@ class Pricing:
     def _collect(self, price: float, as_region: list[int]) -> Choice:
         regions: dict[int, tuple[int, ...]] = {}
         seconds, size = 0.0, float(self._direct[-1])
+        direct = self._pressed_direct.chosen(price) if self._press else {}
+        inputs = self._pressed_inputs.chosen(price) if self._press else {}
+        pressed = direct.get(len(as_region), [])
         pending = list(self._roots)
         while pending:
             index = pending.pop()
             call = self.graph.calls[index]
+            pressed += (inputs if as_region[index] else direct).get(index, ())
             if not as_region[index]:
                 size += self._direct[index]
                 pending += self._children[index]
@@ -200,7 +226,9 @@ class Pricing:
             else:
                 seconds += float(self._seconds[call.first : self._stop[index]].sum())
             regions[index] = tuple(kept)
-        return Choice(seconds, size, regions)
+        size += sum(pays for pays, _, _, _ in pressed)
+        seconds += sum(takes for _, takes, _, _ in pressed)
+        return Choice(seconds, size, regions, {value: codec for _, _, value, codec in pressed if codec})
 
 
 def _sums(items: np.ndarray) -> np.ndarray:

@@ -4,8 +4,9 @@ The plain step's peak names the moment at which memory is short. For that moment
 every price of a byte, which lie on a convex hull; `chain` fills in the plans between them. The first plan of the chain
 found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
-for links used to various shares. Beside these there are `standing` plans; the fastest of all is taken. The hull is also
-a lower bound on what any plan costs.
+for links used to various shares. Where codecs are allowed there are chains more, in which values may be encoded
+(`pressing`). Beside these there are `standing` plans; the fastest of all is taken. The hull is also a lower bound on
+what any plan costs.
 
 Neither chains, nested or not, nor standing plans depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
@@ -17,6 +18,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -28,9 +30,11 @@ from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
+from lowtide.solvers.moments import Moment, moment_at
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
-from lowtide.solvers.pricing import Hull, Pricing, contains_layers, hull
+from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
+from lowtide.solvers.pricing import Pricing, contains_layers, hull
 from lowtide.solvers.references import recomputes
 from lowtide.solvers.standing import standing_plans
 from lowtide.units import parse_bytes
@@ -38,6 +42,7 @@ from lowtide.units import parse_bytes
 # Of the link's bandwidth, and of the price of bytes that could be moved.
 _SHARES = (0.5, 1.0)
 _DISCOUNTS = (0.0, 0.3, 0.6, 0.9)
+_LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded take a smaller part of it
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
@@ -49,8 +54,10 @@ def solve(
     *,
     host: int | str = 0,
     disk: int | str = 0,
+    lossy: str | tuple[str, ...] | None = None,
     engine: str = "eager",
     time_limit_s: float = 10.0,
+    threads: int | None = None,
 ) -> Plan:
     """The fastest plan found whose simulated peak fits in `budget`, with a bound on how much faster any plan could be.
 
@@ -60,23 +67,38 @@ def solve(
     budget give the same plan everywhere, unless `time_limit_s` cuts the search short: then the best so far, with its
     gap.
 
+    `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
+    them (`"int8"`, `"float8_e4m3"`, ...); **gradients are approximate then**. None compresses nothing.
+
+    `threads` is the most that the search may use. Plans do not depend on it: today one is used, as candidates are
+    simulated in Python, where more would only take turns.
+
     Raises `InfeasibleBudgetError`, naming the smallest budget that would do and what fills it.
     """
-    search = search_for(graph, engine, host, disk, time_limit_s)
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads is {threads!r}: it must be None, or a number of threads from 1 on")
+    search = search_for(graph, engine, host, disk, time_limit_s, lossy)
     total = graph.hardware.memory_bytes or None
     return search.plan(parse_bytes(budget, total_bytes=total))
 
 
 def search_for(
-    graph: StepGraph, engine: str, host: int | str, disk: int | str, time_limit_s: float
+    graph: StepGraph,
+    engine: str,
+    host: int | str,
+    disk: int | str,
+    time_limit_s: float,
+    lossy: str | tuple[str, ...] | None = None,
 ) -> Search | CompiledSearch:
     """What finds plans for an engine."""
     check_graph(graph)
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
-    host_bytes, disk_bytes = parse_bytes(host), parse_bytes(disk)
+    host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
     if engine == "eager":
-        return Search(graph, host_bytes, disk_bytes, time_limit_s)
+        return Search(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    if codecs:
+        raise PlanError("plans for the compiled engine compress no values: leave out lossy, or plan eagerly")
     if host_bytes or disk_bytes:
         raise PlanError("plans for the compiled engine move no values yet: leave out host and disk, or plan eagerly")
     return CompiledSearch(graph, time_limit_s)
@@ -94,21 +116,9 @@ class Found:
 
     regions: Regions
     share: float
+    codecs: Codecs
     peak_bytes: int
     extra_s: float
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment at which memory is short, and the best choices for it from everything held to as little as can be."""
-
-    pricing: Pricing
-    hull: Hull
-
-
-def _moment(graph: StepGraph, plain: Timeline, op: int) -> Moment:
-    pricing = Pricing(graph, plain, op)
-    return Moment(pricing, hull(pricing))
 
 
 def _peak_op(timeline: Timeline, phase: int) -> int:
@@ -120,7 +130,14 @@ def _peak_op(timeline: Timeline, phase: int) -> int:
 class Search:
     """What solving one graph needs, made when it is first asked for and shared by all budgets of a sweep."""
 
-    def __init__(self, graph: StepGraph, host: int = 0, disk: int = 0, time_limit_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        host: int = 0,
+        disk: int = 0,
+        time_limit_s: float = 10.0,
+        lossy: tuple[str, ...] = (),
+    ) -> None:
         if (host or disk) and not graph.hardware.link_bytes_per_s:
             raise PlanError(
                 f"host={host} and disk={disk} were given, and {graph.hardware.name} has no link to host memory: "
@@ -130,11 +147,15 @@ class Search:
             raise ValueError(f"time_limit_s is {time_limit_s}: it must be above 0")
         self.graph = graph
         self._deadline = time.monotonic() + time_limit_s
-        ways = [(discount, share) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
-        self._ways = [(0.0, 0.0), *ways]
-        self._chains: dict[tuple[int, float, bool], Chain] = {}
-        self._nested_found: dict[tuple[int, float, bool], Found] = {}
-        self._mover = Mover(graph, host, disk)
+        self._press = Press(graph, lossy) if lossy else None
+        self._all_codecs: list[Codecs] = [()] if self._press is None else [(), self._press.everything]
+        ways = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
+        self._ways = [(0.0, 0.0, False), *ways]
+        if lossy:
+            self._ways += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host or disk)]
+        self._chains: dict[tuple[int, float, bool, bool], Chain] = {}
+        self._nested_found: dict[tuple[int, float, bool, Codecs], Found] = {}
+        self._mover = Mover(graph, host, disk, self._press)
         self._movable_bytes = host + disk
         self._found: dict[tuple[object, ...], Found] = {}
         self._recent: dict[tuple[object, ...], Timeline] = {}
@@ -147,16 +168,16 @@ class Search:
     def _moments(self) -> list[Moment]:
         """When memory is short: at the plain step's peaks in both directions, and where the chain's last plan peaks."""
         ops = [op for op in (_peak_op(self.plain, 2), _peak_op(self.plain, 0)) if op >= 0]
-        moments = [_moment(self.graph, self.plain, op) for op in dict.fromkeys(ops)]
+        moments = [moment_at(self.graph, self.plain, op, self._press) for op in dict.fromkeys(ops)]
         if moments:
             late = _peak_op(self._timeline(moments[0].hull.choices[-1].regions, 0.0), 2)
             if late >= 0 and late not in ops:
-                moments.append(_moment(self.graph, self.plain, late))
+                moments.append(moment_at(self.graph, self.plain, late, self._press))
         return moments
 
     @cached_property
-    def _kinds_of_chains(self) -> list[tuple[int, float, bool, float]]:
-        """By moment, discount, whether regions are narrow, and share of the link.
+    def _kinds_of_chains(self) -> list[tuple[int, float, bool, float, bool]]:
+        """By moment, discount, whether regions are narrow, share of the link, and whether values may be encoded.
 
         A region of several layers holds all they save when it is replayed. The moment does not show that, so that such
         regions can crowd out those of single layers: chains without them come first.
@@ -164,23 +185,24 @@ class Search:
         can = self._moments[0].pricing.replayable if self._moments else ()
         narrow = any(map(all, zip(can, contains_layers(self.graph), strict=False)))
         found = [(moment, *way) for moment in range(len(self._moments)) for way in self._ways]
-        kinds = [(moment, discount, narrow, share) for moment, discount, share in found]
-        return [*kinds, (0, 0.0, False, 0.0)] if narrow and kinds else kinds
+        kinds = [(moment, discount, narrow, share, coded) for moment, discount, share, coded in found]
+        return [*kinds, (0, 0.0, False, 0.0, False)] if narrow and kinds else kinds
 
-    def _chain(self, moment: int, discount: float, narrow: bool) -> Chain:
-        key = moment, discount, narrow
+    def _chain(self, moment: int, discount: float, narrow: bool, coded: bool) -> Chain:
+        key = moment, discount, narrow, coded
         if key not in self._chains:
             pricing, found = self._moments[moment].pricing, self._moments[moment].hull
-            if discount or narrow:
-                pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow)
+            if discount or narrow or coded:
+                press = self._press if coded else None
+                pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow, press)
                 found = hull(pricing)
             self._chains[key] = Chain(self.graph, found.choices, Easing(self.graph, pricing))
         return self._chains[key]
 
     @property
     def _first_chain(self) -> Chain:
-        moment, discount, narrow, _ = self._kinds_of_chains[0]
-        return self._chain(moment, discount, narrow)
+        moment, discount, narrow, _, coded = self._kinds_of_chains[0]
+        return self._chain(moment, discount, narrow, coded)
 
     @cached_property
     def _nesting(self) -> Nesting:
@@ -188,43 +210,45 @@ class Search:
         return Nesting(self.graph, pricing.replayable, pricing.must_keep)
 
     @cached_property
-    def _standing(self) -> list[tuple[float, Regions]]:
-        return standing_plans(self.graph, self._nesting) if self._moments else []
+    def _standing(self) -> list[tuple[float, Regions, Codecs]]:
+        plans = standing_plans(self.graph, self._nesting) if self._moments else []
+        coded = self._press.standing_plans(plans) if self._press is not None else []
+        return [*((seconds, regions, ()) for seconds, regions in plans), *coded]
 
     def plan(self, budget: int) -> Plan:
         """The plan for a budget, with everything a person wants to know about it."""
         if self.plain.peak_bytes <= budget:
             return self._described(self.plain, budget)
         fastest: Found | None = None
-        for moment, discount, narrow, share in self._kinds_of_chains:
+        for moment, discount, narrow, share, coded in self._kinds_of_chains:
             if fastest is None or not self._is_late():
-                chain = self._chain(moment, discount, narrow)
+                chain = self._chain(moment, discount, narrow, coded)
                 fastest = _faster(fastest, self._of_chain(budget, chain, share, fastest))
-        for least_bytes, least_s, number, share, splits in self._stations:
+        for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not self._is_late())):
-                nested = self._nested(number, share, splits)
+                nested = self._nested(number, share, splits, codecs)
                 if least_bytes <= nested.peak_bytes <= budget and nested.extra_s >= least_s:
                     fastest = _faster(fastest, nested)
-        for seconds, regions in self._standing:
+        for seconds, regions, codecs in self._standing:
             if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
-                standing = self._cost(regions, 0.0)
+                standing = self._cost(regions, 0.0, codecs)
                 fastest = _faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None:
             raise self._infeasible(budget)
-        return self._described(self._timeline(fastest.regions, fastest.share), budget)
+        return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
 
     def _of_chain(self, budget: int, chain: Chain, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
 
         def cost(number: int) -> Found:
-            return self._cost(chain.regions(number), share)
+            return self._cost(chain.regions(number), share, chain.codecs(number))
 
         most_s = fastest.extra_s if fastest is not None else math.inf
         number = first_past_stops(cost, chain.stops, budget, most_s=most_s, is_late=self._is_late)
         return None if number is None else cost(number)
 
     @cached_property
-    def _stations(self) -> list[tuple[float, float, int, float, bool]]:
+    def _stations(self) -> list[tuple[float, float, int, float, bool, Codecs]]:
         """Plans of the first chain to be nested, evenly spaced in bytes: least bytes, least seconds, and which.
 
         Nesting makes a plan slower, and no smaller than what it holds when memory is short. So only those between a
@@ -236,37 +260,38 @@ class Search:
         sizes = np.array([chain.bytes(number) for number in range(len(chain))])
         levels = np.linspace(sizes[0], sizes[-1], _NUM_STATIONS + 1)[1:-1]
         numbers = sorted(set(np.searchsorted(-sizes, -levels).tolist()) - {len(chain) - 1})
-        found = [
-            (pricing.base_bytes + sizes[number], pricing.seconds_of(chain.regions(number)), number, 0.0, splits)
+        found: list[tuple[float, float, int, float, bool, Codecs]] = [
+            (pricing.base_bytes + sizes[number], pricing.seconds_of(chain.regions(number)), number, 0.0, splits, ())
             for number in numbers
             for splits in (True, False)
         ]
-        shares = sorted({share for _, share in self._ways})
+        shares = sorted({share for _, share, _ in self._ways})
         last = len(chain) - 1
         last_s = pricing.seconds_of(chain.regions(last))
-        return found + [(0.0, last_s, last, share, splits) for share in shares for splits in (True, False)]
+        ends = product(self._all_codecs, shares, (True, False))
+        return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
     def _at_stops(self, chain: Chain, share: float) -> list[Found]:
         """The plans at a chain's stops that are looked at for some budget."""
         found: list[Found] = []
         for stop in chain.stops:
-            cost = self._cost(chain.regions(stop), share)
+            cost = self._cost(chain.regions(stop), share, chain.codecs(stop))
             found += [cost] if not found or cost.extra_s >= found[-1].extra_s else []
         return found
 
-    def _nested(self, number: int, share: float, splits: bool) -> Found:
+    def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Found:
         """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
-        key = number, share, splits
+        key = number, share, splits, codecs
         if key in self._nested_found:
             return self._nested_found[key]
         chain = self._first_chain
         slack = (chain.bytes(0) - chain.bytes(len(chain) - 1)) / _NUM_STATIONS
         level = self._moments[0].pricing.base_bytes + chain.bytes(number) + slack
         regions, apart = chain.regions(number), splits
-        best = self._cost(regions, share)
+        best = self._cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
-            timeline = self._timeline(regions, share)
-            best = min(best, self._cost(regions, share), key=lambda found: (found.peak_bytes, found.extra_s))
+            timeline = self._timeline(regions, share, codecs)
+            best = min(best, self._cost(regions, share, codecs), key=lambda found: (found.peak_bytes, found.extra_s))
             if timeline.peak_bytes <= level - timeline.host_bytes:
                 break
             now, level_now = regions, level - timeline.host_bytes
@@ -282,19 +307,19 @@ class Search:
         self._nested_found[key] = best
         return best
 
-    def _cost(self, regions: Regions, share: float) -> Found:
-        key = (share, *sorted(regions.items()))
+    def _cost(self, regions: Regions, share: float, codecs: Codecs = ()) -> Found:
+        key = (share, codecs, *sorted(regions.items()))
         if key not in self._found:
-            self._timeline(regions, share)
+            self._timeline(regions, share, codecs)
         return self._found[key]
 
-    def _timeline(self, regions: Regions, share: float) -> Timeline:
-        key = (share, *sorted(regions.items()))
+    def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
+        key = (share, codecs, *sorted(regions.items()))
         if key in self._recent:
             return self._recent[key]
-        plan = Plan(regions=recomputes(self.graph, regions), moves=self._mover.moves(regions, share))
+        plan = Plan(regions=recomputes(self.graph, regions), moves=self._mover.moves(regions, share, codecs))
         timeline = simulate(self.graph, plan)
-        self._found[key] = Found(regions, share, timeline.peak_bytes, timeline.extra_s)
+        self._found[key] = Found(regions, share, codecs, timeline.peak_bytes, timeline.extra_s)
         self._recent[key] = timeline
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
@@ -313,24 +338,7 @@ class Search:
         """
         if self.plain.peak_bytes <= budget:
             return 0.0
-        return max((self._bound_at(moment, budget) for moment in self._moments), default=0.0)
-
-    def _bound_at(self, moment: Moment, budget: int) -> float:
-        at, link = moment.pricing.at, self.graph.hardware.link_bytes_per_s
-        plain_s = sum(op.seconds for op in self.graph.ops[:at])
-        allowed = budget - moment.pricing.base_bytes
-
-        def least_s(extra_s: float) -> float:
-            """With so much time lost before the moment, in which the link carries on."""
-            return moment.hull.least_s(allowed + min(self._movable_bytes, link * (plain_s + extra_s)))
-
-        if not self._movable_bytes or at < self.graph.num_forward:
-            return max(0.0, least_s(0.0))
-        low, high = 0.0, max(0.0, least_s(0.0))
-        for _ in range(50):  # the least loss that is enough to bring itself about
-            middle = (low + high) / 2
-            low, high = (low, middle) if least_s(middle) <= middle else (middle, high)
-        return low
+        return max((moment.least_s(budget, self._movable_bytes) for moment in self._moments), default=0.0)
 
     def _described(self, timeline: Timeline, budget: int) -> Plan:
         return described(self.graph, timeline, self.plain, budget, self.lower_bound_s(budget))
@@ -338,16 +346,16 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        candidates = [self._cost(regions, 0.0) for _, regions in self._standing]
-        for moment, discount, narrow, share in self._kinds_of_chains:
-            candidates += self._at_stops(self._chain(moment, discount, narrow), share)
-        for least_bytes, least_s, number, share, splits in self._stations:
-            if not least_bytes and self._nested(number, share, splits).extra_s >= least_s:
-                candidates.append(self._nested(number, share, splits))
+        candidates = [self._cost(regions, 0.0, codecs) for _, regions, codecs in self._standing]
+        for moment, discount, narrow, share, coded in self._kinds_of_chains:
+            candidates += self._at_stops(self._chain(moment, discount, narrow, coded), share)
+        for least_bytes, least_s, number, share, splits, codecs in self._stations:
+            if not least_bytes and self._nested(number, share, splits, codecs).extra_s >= least_s:
+                candidates.append(self._nested(number, share, splits, codecs))
         best = min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
         if best is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
-        return self._timeline(best.regions, best.share)
+        return self._timeline(best.regions, best.share, best.codecs)
 
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes

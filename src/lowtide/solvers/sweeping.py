@@ -67,6 +67,7 @@ def sweep(
     *,
     host: int | str = 0,
     disk: int | str = 0,
+    lossy: str | tuple[str, ...] | None = None,
     engine: str = "eager",
     time_limit_s: float = 60.0,
 ) -> Frontier:
@@ -75,7 +76,7 @@ def sweep(
     Budgets below the floor are left out. The alternatives shown beside them are simulated on the same graph: nothing, a
     checkpoint per block, every second block, and selective checkpointing that keeps all matrix products.
     """
-    search = search_for(graph, engine, host, disk, time_limit_s)
+    search = search_for(graph, engine, host, disk, time_limit_s, lossy)
     floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
     if budgets is None:
         steps = range(_NUM_BUDGETS)

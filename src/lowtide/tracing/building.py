@@ -11,7 +11,9 @@ from lowtide.tracing.recorder import Recorder
 
 def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: Any) -> StepGraph:
     """The graph of a finished recording."""
-    values = [Value(v.bytes, v.kind, v.name, v.born, v.dropped) for v in recorder.values]
+    values = [
+        Value(v.bytes, v.kind, v.name, v.born, v.dropped, v.item_bytes or 0, v.row_length) for v in recorder.values
+    ]
     ops = [
         Op(
             op.name,

@@ -304,7 +304,7 @@ def _finish(
         notes.append(f"traced with the CPU's kernels, as there is no accelerator here; times are for {hardware.name}")
     return build(
         recorder,
-        hardware,
+        replace(hardware, block_bytes=recorder.block_bytes),
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
         other_bytes=_other_bytes(recorder, optimizer, setting, is_measured),

@@ -241,6 +241,7 @@ class Recorder(_compat.DispatchMode):
         saves = []
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
+            self.values[index].note_saved(tensor, is_plain=type(tensor) in _seen_through())
             saves.append(RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0))
         if self.num_forward < 0:  # what a replay in the backward saves is not the forward's
             self.saves += saves

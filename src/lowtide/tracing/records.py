@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.memory.units import stands_for_storage
 from lowtide.tracing import _compat
 
 
@@ -40,6 +41,17 @@ class RawValue:
     uses: _compat.StorageUses | None
     dropped: int = -1
     num_aliases: int = 0
+    item_bytes: int | None = None  # unknown until it is saved; 0: not for codecs
+    row_length: int = 1
+
+    def note_saved(self, tensor: Tensor, *, is_plain: bool) -> None:
+        """What a codec would find: numbers of one floating type, saved as their whole storage and not in parts."""
+        fits = is_plain and tensor.is_floating_point() and not tensor.is_neg() and stands_for_storage(tensor)
+        item_bytes = tensor.element_size() if fits else 0
+        if self.item_bytes is None:
+            self.item_bytes, self.row_length = item_bytes, max(1, int(tensor.shape[-1])) if tensor.dim() else 1
+        elif self.item_bytes != item_bytes:
+            self.item_bytes = 0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,51 @@
+"""A moment at which memory is short: what is best for it, and what no plan can get around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.graph import StepGraph
+from lowtide.simulator import Timeline
+from lowtide.solvers.pressing import Press
+from lowtide.solvers.pricing import Hull, Pricing, hull
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The best choices for a moment from everything held to as little as can be.
+
+    `bound` is the hull of all plans, those with codecs too; `hull` has none with codecs.
+    """
+
+    pricing: Pricing
+    hull: Hull
+    bound: Hull
+
+    def least_s(self, budget: int, movable_bytes: int) -> float:
+        """Seconds that every plan adds that holds at most `budget` bytes at the moment, with this much room elsewhere.
+
+        Elsewhere is at most what the link has carried by then.
+        """
+        graph, at = self.pricing.graph, self.pricing.at
+        plain_s = sum(op.seconds for op in graph.ops[:at])
+        allowed = budget - self.pricing.base_bytes
+
+        def least_s(extra_s: float) -> float:
+            """With so much time lost before the moment, in which the link carries on."""
+            carried = graph.hardware.link_bytes_per_s * (plain_s + extra_s)
+            return self.bound.least_s(allowed + min(movable_bytes, carried))
+
+        if not movable_bytes or at < graph.num_forward:
+            return max(0.0, least_s(0.0))
+        low, high = 0.0, max(0.0, least_s(0.0))
+        for _ in range(50):  # the least loss that is enough to bring itself about
+            middle = (low + high) / 2
+            low, high = (low, middle) if least_s(middle) <= middle else (middle, high)
+        return low
+
+
+def moment_at(graph: StepGraph, plain: Timeline, op: int, press: Press | None) -> Moment:
+    """The moment at which op `op` of the plain step `plain` runs."""
+    pricing = Pricing(graph, plain, op)
+    found = hull(pricing)
+    return Moment(pricing, found, found if press is None else hull(Pricing(graph, plain, op, press=press)))
