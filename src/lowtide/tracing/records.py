@@ -51,6 +51,7 @@ class RawSave:
     released: int = -1
     used: int = -1
     in_backward: bool = False
+    number: int = -1
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class RawCall:
     end: int = -1
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    num_saves: int = 0
 
 
 @dataclass
