@@ -167,7 +167,8 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
     for save in graph.saves:
         number = counts.setdefault(save.call, 0)
         counts[save.call] += 1
-        if save.call >= 0 and graph.hardware.link_bytes_per_s and rng.random() < share:
+        held = len(graph.calls[save.call].inputs) if save.call in planned else number + 1
+        if save.call >= 0 and graph.hardware.link_bytes_per_s and rng.random() < share and number < held:
             moves.append(Move(graph.calls[save.call].path, nth[save.call], number))
     rng.shuffle(regions)
     return Plan(tuple(regions), tuple(moves), in_flight_bytes=rng.choice((0, 0, 1, 40, 1000)))

@@ -27,7 +27,9 @@ class Recompute:
 class Move:
     """A value that is not held as it is: the one of the `save`-th save made directly in the `nth` call of `path`.
 
-    It goes `to` the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is).
+    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input. The value goes `to`
+    the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is). A value that is
+    held in several places leaves the device if there is a move for each.
     """
 
     path: str
@@ -179,15 +181,20 @@ class Plan:
         """The moved values of `graph`, and where they go."""
         if not self.moves:
             return {}
-        saves_of: dict[int, list[int]] = {}
-        for save in graph.saves:
-            saves_of.setdefault(save.call, []).append(save.value)
-        found: dict[int, str] = {}
+        regions, found = self.calls(graph), {}
         for move in self.moves:
-            values = saves_of.get(_call(graph, move.path, move.nth), [])
-            if not 0 <= move.save < len(values):
-                raise PlanError(f"{move.path} makes {len(values)} saves; number {move.save} is to be moved")
-            found[values[move.save]] = move.to
+            call = _call(graph, move.path, move.nth)
+            if call in regions:
+                inputs = graph.calls[call].inputs
+                if not 0 <= move.save < len(inputs):
+                    raise PlanError(f"{move.path} has {len(inputs)} inputs; number {move.save} is to be moved")
+                found[inputs[move.save]] = move.to
+            else:
+                index = graph.saves_by_place.get((call, move.save))
+                if index is None:
+                    number = sum(place[0] == call for place in graph.save_places)
+                    raise PlanError(f"{move.path} makes {number} saves; number {move.save} is to be moved")
+                found[graph.saves[index].value] = move.to
         return found
 
 
