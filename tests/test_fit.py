@@ -204,7 +204,7 @@ def test_switch_names_and_copies() -> None:
     ("plan", "problem"),
     [
         (Plan(regions=(Recompute("layers.0"),)), "no such module"),
-        (Plan(moves=(Move("0"),)), "does not carry out yet"),
+        (Plan(moves=(Move("1"),)), "no such module"),
         (Plan(engine="compiled", keeps=(0,)), "compiled engine"),
     ],
 )
