@@ -8,6 +8,7 @@ import functools
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.engines import moves as engine
 from lowtide.memory import hardware
+from lowtide.memory.arrivals import Arrivals
+from lowtide.memory.units import Unit
 from lowtide.plans import Move, Plan, Recompute
 from lowtide.simulator import simulate
 
@@ -107,26 +110,25 @@ WAYS = [("host", ""), ("disk", ""), ("device", "lossless"), ("host", "lossless")
 # Which values.
 
 
-class Seen(dict[tuple[str, int], list[int]]):
-    """Bytes of the storages that the engine counted, by call."""
+class Seen(dict[tuple[str, int], dict[int, int]]):
+    """Bytes of the storages that the engine counted, by call and number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         counting, pack = engine.Moves.counting, engine.Counting.pack
-        lists: dict[Any, list[int]] = {}
+        found_in: dict[Any, dict[int, int]] = {}
 
         def opened(moves: engine.Moves, path: str, nth: int) -> engine.Counting | None:
             found = counting(moves, path, nth)
             if found is not None:
-                lists[found] = self[path, nth] = []
+                found_in[found] = self[path, nth] = {}
             return found
 
         def packed(counting: engine.Counting, tensor: Tensor) -> Any:
-            kept = pack(counting, tensor)
-            inner = engine._compat.parts_of(tensor)
-            storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in inner}
-            lists[counting] += storages.values()
-            return kept
+            storages = [part.untyped_storage() for part in engine._compat.parts_of(tensor)]
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            found_in[counting].update(enumerate(sizes.values(), start=counting._num_saves))
+            return pack(counting, tensor)
 
         monkeypatch.setattr(engine.Moves, "counting", opened)
         monkeypatch.setattr(engine.Counting, "pack", packed)
@@ -140,7 +142,7 @@ def assert_numbered_alike(graph: lowtide.StepGraph, seen: Seen) -> None:
 
 
 JOBS = ["gpt_dropout", "block_called_again", "gpt_autocast", "gpt_with_torch_checkpoint", "custom_function", "unet"]
-JOBS += ["lstm", "tensor_subclass", "hf_t5", "hf_mixtral"]
+JOBS += ["lstm", "tensor_subclass", "hf_mixtral"]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -168,6 +170,25 @@ def test_saves_that_go_before_the_backward_and_modules_of_no_one_are_counted(mon
     with lowtide.apply(model, Plan(moves=tuple(Move(path, nth, NEVER) for path, nth in calls))):
         model(data())
     assert_numbered_alike(graph, seen)
+
+
+def test_a_tensor_of_several_storages_counts_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.weight = torch.eye(32).to_sparse(), nn.Parameter(torch.randn(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.mix, x * self.weight).exp().sin()
+
+    model = Mixes()
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), data().detach(), mode="real")
+    seen = Seen(monkeypatch)
+    with lowtide.apply(model, Plan(moves=(Move("", 0, NEVER),))):
+        model(data().detach())
+    assert_numbered_alike(graph, seen)
+    sizes = [graph.values[save.value].bytes for save in graph.saves]
+    assert 32 * 2 * 8 in sizes and 32 * 4 in sizes, "indices and values"
 
 
 def test_the_value_that_is_named_is_the_one_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +343,7 @@ def test_values_leave_memory() -> None:
             output.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again", "gpt_tied"])
+@pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again"])
 def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     """With a disk as fast as memory, all that is simulated happens on the CPU too, but for fetching ahead."""
     job = zoo.make(name)
@@ -648,6 +669,72 @@ def test_a_step_of_other_shapes_is_exact(moved: Any) -> None:
             model(torch.randn(rows, 16)).square().mean().backward()
 
     both(model, twin, step)
+
+
+# On the way back.
+
+
+class Link:
+    """Where units are fetched from; it notes which were, and has so much room for them."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.fetched: list[str] = []
+
+    def bring(self, unit: Any) -> Any:
+        self.fetched.append(unit.name)
+        return SimpleNamespace(wait=lambda: ())
+
+    def arrivals_limit(self) -> float:
+        return self.limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "first", "then"),
+    [(0, "", ""), (1, "d", "c"), (59, "d", "c"), (60, "d", "cb"), (99, "dc", "ba"), (100, "dcb", "a")],
+)
+def test_values_are_fetched_in_the_order_of_the_backward_within_what_may_be_in_flight(
+    limit: int, first: str, then: str
+) -> None:
+    """Of 20, 30, 30 and 40 bytes, put in this order, then one of another graph."""
+    link, arrivals, device = Link(limit), Arrivals(), torch.device("cuda")
+    units: list[Any] = [
+        Unit(*[None] * 4, device, None, size, size, "host", size, put_at=10 + number, num_entries=1)  # type: ignore[arg-type]
+        for number, size in enumerate((20, 30, 30, 40, 5))
+    ]
+    for unit, name in zip(units, "abcde", strict=True):
+        unit.name = name
+        arrivals.add(unit)
+    arrivals.fetch_before(14, link)
+    assert "".join(link.fetched) == first, "e was put later"
+    arrivals.take_in(units[3], link)
+    link.fetched.clear()
+    arrivals.fetch_ahead(units[3], link)
+    assert "".join(link.fetched) == then
+
+
+def test_values_are_asked_for_when_the_backward_gets_to_the_model(moved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, handle = moved
+    (store,) = handle._stores()
+    events: list[str] = []
+    for name in ("fetch_before", "get"):
+        own = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda *args, own=own, name=name: [events.append(name), own(*args)][1])
+    output = model(data())
+    last_put = max(entry.unit.put_at for entry in store._entries.values())
+    assert store._shelves.clock > last_put, "the moment from which values come back"
+    assert not events
+    output.square().mean().backward()
+    assert events[0] == "fetch_before" and events.count("fetch_before") == 1 and events.count("get") > 10
+
+
+def test_what_may_be_in_flight_goes_by_the_largest_value() -> None:
+    with lowtide.ActivationStore(host="1MiB", in_flight=None) as store:
+        store.put("small", torch.zeros(10))
+        store.put("large", torch.zeros(100))
+        assert store._shelves.arrivals_limit() == 2 * 400
+    with lowtide.ActivationStore(host="1MiB", in_flight="1KiB") as store:
+        assert store._shelves.arrivals_limit() == 1024
 
 
 # Refusals, and hooks only where they are needed.

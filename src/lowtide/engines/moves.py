@@ -33,6 +33,7 @@ from lowtide.tracing.records import tensors_in
 from lowtide.units import format_bytes
 
 _LEAST_BYTES = 1024  # what stands for a value in a store takes as much
+_MOST = "90%"  # of host memory, and of what is free on the disk: a plan says what it needs, not what it may have
 
 Numbered = dict[int, Move]  # moves of one call, by save or input
 
@@ -50,7 +51,7 @@ class Moves:
                 f"{format_bytes(hardware.host_bytes())}: plan with a smaller host="
             )
         in_flight = plan.in_flight_bytes or None
-        budgets: dict[str, dict[str, Any]] = {"host": {"host": "100%"}, "disk": {"disk": "100%"}, "device": {}}
+        budgets: dict[str, dict[str, Any]] = {"host": {"host": _MOST}, "disk": {"disk": _MOST}, "device": {}}
         self.stores = {place: ActivationStore(in_flight=in_flight, **budgets[place]) for place in sorted(places)}
         self._by_call: dict[tuple[str, int], Numbered] = {}
         for move in plan.moves:
