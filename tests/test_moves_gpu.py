@@ -86,7 +86,8 @@ def assert_same(actual: list[list[Tensor]], expected: list[list[Tensor]]) -> Non
 
 
 def host_store(handle: Any) -> lowtide.ActivationStore:
-    return handle._moves.stores["host"]
+    (store,) = handle._stores()
+    return store
 
 
 def test_twenty_steps_in_which_every_activation_moves_to_the_host(small: tuple[Stack, Tensor]) -> None:
