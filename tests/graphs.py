@@ -190,8 +190,10 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
     for save in graph.saves:
         number = counts.setdefault(save.call, 0)
         counts[save.call] += 1
-        if save.call >= 0 and ways and rng.random() < share:
-            moves.append(Move(graph.calls[save.call].path, nth[save.call], number, *way_of[save.value]))
+        held = graph.calls[save.call].inputs if save.call in planned else (save.value,) * (number + 1)
+        if save.call >= 0 and ways and rng.random() < share and number < len(held):
+            way = way_of.setdefault(held[number], rng.choice(ways))
+            moves.append(Move(graph.calls[save.call].path, nth[save.call], number, *way))
     rng.shuffle(regions)
     return Plan(tuple(regions), tuple(moves), in_flight_bytes=rng.choice((0, 0, 1, 40, 1000)))
 

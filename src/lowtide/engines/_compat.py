@@ -9,9 +9,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lowtide._compat import BOOKKEEPING_OPS, version_of, without_modes
+from lowtide._compat import (
+    BOOKKEEPING_OPS,
+    current_hooks,
+    disable_dynamo,
+    storage_id,
+    under_functorch,
+    version_of,
+    without_modes,
+)
+from lowtide.tracing._compat import parts_of
 
-__all__ = ["BOOKKEEPING_OPS", "version_of", "without_modes"]
+__all__ = ["BOOKKEEPING_OPS", "disable_dynamo", "under_functorch", "version_of", "without_modes"]
 
 # What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
 DispatchMode = TorchDispatchMode
@@ -34,3 +43,24 @@ def is_cast_of_parameter(op: Any, args: Any) -> bool:
 def writes(op: Any) -> bool:
     """Whether an op writes to an argument, so that its output is not its own. Obsolete with a public schema."""
     return getattr(getattr(op, "_schema", None), "is_mutable", False)
+
+
+def saves_are_nobodys() -> bool:
+    """Whether saved-tensor hooks may be put on, and no one else has. Obsolete with public ways to ask."""
+    return current_hooks() is None and torch._C._autograd._saved_tensors_hooks_is_enabled() and not under_functorch()
+
+
+def are_in_force(hooks: Any) -> bool:
+    """Whether these saved-tensor hooks are the ones that see what is saved now. Obsolete like `current_hooks`."""
+    current = current_hooks()
+    return current is not None and current[0] is hooks.pack_hook
+
+
+def storages_of(tensor: Tensor) -> list[int]:
+    """What a tensor's bytes are in, as a trace tells it: one storage, several for a wrapper of several tensors."""
+    return list(dict.fromkeys(storage_id(part) for part in parts_of(tensor)))
+
+
+def num_storages(tensor: Tensor) -> int:
+    """`len(storages_of(tensor))`, quickly."""
+    return 1 if len(parts_of(tensor)) == 1 else len(storages_of(tensor))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowtide.engines import _compat
 from lowtide.engines.regions import Selector, find_regions
 from lowtide.errors import LowtideError
 from lowtide.memory.checkpoint import checkpoint
@@ -49,10 +50,18 @@ class RegionStats:
 
 @dataclass(frozen=True)
 class AppliedStats:
-    """What an applied policy did so far. Bytes are measured, in each layer's first forward of its present shape."""
+    """What an applied policy or plan did so far. Bytes are measured; of layers, in the first forward of each shape.
+
+    `stored_bytes` are in stores now. So far `moved_bytes` went to host memory or disk, `compressed_bytes` were written
+    as `compressed_to_bytes`, and compute stood still for copies for `waited_s`.
+    """
 
     regions: tuple[RegionStats, ...]
     stored_bytes: int
+    moved_bytes: int = 0
+    compressed_bytes: int = 0
+    compressed_to_bytes: int = 0
+    waited_s: float = 0.0
 
     @property
     def num_regions(self) -> int:
@@ -75,10 +84,13 @@ class AppliedStats:
         return sum(region.num_replays for region in self.regions)
 
     def __str__(self) -> str:
+        moved = f", {format_bytes(self.moved_bytes)} moved so far" if self.moved_bytes else ""
+        if self.compressed_bytes:
+            moved += f", {format_bytes(self.compressed_bytes)} compressed to {format_bytes(self.compressed_to_bytes)}"
         return (
             f"{self.num_regions} regions, {self.num_recomputed} recomputed: {format_bytes(self.kept_bytes)} kept, "
             f"{format_bytes(self.recomputed_bytes)} recomputed, {format_bytes(self.stored_bytes)} stored; "
-            f"{self.num_replays} replays"
+            f"{self.num_replays} replays{moved}"
         )
 
 
@@ -140,7 +152,18 @@ class Applied:
     def stats(self) -> AppliedStats:
         """Regions matched, bytes kept, recomputed and stored, and replays run: measured, not guessed."""
         rows = (RegionStats(r.name, r.recomputed, r.saved_bytes, r.num_replays) for r in self._regions)
-        return AppliedStats(tuple(rows), 0 if self._store is None else self._store.stats().held_bytes)
+        stores = [store.stats() for store in self._stores()]
+        return AppliedStats(
+            tuple(rows),
+            stored_bytes=sum(store.held_bytes for store in stores),
+            moved_bytes=sum(store.moved_down_bytes for store in stores),
+            compressed_bytes=sum(store.compressed_bytes for store in stores),
+            compressed_to_bytes=sum(store.compressed_to_bytes for store in stores),
+            waited_s=sum(store.waited_s for store in stores),
+        )
+
+    def _stores(self) -> list[ActivationStore]:
+        return [] if self._store is None else [self._store]
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
@@ -194,7 +217,7 @@ class Applied:
     def _measuring(self, region: PatchedModule, args: Any) -> contextlib.AbstractContextManager[Any]:
         """Count what the layer saves, the first time it runs with these shapes; nothing otherwise."""
         shape = [value.shape for value in args if isinstance(value, torch.Tensor)]
-        if region.measured_shape == shape or torch.compiler.is_compiling():
+        if region.measured_shape == shape or torch.compiler.is_compiling() or _compat.under_functorch():
             return contextlib.nullcontext()
 
         def measured(num_bytes: int) -> None:

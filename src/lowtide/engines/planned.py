@@ -1,4 +1,5 @@
-"""A plan carried out on a live model: regions replayed through `lowtide.checkpoint`, outputs of single ops held.
+"""A plan carried out on a live model: regions replayed through `lowtide.checkpoint`, outputs of single ops held, values
+moved through stores.
 
 Which outputs a region holds is decided by op position in its forward; other ops than planned (in evaluation, say) make
 it hold other outputs, never compute others. A module that is called several times in a step has a decision for each
@@ -7,12 +8,14 @@ call; calls are counted from the start of the model's forward, and a replay coun
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +23,12 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.engines import _compat
-from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
+from lowtide.engines.eager import Applied, AppliedStats, PatchedModule, refuse_other_checkpointing
+from lowtide.engines.moves import Moves
 from lowtide.errors import PlanError
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.checkpoint import checkpoint
-from lowtide.memory.region import is_recomputing
+from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
 from lowtide.tracing.records import tensors_in
 
@@ -41,13 +45,30 @@ class _Calls(threading.local):
     counts: dict[str, int] | None = None
 
 
+class _Start:
+    """Where a region's forward began counting calls, for its replays; `is_next` until it has begun."""
+
+    hidden_from_replay = True
+
+    def __init__(self, counts: dict[str, int] | None) -> None:
+        self.counts = None if counts is None else dict(counts)
+        self.is_next = True
+
+
 class AppliedPlan(Applied):
     """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good."""
 
-    def __init__(self, plan: Plan, modules: list[PatchedModule], decisions: dict[str, dict[int, Recompute]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        modules: list[PatchedModule],
+        decisions: dict[str, dict[int, Recompute]],
+        moves: Moves | None,
+    ) -> None:
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
         self._decisions = decisions
+        self._moves = moves
         self._calls = _Calls()
         super().__init__(None, modules)
 
@@ -55,9 +76,12 @@ class AppliedPlan(Applied):
         """Call a module's forward as planned."""
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
-        if not region.name:
-            return self._run_counted({}, self._run_eagerly, (region, forward, args, kwargs), {})
-        return self._run_eagerly(region, forward, args, kwargs)
+        if region.name:
+            return self._run_eagerly(region, forward, args, kwargs)
+        output = self._run_counted({}, self._run_eagerly, (region, forward, args, kwargs), {})
+        if self._moves is not None:
+            self._moves.end_of_forward(output)
+        return output
 
     def _run_eagerly(
         self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -66,13 +90,29 @@ class AppliedPlan(Applied):
         if counts is not None:
             nth = counts.get(region.name, 0)
             counts[region.name] = nth + 1
+        if self._moves is None:
+            return self._run_nth(region, nth, forward, args, kwargs)
+        caller = self._moves.set_aside()
+        try:
+            return self._run_nth(region, nth, forward, args, kwargs)
+        finally:
+            self._moves.resume(caller)
+
+    def _run_nth(
+        self, region: PatchedModule, nth: int, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         decision = self._decisions.get(region.name, {}).get(nth)
-        if decision is None or not self.enabled or not torch.is_grad_enabled():
+        if not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if decision is None:
+            counting = None if self._moves is None else self._moves.counting(region.name, nth)
+            with contextlib.nullcontext() if counting is None else counting:
+                return forward(*args, **kwargs)
+        inputs = None if self._moves is None else self._moves.hooks_for_inputs(region.name, nth, args, kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         held = functools.partial(_holding, decision) if decision.keep_ops else noop_context_fn
-        call = functools.partial(self._replayable, region, forward, None if counts is None else dict(counts))
-        return checkpoint(call, *args, context_fn=held, **kwargs)
+        call = functools.partial(self._replayable, region, forward, _Start(self._calls.counts))
+        return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
@@ -90,18 +130,22 @@ class AppliedPlan(Applied):
             self._calls.counts = before
 
     def _replayable(
-        self,
-        region: PatchedModule,
-        forward: Callable[..., Any],
-        counts: dict[str, int] | None,
-        *args: Any,
-        **kwargs: Any,
+        self, region: PatchedModule, forward: Callable[..., Any], start: _Start, *args: Any, **kwargs: Any
     ) -> Any:
-        if not is_recomputing():
+        if start.is_next:  # the region's own forward, be it in the replay of another around it
+            start.is_next = False
             with self._measuring(region, args):
                 return forward(*args, **kwargs)
         region.num_replays += 1
-        return self._run_counted(None if counts is None else dict(counts), forward, args, kwargs)
+        return self._run_counted(None if start.counts is None else dict(start.counts), forward, args, kwargs)
+
+    def stats(self) -> AppliedStats:
+        """What became of the recomputed regions, and of values that were moved."""
+        found = super().stats()
+        return replace(found, regions=tuple(region for region in found.regions if region.recomputed))
+
+    def _stores(self) -> list[ActivationStore]:
+        return [] if self._moves is None else list(self._moves.stores.values())
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
@@ -119,30 +163,35 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
     """Carry out a plan on a live model, in place and reversibly."""
     if plan.engine != "eager":
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
-    if plan.moves:
-        raise PlanError(
-            "this plan moves values to the host, which apply() does not carry out yet: solve without host and disk, "
-            "or use lowtide.offload around the forward"
-        )
     refuse_other_checkpointing(model)
     modules = dict(model.named_modules())
     decisions: dict[str, dict[int, Recompute]] = {}
     for region in plan.regions:
-        if region.path not in modules:
-            raise PlanError(
-                f"the plan recomputes {region.path!r}, and this model has no such module: it is for another. "
-                f"{_difference(plan, modules)}"
-            )
         decisions.setdefault(region.path, {})[region.nth] = region
-    patched = [PatchedModule(path, modules[path], True) for path in decisions]
-    if decisions and "" not in decisions:
+    missing = [path for path in dict.fromkeys([*decisions, *(move.path for move in plan.moves)]) if path not in modules]
+    if missing:
+        raise PlanError(
+            f"the plan recomputes or moves values of {missing[0]!r}, and this model has no such module: it is for "
+            f"another. {len(missing)} of its modules are missing here, such as {', '.join(missing[:3])}"
+        )
+    moves = Moves(plan, model) if plan.moves else None
+    paths = dict.fromkeys([*decisions, *_counted_paths(plan, modules, decisions)])
+    patched = [PatchedModule(path, modules[path], path in decisions) for path in paths]
+    if patched and "" not in paths:
         patched.insert(0, PatchedModule("", model, False))  # to know where a forward begins
-    return AppliedPlan(plan, patched, decisions)
+    return AppliedPlan(plan, patched, decisions, moves)
 
 
-def _difference(plan: Plan, modules: dict[str, nn.Module]) -> str:
-    missing = [region.path for region in plan.regions if region.path not in modules]
-    return f"{len(missing)} of its {len(plan.regions)} regions are missing here, such as {', '.join(missing[:3])}"
+def _counted_paths(plan: Plan, modules: dict[str, nn.Module], decisions: dict[str, dict[int, Recompute]]) -> list[str]:
+    """Modules whose saves are counted, and all inside them, whose saves are not theirs."""
+    paths_of = {module: path for path, module in modules.items()}
+    found: list[str] = []
+    for path, nth in dict.fromkeys((move.path, move.nth) for move in plan.moves):
+        if nth in decisions.get(path, {}):
+            found.append(path)
+        else:
+            found += [paths_of[module] for module in modules[path].modules()]
+    return found
 
 
 def _holding(region: Recompute) -> Contexts:

@@ -70,7 +70,8 @@ class Save:
     """A value that autograd holds for the backward, from `made` to `released`; first read at `read` (-1: never).
 
     Whoever reads it is done with it at `used`, a little before autograd lets go (-1: then). A value that was brought
-    back for the read, by a replay or a copy, ends there.
+    back for the read, by a replay or a copy, ends there. `number` counts the saves of one call as they are made, those
+    included that are let go of before the backward and hence not in a graph (-1: by their order here).
     """
 
     value: int
@@ -79,6 +80,7 @@ class Save:
     read: int
     released: int
     used: int = -1
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,29 @@ class StepGraph:
         return found
 
     @cached_property
+    def save_places(self) -> list[tuple[int, int]]:
+        """For each save, what names it: a call that has a name, and the save's number there.
+
+        Modules that are not part of the model have no name; what they save counts as their caller's.
+        """
+        named = {-1: -1}
+        for index, call in enumerate(self.calls):
+            named[index] = index if not call.path.startswith("<") else named[call.parent]
+        found: list[tuple[int, int]] = []
+        next_number: dict[int, int] = {}
+        for save in self.saves:
+            place = named[save.call]
+            number = save.number if save.number >= 0 else next_number.get(place, 0)
+            next_number[place] = number + 1
+            found.append((place, number))
+        return found
+
+    @cached_property
+    def saves_by_place(self) -> dict[tuple[int, int], int]:
+        """The saves by what names them: the reverse of `save_places`."""
+        return {place: index for index, place in enumerate(self.save_places)}
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of what ran and how large it was; times and the machine do not count."""
         digest = hashlib.sha256()
@@ -296,6 +321,7 @@ def check(graph: StepGraph) -> None:
         where = f"save {index}"
         _require(0 <= save.value < num_values, f"{where} holds value {save.value}, which is not there")
         _require(-1 <= save.call < num_calls, f"{where} belongs to call {save.call}, which is not there")
+        _require(save.number >= -1, f"{where} has the number {save.number}")
         first_read = save.released if save.read == -1 else save.read
         in_order = 0 <= save.made <= graph.num_forward <= first_read <= save.released <= num_ops
         in_order = in_order and (save.used == -1 or first_read <= save.used <= save.released)

@@ -77,14 +77,17 @@ class Arrivals:
 
     def fetch_ahead(self, unit: Unit, origin: Origin) -> None:
         """Start bringing back what was put before `unit`, which was just asked for."""
-        if unit.device.type == "cpu":
-            return
-        self._front = max(self._front, unit.put_at)
+        if unit.device.type != "cpu":
+            self.fetch_before(unit.put_at, origin)
+
+    def fetch_before(self, moment: int, origin: Origin) -> None:
+        """Start bringing back what was put before `moment`, the latest first."""
+        self._front = max(self._front, moment)
         for index in range(bisect_left(self._on_host, self._front, key=_put_at) - 1, -1, -1):
-            if self.bytes >= origin.arrivals_limit():
+            earlier, limit = self._on_host[index], origin.arrivals_limit()
+            if self.bytes >= limit or (self.bytes and self.bytes + earlier.stored_bytes > limit):
                 return
-            earlier = self._on_host[index]
-            if earlier.fetched is None and earlier.served_in != self._backward:
+            if earlier.fetched is None and earlier.served_in != self._backward and earlier.device.type != "cpu":
                 try:
                     self._fetch(earlier, origin)
                 except torch.OutOfMemoryError:

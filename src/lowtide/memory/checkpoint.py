@@ -19,8 +19,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import _compat
-from lowtide.memory.region import Region
-from lowtide.memory.store import ActivationStore
+from lowtide.memory.region import InputsKeeper, Region
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
 
@@ -50,7 +49,8 @@ def checkpoint(
     - `determinism_check`: `"default"` compares shapes, dtypes and devices of what is recomputed, `"values"` also
       checksums of its bits, `"none"` nothing.
     - `preserve_rng_state=True`, among the keywords as in torch: replay random numbers.
-    - `store`, among the keywords too: an `ActivationStore` that holds the region's inputs until the replay.
+    - `store`, among the keywords too: an `ActivationStore` that holds the region's inputs until the replay, or
+      `torch.autograd.graph.saved_tensors_hooks` that hold each of them as they see fit.
 
     Under `no_grad` the function is simply called. Under `torch.compile` this is torch's checkpoint, for the compiler.
 
@@ -76,7 +76,7 @@ def checkpoint(
         raise ValueError(
             f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check!r}"
         )
-    if store is not None and not isinstance(store, ActivationStore):
+    if store is not None and not isinstance(store, InputsKeeper):
         raise TypeError(
             f"store= is an ActivationStore for the region's inputs, not {type(store).__name__}. To pass the function "
             "an argument of that name, wrap it: checkpoint(functools.partial(function, store=...), ...)"
@@ -100,7 +100,7 @@ def _checkpoint_eagerly(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    store: ActivationStore | None,
+    store: InputsKeeper | None,
     preserve_rng_state: bool,
     context_fn: ContextFn,
     determinism_check: str,

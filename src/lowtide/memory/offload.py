@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -41,16 +42,16 @@ class KeptHere:
         return self._tensor
 
 
-class _KeptInStore:
+class KeptInStore:
     """What autograd keeps in place of a tensor in a store. When the graph lets go of it, so does the store."""
 
     __slots__ = ("_key", "_store", "_watch")
 
-    def __init__(self, tensor: Tensor, store: ActivationStore) -> None:
+    def __init__(self, tensor: Tensor, store: ActivationStore, codec: str | EllipsisType | None = ...) -> None:
         self._store: ActivationStore | None = None
         self._key: Hashable = ("saved", next(_serial))
         self._watch = _compat.VersionWatch(tensor)
-        store.put_saved(self._key, tensor, self._watch)
+        store.put_saved(self._key, tensor, self._watch, codec)
         self._store = store
 
     def restore(self) -> Tensor:
@@ -81,24 +82,25 @@ class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks that keep in `store` what has at least `min_bytes` and does not belong to a module."""
 
     def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
-        def pack(tensor: Tensor) -> KeptHere | _KeptInStore:
+        def pack(tensor: Tensor) -> KeptHere | KeptInStore:
             return _keep(tensor, store, min_bytes, module_tensors)
 
-        super().__init__(pack, _restore)
+        super().__init__(pack, restore)
 
 
 @_compat.disable_dynamo
 def _keep(
     tensor: Tensor, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None
-) -> KeptHere | _KeptInStore:
+) -> KeptHere | KeptInStore:
     alone = (
         is_left_alone(tensor) or tensor.nbytes < min_bytes or (module_tensors is not None and tensor in module_tensors)
     )
-    return KeptHere(tensor) if alone else _KeptInStore(tensor, store)
+    return KeptHere(tensor) if alone else KeptInStore(tensor, store)
 
 
 @_compat.disable_dynamo
-def _restore(kept: KeptHere | _KeptInStore) -> Tensor:
+def restore(kept: KeptHere | KeptInStore) -> Tensor:
+    """What the backward gets for what autograd kept."""
     return kept.restore()
 
 

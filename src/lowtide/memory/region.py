@@ -27,6 +27,9 @@ from lowtide.memory.reach import Reach
 from lowtide.memory.state import FunctionState, Slot
 from lowtide.memory.store import ActivationStore
 
+# What holds a region's inputs between its forward and its replay.
+InputsKeeper = ActivationStore | torch.autograd.graph.saved_tensors_hooks
+
 _replays = threading.local()
 
 
@@ -49,7 +52,7 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        store: ActivationStore | None,
+        store: InputsKeeper | None,
         preserve_rng_state: bool,
         determinism_check: str,
         has_contexts: bool,
@@ -67,7 +70,8 @@ class Region:
         self._mutated_path: Path | None = None
         self._replay_tensors: list[Tensor] = []
         # Packed like any saved tensor: into `store`, or else wherever hooks further out want it.
-        with contextlib.nullcontext() if store is None else SavedInStore(store, min_bytes=0):
+        hooks = SavedInStore(store, min_bytes=0) if isinstance(store, ActivationStore) else store
+        with contextlib.nullcontext() if hooks is None else hooks:
             self._inputs = _compat.save_tensors(arguments.tensors)
         reach = Reach(function, arguments.callables)
         self._state = FunctionState(reach)

@@ -46,14 +46,15 @@ class Shelves:
         on_full: str,
         order: str,
         folder: str | os.PathLike[str] | None,
-        in_flight_bytes: int,
+        in_flight_bytes: int | None,
         evicted: Callable[[], Callable[[Unit], None] | None],
     ) -> None:
         self._tiers = {tier: _Tier(budgets[tier]) for tier in TIERS if tier in budgets}
         self._on_full, self._order = on_full, order
         self._folder = folder
         self._spill_folder: SpillFolder | None = None
-        self._in_flight_bytes = in_flight_bytes
+        self._in_flight_bytes = in_flight_bytes  # None: those of the largest unit so far; twice that on the way in
+        self._largest_bytes = 0
         self._evicted = evicted
         self._units: dict[SourceKey, Unit] = {}
         self._arrivals = Arrivals()
@@ -86,6 +87,7 @@ class Shelves:
         if unit is None or not unit.storage.is_alive():
             unit = self._new_unit(tensor, source, codec, watch)
             self._round_bytes += unit.nbytes
+            self._largest_bytes = max(self._largest_bytes, unit.stored_bytes)
             self._place(unit, leaves_at_once=ahead and self._round_bytes <= self._overflow_bytes)
             self._units[source] = unit
         unit.num_entries += 1
@@ -148,7 +150,7 @@ class Shelves:
         if self._spill_folder is not None:
             self._spill_folder.close()
 
-    def stats(self, entries: tuple[EntryStats, ...], *, num_created: int, num_evicted: int) -> StoreStats:
+    def stats(self, entries: tuple[EntryStats, ...], **counted: int) -> StoreStats:
         self._settle()
         return StoreStats(
             entries=entries,
@@ -157,8 +159,7 @@ class Shelves:
             },
             peak_bytes_by_tier={name: tier.peak_bytes for name, tier in self._tiers.items()},
             budget_bytes_by_tier={name: tier.budget_bytes for name, tier in self._tiers.items()},
-            num_created=num_created,
-            num_evicted=num_evicted,
+            **counted,
             num_spilled=self._num_spilled,
             moved_down_bytes=self._moved_down_bytes,
             moved_up_bytes=self._moved_up_bytes,
@@ -339,24 +340,34 @@ class Shelves:
         assert unit.parts is not None
         return tuple(part.cpu() for part in unit.parts)
 
-    def _settle(self) -> None:
-        """Let go of what copies out have read; when nothing is stored any more, of all of it."""
-        limit = self._in_flight_limit(self._arrivals.bytes) if self._units else 0
+    def _settle(self, is_over: bool = False) -> None:
+        """Let go of what copies out have read; when it is over, or nothing is stored any more, of all of it."""
+        limit = self._in_flight_limit(self._arrivals.bytes, self._largest_bytes)
         for mover in self._movers.values():
-            mover.settle(limit)
+            mover.settle(limit if self._units and not is_over else 0)
+
+    def end_of_forward(self) -> int:
+        """Let go of all that copies out read, and tell the time: what was put before it comes back before the rest."""
+        self._settle(is_over=True)
+        return self.tick()
+
+    def fetch_before(self, moment: int) -> None:
+        """Start bringing back what was put before `moment`, as far as the device memory for it goes."""
+        self._arrivals.fetch_before(moment, self)
 
     def arrivals_limit(self) -> float:
         """How many bytes may be on their way back at a time."""
-        return self._in_flight_limit(self._leaving_bytes())
+        return self._in_flight_limit(self._leaving_bytes(), 2 * self._largest_bytes)
 
     def _leaving_bytes(self) -> int:
         return sum(mover.in_flight_bytes for mover in self._movers.values())
 
-    def _in_flight_limit(self, other_way_bytes: int) -> float:
+    def _in_flight_limit(self, other_way_bytes: int, by_size: int) -> float:
         """Bytes that copies one way may hold on the device: an allowance, and what is unused of the device's budget."""
         device = self._tiers.get(DEVICE)
         unused = 0 if device is None else device.budget_bytes - device.used_bytes
-        return self._in_flight_bytes + max(0, unused - other_way_bytes)
+        allowance = by_size if self._in_flight_bytes is None else self._in_flight_bytes
+        return allowance + max(0, unused - other_way_bytes)
 
     def bring(self, unit: Unit) -> Fetched:
         """Start a unit's way back to its device."""

@@ -23,7 +23,7 @@ class EntryStats:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store at one moment. `print` it."""
+    """A store at one moment. `print` it. Values of `compressed_bytes` were written as `compressed_to_bytes` so far."""
 
     entries: tuple[EntryStats, ...]
     held_bytes_by_tier: Mapping[str, int]
@@ -32,6 +32,8 @@ class StoreStats:
     num_created: int
     num_evicted: int
     num_spilled: int
+    compressed_bytes: int
+    compressed_to_bytes: int
     moved_down_bytes: int
     moved_up_bytes: int
     in_flight_bytes: int

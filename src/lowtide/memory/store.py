@@ -83,7 +83,8 @@ class ActivationStore:
       `cost / (bytes x operations since last use)`. `"auto"`: `"cost"` once a value came with a cost, else `"oldest"`.
     - `codec`: how values are written unless `put` says otherwise (see `docs/store.md`).
     - `folder`: where the disk tier makes its own folder; the system's temporary one by default.
-    - `in_flight`: bytes of device memory that copies under way may hold, each way.
+    - `in_flight`: bytes of device memory that copies under way may hold, each way. None: those of the largest value so
+      far on the way out, and twice that on the way in.
 
     Values are held once per storage, however many views of it are put, and come back without gradient history.
     Parameters, sparse, quantized, empty and subclass tensors are left alone: `get` gives back the very same tensor, and
@@ -107,7 +108,7 @@ class ActivationStore:
         order: str = "auto",
         codec: str | None = None,
         folder: str | os.PathLike[str] | None = None,
-        in_flight: int | str = "256MiB",
+        in_flight: int | str | None = "256MiB",
     ) -> None:
         _check_choice("on_full", on_full, ("spill", "evict", "error"))
         _check_choice("order", order, ("auto", "oldest", "cost"))
@@ -128,12 +129,12 @@ class ActivationStore:
             on_full=on_full,
             order=order,
             folder=folder,
-            in_flight_bytes=parse_bytes(in_flight),
+            in_flight_bytes=None if in_flight is None else parse_bytes(in_flight),
             evicted=weakref.WeakMethod(self._evicted),  # a bound method would be a cycle
         )
         self._entries: dict[Hashable, _Entry] = {}
         self._missing: dict[Hashable, Missing] = {}
-        self._num_created = self._num_evicted = 0
+        self._num_created = self._num_evicted = self._compressed_bytes = self._compressed_to_bytes = 0
         self._is_closed = False
         self._lock = threading.Lock()
         self._released: deque[Hashable] = deque()
@@ -165,13 +166,26 @@ class ActivationStore:
             self._add(entry)
         return Handle(self, key)
 
-    def put_saved(self, key: Hashable, tensor: Tensor, watch: _compat.VersionWatch) -> None:
+    def put_saved(
+        self, key: Hashable, tensor: Tensor, watch: _compat.VersionWatch, codec: str | EllipsisType | None = ...
+    ) -> None:
         """`put` under a new key, for values of a step that repeats: what had to leave the device leaves it at once.
 
         The caller has made sure that `tensor` is not one to be left alone.
         """
+        chosen = self._codec if isinstance(codec, EllipsisType) else find_codec(codec)
         with self._locked():
-            self._add(self._stored(key, tensor, None, self._codec, watch, ahead=True))
+            self._add(self._stored(key, tensor, None, chosen, watch, ahead=True))
+
+    def end_of_forward(self) -> int:
+        """No more values come from this forward: what they were copied from goes, once copied. `fetch_before` this."""
+        with self._locked():
+            return self._shelves.end_of_forward()
+
+    def fetch_before(self, moment: int) -> None:
+        """A backward begins: start bringing back what was put before `moment`, the latest first."""
+        with self._locked():
+            self._shelves.fetch_before(moment)
 
     def get(self, key: Hashable) -> Tensor | Missing:
         """The value under `key`, on its device; a `Missing` if it was evicted; `KeyError` if it never was here."""
@@ -278,6 +292,9 @@ class ActivationStore:
         ahead: bool,
     ) -> _Entry:
         unit, start = self._shelves.put(tensor, codec, cost, watch, ahead=ahead)
+        if unit.encoded is not None and unit.num_entries == 1:
+            self._compressed_bytes += unit.source.numel * tensor.element_size()
+            self._compressed_to_bytes += unit.stored_bytes
         view = View(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
         return _Entry(key, unit, view, None, watch, cost, self._shelves.tick())
 
@@ -342,7 +359,13 @@ class ActivationStore:
                     tier=DEVICE if unit is None else unit.tier,
                 )
             )
-        return self._shelves.stats(tuple(rows), num_created=self._num_created, num_evicted=self._num_evicted)
+        return self._shelves.stats(
+            tuple(rows),
+            num_created=self._num_created,
+            num_evicted=self._num_evicted,
+            compressed_bytes=self._compressed_bytes,
+            compressed_to_bytes=self._compressed_to_bytes,
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -36,7 +36,9 @@ class Recompute:
 class Move:
     """A value that is not held as it is: the one of the `save`-th save made directly in the `nth` call of `path`.
 
-    It goes `to` the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is).
+    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input. The value goes `to`
+    the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is). A value that is
+    held in several places leaves the device if there is a move for each.
     """
 
     path: str
@@ -239,18 +241,29 @@ class Plan:
         """The move of each value of `graph` that has one."""
         if not self.moves:
             return {}
-        saves_of: dict[int, list[int]] = {}
-        for save in graph.saves:
-            saves_of.setdefault(save.call, []).append(save.value)
+        regions = self.calls(graph)
         found: dict[int, Move] = {}
         for move in self.moves:
-            values = saves_of.get(_call(graph, move.path, move.nth), [])
-            if not 0 <= move.save < len(values):
-                raise PlanError(f"{move.path} makes {len(values)} saves; number {move.save} is to be moved")
-            other = found.setdefault(values[move.save], move)
+            value = self._moved_value(graph, move, regions)
+            other = found.setdefault(value, move)
             if (other.to, other.codec) != (move.to, move.codec):
                 raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: one can be done")
         return found
+
+    @staticmethod
+    def _moved_value(graph: StepGraph, move: Move, regions: dict[int, Recompute]) -> int:
+        """The value that a move names: one of a recomputed call's inputs, or that of a save."""
+        call = _call(graph, move.path, move.nth)
+        if call in regions:
+            inputs = graph.calls[call].inputs
+            if not 0 <= move.save < len(inputs):
+                raise PlanError(f"{move.path} has {len(inputs)} inputs; number {move.save} is to be moved")
+            return inputs[move.save]
+        index = graph.saves_by_place.get((call, move.save))
+        if index is None:
+            number = sum(place[0] == call for place in graph.save_places)
+            raise PlanError(f"{move.path} makes {number} saves; number {move.save} is to be moved")
+        return graph.saves[index].value
 
     def forms(self, graph: StepGraph) -> dict[int, Form]:
         """What codecs make of the values of `graph` that they are to write, less those that they decline."""

@@ -15,6 +15,7 @@ from lowtide.codings import Form
 from lowtide.graph import StepGraph
 from lowtide.plans import Move
 from lowtide.solvers.chain import Regions
+from lowtide.solvers.places import Places, kept_values
 from lowtide.solvers.pressing import Codecs, Press
 
 _SMALLEST = 1 << 16  # smaller copies cost more in launches than they free
@@ -30,14 +31,9 @@ class Mover:
         self._speed = {"host": graph.hardware.link_bytes_per_s, "disk": graph.hardware.disk_bytes_per_s}
         self._clock = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops])])
         self._first_save: dict[int, int] = {}
-        self._place: dict[int, tuple[int, int]] = {}  # of a save: its call, and its number among that call's saves
-        counts: dict[int, int] = {}
-        order = sorted(range(len(graph.saves)), key=lambda index: graph.saves[index].made)
-        for index, save in enumerate(graph.saves):
-            self._place[index] = save.call, counts.get(save.call, 0)
-            counts[save.call] = counts.get(save.call, 0) + 1
-        for index in order:
-            if graph.saves[index].call >= 0:
+        self._places = Places(graph)
+        for index in sorted(range(len(graph.saves)), key=lambda index: graph.saves[index].made):
+            if self._places.can_move(graph.saves[index].value):
                 self._first_save.setdefault(graph.saves[index].value, index)
         self._reads: dict[int, int] = {}
         for save in graph.saves:
@@ -49,7 +45,8 @@ class Mover:
         forms = self._press.left_behind(codecs, regions) if self._press is not None else {}
         moved = self._moved(regions, share, forms) if share else {}
         found = [self._move(value, tier, forms) for value, tier in moved.items()]
-        return (*found, *(self._move(value, "device", forms) for value in forms if value not in moved))
+        found += [self._move(value, "device", forms) for value in forms if value not in moved]
+        return self._places.everywhere(found, regions) if found else ()
 
     def _moved(self, regions: Regions, share: float, forms: dict[int, Form]) -> dict[int, str]:
         """Which values go where."""
@@ -78,10 +75,11 @@ class Mover:
             (graph.calls[call].first, graph.calls[call].end) for call in regions if not self._inner(call, regions)
         )
         starts = [first for first, _ in spans]
+        kept = kept_values(graph, regions)
         found: dict[int, float] = {}
         for value, index in self._first_save.items():
             save, facts = graph.saves[index], graph.values[value]
-            if facts.kind != "activation" or facts.bytes < _SMALLEST or value not in self._reads:
+            if facts.bytes < _SMALLEST or value not in self._reads or value in kept:
                 continue
             place = bisect_right(starts, facts.born) - 1
             made_inside = place >= 0 and facts.born < spans[place][1]
@@ -99,6 +97,6 @@ class Mover:
         return False
 
     def _move(self, value: int, to: str, forms: dict[int, Form]) -> Move:
-        call, number = self._place[self._first_save[value]]
+        call, number = self._graph.save_places[self._first_save[value]]
         codec = forms[value].codec if value in forms else ""
         return Move(self._graph.calls[call].path, self._graph.nths[call], number, to, codec)

@@ -124,9 +124,9 @@ def _takeable(graph: StepGraph) -> set[int]:
     """Values that an engine can encode: saved in modules alone, not made of weights, and never changed after."""
     first_save: dict[int, int] = {}
     outside: set[int] = set()
-    for save in graph.saves:
+    for save, (call, _) in zip(graph.saves, graph.save_places, strict=True):
         first_save[save.value] = min(first_save.get(save.value, save.made), save.made)
-        outside |= {save.value} if save.call < 0 else set()
+        outside |= {save.value} if call < 0 else set()
     found = set()
     for value in first_save.keys() - outside:
         facts = graph.values[value]

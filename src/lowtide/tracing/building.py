@@ -29,7 +29,7 @@ def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: 
         )
         for op in recorder.ops
     ]
-    saves = [Save(s.value, s.call, s.made, s.read, s.released, s.used) for s in recorder.saves]
+    saves = [Save(s.value, s.call, s.made, s.read, s.released, s.used, s.number) for s in recorder.saves]
     calls = [Call(c.path, c.kind, c.parent, c.first, c.end, c.inputs, c.outputs) for c in recorder.calls]
     return StepGraph(
         ops=tuple(ops),

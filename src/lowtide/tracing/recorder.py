@@ -242,10 +242,21 @@ class Recorder(_compat.DispatchMode):
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
             self.values[index].note_saved(tensor, is_plain=type(tensor) in _seen_through())
-            saves.append(RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0))
+            saves.append(
+                RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0, number=self._number_save(call))
+            )
         if self.num_forward < 0:  # what a replay in the backward saves is not the forward's
             self.saves += saves
         return _Alias(self, alias, saves)
+
+    def _number_save(self, call: int) -> int:
+        """The number of a save among those of its call; an engine that runs the step again counts the same way."""
+        while call >= 0 and self.calls[call].path.startswith("<"):  # not the model's: no engine sees such a call
+            call = self.calls[call].parent
+        if call < 0 or self.num_forward >= 0:
+            return -1
+        self.calls[call].num_saves += 1
+        return self.calls[call].num_saves - 1
 
     def _unpack(self, kept: _Alias) -> Tensor:
         for save in kept.saves:

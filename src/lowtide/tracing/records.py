@@ -46,7 +46,8 @@ class RawValue:
 
     def note_saved(self, tensor: Tensor, *, is_plain: bool) -> None:
         """What a codec would find: numbers of one floating type, saved as their whole storage and not in parts."""
-        fits = is_plain and tensor.is_floating_point() and not tensor.is_neg() and stands_for_storage(tensor)
+        is_dense = is_plain and tensor.layout is torch.strided and tensor.is_floating_point()
+        fits = is_dense and not tensor.is_neg() and stands_for_storage(tensor)
         item_bytes = tensor.element_size() if fits else 0
         if self.item_bytes is None:
             self.item_bytes, self.row_length = item_bytes, max(1, int(tensor.shape[-1])) if tensor.dim() else 1
@@ -63,6 +64,7 @@ class RawSave:
     released: int = -1
     used: int = -1
     in_backward: bool = False
+    number: int = -1
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class RawCall:
     end: int = -1
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    num_saves: int = 0
 
 
 @dataclass
