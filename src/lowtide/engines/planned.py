@@ -2,24 +2,28 @@
 
 Which outputs a region holds is decided by op position in its forward; other ops than planned (in evaluation, say) make
 it hold other outputs, never compute others. A module that is called several times in a step has a decision for each
-call; calls are counted from the start of the model's forward, and a replay counts on from where its own forward began.
+call; calls are counted from the start of the model's forward, and a replay counts on from where its own forward began,
+by the decisions of that forward (`runs`).
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
+from lowtide.engines.matching import modules_for
+from lowtide.engines.runs import Begun, Decisions, Now, PatchesBack, Run, Turn
+from lowtide.engines.shapes import Planned, ShapePlans
+from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.checkpoint import checkpoint
@@ -30,44 +34,105 @@ from lowtide.tracing.records import tensors_in
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-class _Calls(threading.local):
-    """Calls of each module so far in the model's forward, in this thread. None outside of it, where none is counted."""
-
-    counts: dict[str, int] | None = None
-
-
 class AppliedPlan(Applied):
-    """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good."""
+    """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good.
 
-    def __init__(self, plan: Plan, modules: list[PatchedModule], decisions: dict[str, dict[int, Recompute]]) -> None:
+    From `fit` it may come to have further plans, for larger inputs than the first: `plan` is the one used last.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__(None, [])
+        self.model = model
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
-        self._decisions = decisions
-        self._calls = _Calls()
-        super().__init__(None, modules)
+        self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self._now = Now()
+        self._is_removed = False
+        self._turns: dict[str, Turn | None] = {}
+        try:
+            self._decisions = self.take_in(plan)
+        except BaseException:
+            self.remove()  # an interruption half way
+            raise
+        # In a checkpoint of the user's own, a replay knows neither which call it is in nor what the model was called
+        # with: there only modules that are called once are regions, and always as the first plan has it.
+        several = {module.path for module in plan.modules if module.num_calls > 1}
+        self._anywhere = {path: d[0] for path, d in self._decisions.items() if d.keys() == {0} and path not in several}
+        self.shapes = ShapePlans(
+            self, Planned(plan, self._decisions, (plan.input_shapes,) if plan.input_shapes else ())
+        )
+        self.stepper = Stepper(self)
+
+    def take_in(self, plan: Plan) -> Decisions:
+        """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
+        modules = modules_for(self.model, plan)
+        decisions: Decisions = {}
+        for region in plan.regions:
+            decisions.setdefault(region.path, {})[region.nth] = region
+        known = {region.name: region for region in self._regions}
+        for path in {"": None, **decisions} if decisions else {}:  # the model itself to know where a forward begins
+            if path not in known:
+                known[path] = PatchedModule(path, modules[path], False)
+                self._regions.append(known[path])
+                self._patch(known[path])
+                self._turns[path] = Turn.for_module(path, modules[path])
+            known[path].recomputed |= path in decisions
+        return decisions
+
+    def use(self, planned: Planned) -> None:
+        """Go by another plan wherever the model's inputs do not say which."""
+        self.plan, self._decisions = planned.plan, planned.decisions
+
+    def step(self, loss_fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        """`loss_fn(*args)` and its backward; the loss, detached. Out of memory, the same batch runs again, tighter.
+
+        Gradients are added to those that are there, as by `backward()`. If memory runs out, gradients, buffers and
+        random states are put back to the bit, the plan is tightened, down to its floor if need be, and the batch runs
+        again; `stats().out_of_memory` tells. Where not even the floor does, the error is raised with all put back.
+        """
+        return self.stepper.step(loss_fn, args)
+
+    def stats(self) -> PlanStats:
+        """As for a policy; and what was planned again, for larger inputs or after a step out of memory."""
+        found = super().stats()
+        return PlanStats(found.regions, found.stored_bytes, tuple(self.shapes.replans), tuple(self.stepper.events))
+
+    def remove(self) -> None:
+        super().remove()
+        self._is_removed = True
 
     def run(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module's forward as planned."""
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
         if not region.name:
-            return self._run_counted({}, self._run_eagerly, (region, forward, args, kwargs), {})
+            run = Run(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
+            return self._run_in(run, self._run_eagerly, (region, forward, args, kwargs), {})
         return self._run_eagerly(region, forward, args, kwargs)
+
+    def _decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
+        """Those for the model's inputs. Where they are larger than any plan was made for, that takes a while."""
+        if not self.enabled:
+            return {}
+        return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self._decisions
 
     def _run_eagerly(
         self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        nth, counts = 0, self._calls.counts
-        if counts is not None:
-            nth = counts.get(region.name, 0)
-            counts[region.name] = nth + 1
-        decision = self._decisions.get(region.name, {}).get(nth)
-        if decision is None or not self.enabled or not torch.is_grad_enabled():
+        run = self._now.run or Run(self._decisions if self.enabled else {})
+        nth = run.count(region.name)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        decision = run.decisions.get(region.name, {}).get(nth)
+        if run.is_in_other_checkpoint():
+            decision = self._anywhere.get(region.name) if self.enabled else None
+        if decision is None:
             return forward(*args, **kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         held = functools.partial(_holding, decision) if decision.keep_ops else noop_context_fn
-        call = functools.partial(self._replayable, region, forward, None if counts is None else dict(counts))
-        return checkpoint(call, *args, context_fn=held, **kwargs)
+        call = functools.partial(self._replayable, region, forward, Begun(run))
+        with self._turns[region.name] or nullcontext():
+            return checkpoint(call, *args, context_fn=held, **kwargs)
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
@@ -76,27 +141,31 @@ class AppliedPlan(Applied):
         forward, kwargs = self._without_options(forward, kwargs)
         return checkpoint(forward, *args, **kwargs)
 
-    def _run_counted(self, counts: dict[str, int] | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Count calls on from `counts`. Modules called outside of the model's forward are at their first."""
-        before, self._calls.counts = self._calls.counts, counts
+    def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before, self._now.run = self._now.run, run
         try:
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
-            self._calls.counts = before
+            self._now.run = before
 
     def _replayable(
-        self,
-        region: PatchedModule,
-        forward: Callable[..., Any],
-        counts: dict[str, int] | None,
-        *args: Any,
-        **kwargs: Any,
+        self, region: PatchedModule, forward: Callable[..., Any], begun: Begun, *args: Any, **kwargs: Any
     ) -> Any:
-        if not is_recomputing():
-            with self._measuring(region, args):
-                return forward(*args, **kwargs)
+        """The forward of a region, and later its replays."""
+        run = begun.take()
+        if run is not None:
+            with nullcontext() if is_recomputing() else self._measuring(region, args):
+                return self._run_in(run.inside(), forward, args, kwargs)
         region.num_replays += 1
-        return self._run_counted(None if counts is None else dict(counts), forward, args, kwargs)
+        with self._turns[region.name] or nullcontext(), self._patches_back(region):
+            return self._run_in(begun.again().inside(), forward, args, kwargs)
+
+    def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
+        """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""
+        if not self._is_removed:
+            return nullcontext()
+        prefix = f"{region.name}." if region.name else ""
+        return PatchesBack([r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch)
 
     def __str__(self) -> str:
         return f"{self.plan}\n({'on' if self.enabled else 'off'})"
@@ -112,24 +181,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
             "or use lowtide.offload around the forward"
         )
     refuse_other_checkpointing(model)
-    modules = dict(model.named_modules())
-    decisions: dict[str, dict[int, Recompute]] = {}
-    for region in plan.regions:
-        if region.path not in modules:
-            raise PlanError(
-                f"the plan recomputes {region.path!r}, and this model has no such module: it is for another. "
-                f"{_difference(plan, modules)}"
-            )
-        decisions.setdefault(region.path, {})[region.nth] = region
-    patched = [PatchedModule(path, modules[path], True) for path in decisions]
-    if decisions and "" not in decisions:
-        patched.insert(0, PatchedModule("", model, False))  # to know where a forward begins
-    return AppliedPlan(plan, patched, decisions)
-
-
-def _difference(plan: Plan, modules: dict[str, nn.Module]) -> str:
-    missing = [region.path for region in plan.regions if region.path not in modules]
-    return f"{len(missing)} of its {len(plan.regions)} regions are missing here, such as {', '.join(missing[:3])}"
+    return AppliedPlan(model, plan)
 
 
 def _holding(region: Recompute) -> Contexts:
