@@ -447,7 +447,7 @@ def test_a_plan_for_a_model_of_another_size_is_refused() -> None:
 
     model, x = model_of(32), torch.randn(4, 16, 32)
     graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="fake")
-    (budget,) = budgets(graph, (0.1,))
+    (budget,) = budgets(graph, (0.4,))
     solved = lowtide.solve(graph, budget)
     planned = lowtide.plan(model, lambda x: model(x).square().mean(), x, budget=budget)
     assert {module.path: module.kind for module in solved.modules}.get("0", "Block") == "Block"
@@ -537,7 +537,10 @@ def test_a_users_checkpoint_around_a_module_that_is_called_again(run: Any) -> No
         modules = (PlannedModule("block", "Random", 4), PlannedModule("once", "Random"))
         with lowtide.apply(planned, Plan(regions=regions, modules=modules)):
             actual = left_behind(planned, step)
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        pairs = list(zip(actual, expected, strict=True))
+        if run is zoo.torch_checkpoint:  # which counts batches twice in BatchNorm, unless it stops before
+            pairs = [*pairs[: -1 - len(list(model.buffers()))], pairs[-1]]
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_module_called_in_a_nested_region_and_after_it() -> None:
