@@ -560,6 +560,19 @@ def test_a_module_called_in_a_nested_region_and_after_it() -> None:
             assert all(torch.equal(a, b) for a, b in zip(left_behind(planned, step), expected, strict=True))
 
 
+def test_a_tensor_passed_twice_is_the_same_in_a_nested_replay() -> None:
+    model, x = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)), torch.randn(2, 8, 16)
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    expected = left_behind(copy.deepcopy(model), step)
+    with lowtide.apply(model, Plan(regions=(Recompute("0"), Recompute("0.self_attn")))):
+        assert all(torch.equal(a, b) for a, b in zip(left_behind(model, step), expected, strict=True))
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
-from lowtide.engines.runs import Begun, Decisions, Now, PatchesBack, Run, Turn
+from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
@@ -57,7 +57,9 @@ class AppliedPlan(Applied):
         # In a checkpoint of the user's own, a replay knows neither which call it is in nor what the model was called
         # with: there only modules that are called once are regions, and always as the first plan has it.
         several = {module.path for module in plan.modules if module.num_calls > 1}
-        self._anywhere = {path: d[0] for path, d in self._decisions.items() if d.keys() == {0} and path not in several}
+        self._anywhere = {
+            path: d[0] for path, d in self._decisions.regions.items() if d.keys() == {0} and path not in several
+        }
         self.shapes = ShapePlans(
             self, Planned(plan, self._decisions, (plan.input_shapes,) if plan.input_shapes else ())
         )
@@ -66,18 +68,18 @@ class AppliedPlan(Applied):
     def take_in(self, plan: Plan) -> Decisions:
         """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
         modules = modules_for(self.model, plan)
-        decisions: Decisions = {}
+        regions: dict[str, dict[int, Recompute]] = {}
         for region in plan.regions:
-            decisions.setdefault(region.path, {})[region.nth] = region
+            regions.setdefault(region.path, {})[region.nth] = region
         known = {region.name: region for region in self._regions}
-        for path in {"": None, **decisions} if decisions else {}:  # the model itself to know where a forward begins
+        for path in {"": None, **regions} if regions else {}:  # the model itself to know where a forward begins
             if path not in known:
                 known[path] = PatchedModule(path, modules[path], False)
                 self._regions.append(known[path])
                 self._patch(known[path])
                 self._turns[path] = Turn.for_module(path, modules[path])
-            known[path].recomputed |= path in decisions
-        return decisions
+            known[path].recomputed |= path in regions
+        return Decisions(regions)
 
     def use(self, planned: Planned) -> None:
         """Go by another plan wherever the model's inputs do not say which."""
@@ -113,17 +115,17 @@ class AppliedPlan(Applied):
     def _decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
         """Those for the model's inputs. Where they are larger than any plan was made for, that takes a while."""
         if not self.enabled:
-            return {}
+            return NOTHING
         return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self._decisions
 
     def _run_eagerly(
         self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        run = self._now.run or Run(self._decisions if self.enabled else {})
+        run = self._now.run or Run(self._decisions if self.enabled else NOTHING)
         nth = run.count(region.name)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        decision = run.decisions.get(region.name, {}).get(nth)
+        decision = run.decisions.region(region.name, nth)
         if run.is_in_other_checkpoint():
             decision = self._anywhere.get(region.name) if self.enabled else None
         if decision is None:
@@ -136,7 +138,7 @@ class AppliedPlan(Applied):
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
-        if region.name not in self._decisions or not self.enabled or not torch.is_grad_enabled():
+        if region.name not in self._decisions.regions or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         return checkpoint(forward, *args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,20 @@ from lowtide.engines.eager import PatchedModule
 from lowtide.errors import LowtideError
 from lowtide.plans import Recompute
 
-Decisions = dict[str, dict[int, Recompute]]  # by module path and number of the call
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan has decided on a live model: its `regions` by module path and number of the call."""
+
+    hidden_from_replay = True
+
+    regions: dict[str, dict[int, Recompute]] = field(default_factory=dict)
+
+    def region(self, path: str, nth: int) -> Recompute | None:
+        return self.regions.get(path, {}).get(nth)
+
+
+NOTHING = Decisions()
 
 
 class Run:
