@@ -98,7 +98,7 @@ def test_each_bucket_is_planned_for_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_larger_input_is_held_within_the_budget() -> None:
-    model, x, larger = Tiny(2), torch.randn(4, 32, 16), torch.randn(4, 60, 16)
+    model, x, larger = Tiny(4), torch.randn(4, 32, 16), torch.randn(4, 44, 16)
 
     def loss_fn(x: Tensor) -> Tensor:
         return F.gelu(model(x)).square().mean()
