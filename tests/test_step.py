@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ class Fuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.model.maybe_fail("backward")
+        return gradient, None
+
+
+class Token(torch.autograd.Function):
+    """Puts something into the graph that lives as long as that does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, references: list[Any]) -> Tensor:
+        ctx.token = nn.Identity()
+        references.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
 
 
@@ -220,12 +235,8 @@ def test_nothing_of_a_failed_step_stays_allocated() -> None:
     held: list[Any] = []
 
     def leaky(x: Tensor) -> Tensor:
-        import weakref
-
-        activation = torch.ones(1000) * x.sum()
-        held.append(weakref.ref(activation))
-        loss = loss_fn(x) + activation.sum() * 0
-        return loss
+        assert all(reference() is None for reference in held)  # of earlier attempts
+        return Token.apply(loss_fn(x), held)
 
     model.failures = {"backward": 100}
     with pytest.raises(torch.OutOfMemoryError):
