@@ -274,3 +274,26 @@ def test_switched_off_it_is_a_plain_step() -> None:
         handle.step(loss_fn, x)
     assert any("switched off" in note for note in caught.value.__notes__)
     assert torch.equal(model.large, torch.zeros_like(model.large))
+
+
+def test_a_model_that_is_not_called_as_a_whole() -> None:
+    """Its inputs are not seen, so the arguments of `step` say which plan it is."""
+    model, _, x = made()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model.forward(x).square().mean()  # past the hooks
+
+    handle = lowtide.fit(model, loss_fn, x, budget=budget_of(model, loss_fn, x, 0.9), verify=False)
+    assert handle.plan.input_shapes == ()
+    first = handle.plan
+    handle.step(loss_fn, torch.cat([x, x[:4]]))
+    second = handle.plan
+    assert second is not first
+    assert second.plain_peak_bytes > first.plain_peak_bytes
+    model.zero_grad()
+    handle.step(loss_fn, x)
+    assert handle.plan is first
+    model.failures = {"middle": 1}
+    handle.step(loss_fn, torch.cat([x, x[:4]]))
+    (event,) = handle.stats().out_of_memory
+    assert event.peak_before_bytes == second.peak_bytes > event.peak_after_bytes == handle.plan.peak_bytes

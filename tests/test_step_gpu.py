@@ -87,3 +87,23 @@ def test_a_device_that_is_too_small() -> None:
     assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
     torch.cuda.set_per_process_memory_fraction(1.0)
     handle.step(loss_fn, x)
+
+
+def test_a_larger_batch_is_held_too() -> None:
+    model, x = made()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    smaller = x[: BATCH // 2]
+    small, large = (lowtide.estimate(model, loss_fn, each) for each in (smaller, x))
+    budget = max(small.floor_bytes + (small.peak_bytes - small.floor_bytes) * 4 // 5, large.floor_bytes * 11 // 10)
+    handle = lowtide.fit(model, loss_fn, smaller, budget=min(budget, small.peak_bytes - (32 << 20)))
+    if not handle.plan.regions:
+        pytest.skip("the larger batch's floor is above the smaller one's peak")
+    handle.shapes.planner.budget_bytes = budget  # type: ignore[union-attr]
+    loss_fn(x).backward()
+    model.zero_grad()
+    (replan,) = handle.stats().replans
+    assert replan.is_new
+    assert lowtide.measure(lambda: loss_fn(x).backward()).total_peak_bytes <= budget

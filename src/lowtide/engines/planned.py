@@ -50,7 +50,7 @@ class AppliedPlan(Applied):
         self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
         try:
-            self._decisions = self.take_in(plan)
+            self.decisions = self.take_in(plan)
         except BaseException:
             self.remove()  # an interruption half way
             raise
@@ -58,11 +58,9 @@ class AppliedPlan(Applied):
         # with: there only modules that are called once are regions, and always as the first plan has it.
         several = {module.path for module in plan.modules if module.num_calls > 1}
         self._anywhere = {
-            path: d[0] for path, d in self._decisions.regions.items() if d.keys() == {0} and path not in several
+            path: d[0] for path, d in self.decisions.regions.items() if d.keys() == {0} and path not in several
         }
-        self.shapes = ShapePlans(
-            self, Planned(plan, self._decisions, (plan.input_shapes,) if plan.input_shapes else ())
-        )
+        self.shapes = ShapePlans(self, Planned(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ()))
         self.stepper = Stepper(self)
 
     def take_in(self, plan: Plan) -> Decisions:
@@ -83,7 +81,7 @@ class AppliedPlan(Applied):
 
     def use(self, planned: Planned) -> None:
         """Go by another plan wherever the model's inputs do not say which."""
-        self.plan, self._decisions = planned.plan, planned.decisions
+        self.plan, self.decisions = planned.plan, planned.decisions
 
     def step(self, loss_fn: Callable[..., Tensor], *args: Any) -> Tensor:
         """`loss_fn(*args)` and its backward; the loss, detached. Out of memory, the same batch runs again, tighter.
@@ -116,12 +114,12 @@ class AppliedPlan(Applied):
         """Those for the model's inputs. Where they are larger than any plan was made for, that takes a while."""
         if not self.enabled:
             return NOTHING
-        return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self._decisions
+        return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
 
     def _run_eagerly(
         self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        run = self._now.run or Run(self._decisions if self.enabled else NOTHING)
+        run = self._now.run or Run(self.decisions if self.enabled else NOTHING)
         nth = run.count(region.name)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -138,7 +136,7 @@ class AppliedPlan(Applied):
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
-        if region.name not in self._decisions.regions or not self.enabled or not torch.is_grad_enabled():
+        if region.name not in self.decisions.regions or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         return checkpoint(forward, *args, **kwargs)

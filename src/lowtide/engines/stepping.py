@@ -90,6 +90,9 @@ class Stepper:
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if self._handle.enabled:
             self._plan_for_larger(loss_fn, args)
+            planned = self._handle.shapes.for_arguments(shapes_of(args))
+            if planned is not None:
+                self._handle.use(planned)  # should the model's own inputs not tell
         undo = Undo(self._handle.model, loss_fn, args, self._books)
         first: BaseException | None = None
         tried: list[str] = []
