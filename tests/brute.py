@@ -9,6 +9,7 @@ from lowtide.codings import form_of
 from lowtide.graph import StepGraph
 from lowtide.plans import Move, Plan, Recompute
 from lowtide.simulator import simulate
+from lowtide.solvers.places import Places
 
 
 def region_calls(graph: StepGraph) -> list[int]:
@@ -117,6 +118,7 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
                 )
             )
             for moves in presses:
-                timeline = simulate(graph, replace(plan, moves=moves))
+                everywhere = Places(graph).everywhere(moves, dict.fromkeys(regions, ()))
+                timeline = simulate(graph, replace(plan, moves=everywhere))
                 found[timeline.peak_bytes, timeline.extra_s] = None
     return list(found)

@@ -190,10 +190,11 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
     for save in graph.saves:
         number = counts.setdefault(save.call, 0)
         counts[save.call] += 1
-        held = graph.calls[save.call].inputs if save.call in planned else (save.value,) * (number + 1)
-        if save.call >= 0 and ways and rng.random() < share and number < len(held):
-            way = way_of.setdefault(held[number], rng.choice(ways))
-            moves.append(Move(graph.calls[save.call].path, nth[save.call], number, *way))
+        inputs = graph.calls[save.call].inputs if save.call in planned else None
+        if save.call >= 0 and ways and rng.random() < share and (inputs is None or number < len(inputs)):
+            value = save.value if inputs is None else inputs[number]
+            if value in way_of:
+                moves.append(Move(graph.calls[save.call].path, nth[save.call], number, *way_of[value]))
     rng.shuffle(regions)
     return Plan(tuple(regions), tuple(moves), in_flight_bytes=rng.choice((0, 0, 1, 40, 1000)))
 

@@ -11,7 +11,7 @@ import zoo
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.plans import Move, Plan, Recompute
+from lowtide.plans import Move, Plan, PlannedModule, Recompute
 
 JOBS = ["gpt_dropout", "block_called_again", "gpt_autocast", "custom_function", "lora", "unet", "hf_llama", "hf_t5"]
 
@@ -254,10 +254,11 @@ def test_max_batch_is_the_largest() -> None:
     def make_batch(size: int) -> Tensor:
         return torch.randn(size, 16, 32)
 
-    largest = lowtide.max_batch(model, loss_fn, make_batch, budget="4MiB")
-    assert largest.plan.peak_bytes <= 4 << 20
+    largest = lowtide.max_batch(model, loss_fn, make_batch, budget="1MiB", confirm=False)
+    assert largest.plan.peak_bytes <= 1 << 20
+    assert largest.measured_peak_bytes is None
     with pytest.raises(lowtide.InfeasibleBudgetError):
-        lowtide.solve(lowtide.trace(model, loss_fn, make_batch(largest + 1), mode="fake"), "4MiB")
+        lowtide.solve(lowtide.trace(model, loss_fn, make_batch(largest + 1), mode="fake"), "1MiB")
     with pytest.raises(lowtide.InfeasibleBudgetError):
         lowtide.max_batch(model, loss_fn, make_batch, budget="64KiB")
     assert lowtide.max_batch(model, loss_fn, make_batch, budget="1GiB", most=5) == 5
@@ -382,3 +383,237 @@ def test_fit_leaves_gradients_alone() -> None:
     after = [parameter.grad for parameter in job.model.parameters() if parameter.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert other.weight.grad is None
+
+
+def untouched(model: nn.Module) -> bool:
+    return all("forward" not in vars(module) and not module._forward_pre_hooks for module in model.modules())
+
+
+class Interrupted(nn.Module):
+    """Interrupts the n-th forward, in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.layers(x)) + torch.rand(())
+        type(self).counter -= 1
+        if type(self).counter == 0:
+            raise KeyboardInterrupt
+        return x
+
+    counter = 1 << 30
+
+
+def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
+    model, x = Interrupted(), torch.randn(64, 8)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    loss_fn(x).backward()
+    guess = lowtide.estimate(model, loss_fn, x)
+    budget = (guess.floor_bytes + guess.peak_bytes) // 2
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    before = [t.clone() for t in (*model.state_dict().values(), *(g for _, g in gradients if g is not None))]
+    random_state = torch.get_rng_state()
+    num_interrupted = 0
+    while True:
+        Interrupted.counter = num_interrupted + 1
+        try:
+            handle = lowtide.fit(model, loss_fn, x, budget=budget)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        finally:
+            Interrupted.counter = 1 << 30
+        if num_interrupted == 0 or "handle" in locals():
+            break
+        now = [*model.state_dict().values(), *(g for _, g in gradients if g is not None)]
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        assert all(parameter.grad is gradient for parameter, gradient in gradients)
+        assert torch.equal(random_state, torch.get_rng_state())
+        assert untouched(model)
+    assert num_interrupted >= 7  # in fake traces, real ones and the steps that are measured
+    handle.remove()
+    assert untouched(model)
+
+
+def test_fit_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    job = make("custom_function")
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    (budget,) = budgets(graph, (0.6,))
+    with caplog.at_level("INFO", logger="lowtide"):
+        handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
+    lines = [record.getMessage() for record in caplog.records if "planning again" not in record.getMessage()]
+    (line,) = lines
+    for part in ("fitted: ", " regions", " kept", " recomputed", " offloaded", " predicted", " measured", "slower"):
+        assert part in line
+    assert handle.measured_slowdown is not None
+    assert f"{100 * handle.measured_slowdown:.1f} % measured" in line
+    handle.remove()
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lowtide"):
+        lowtide.fit(job.model, job.loss_fn, *job.batch, budget="1GiB")
+    assert "nothing to do" in caplog.records[-1].getMessage()
+
+
+def test_a_plan_for_a_model_of_another_size_is_refused() -> None:
+    def model_of(width: int) -> nn.Module:
+        return nn.Sequential(zoo.Block(width, 4), zoo.Block(width, 4))
+
+    model, x = model_of(32), torch.randn(4, 16, 32)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="fake")
+    (budget,) = budgets(graph, (0.4,))
+    solved = lowtide.solve(graph, budget)
+    planned = lowtide.plan(model, lambda x: model(x).square().mean(), x, budget=budget)
+    assert {module.path: module.kind for module in solved.modules}.get("0", "Block") == "Block"
+    wider = model_of(64)
+    with pytest.raises(lowtide.PlanError, match=r"made for another model: .* had \d+ parameters of [\d,]+ elements"):
+        lowtide.apply(wider, Plan.from_json(planned.to_json()))
+    assert untouched(wider)
+    path = solved.modules[0].path
+    other = model_of(32)
+    parent, _, name = path.rpartition(".")
+    setattr(other.get_submodule(parent) if parent else other, name, nn.Identity())
+    with pytest.raises(lowtide.PlanError, match=r"was a \w+ and is a Identity|no such module"):
+        lowtide.apply(other, solved)
+    lowtide.apply(model_of(32), planned).remove()
+
+
+def test_planning_under_a_plan_is_refused() -> None:
+    model, x = nn.Sequential(zoo.Block(32, 4)), torch.randn(2, 4, 32)
+    with lowtide.apply(model, Plan(regions=(Recompute("0"),))):
+        for call in (lowtide.plan, lowtide.fit):
+            with pytest.raises(lowtide.LowtideError, match="already"):
+                call(model, lambda x: model(x).sum(), x, budget="1GiB")
+        with pytest.raises(lowtide.LowtideError, match="already"):
+            lowtide.max_batch(model, lambda x: model(x).sum(), lambda n: x, budget="1GiB")
+    with pytest.raises(lowtide.LowtideError, match="DataParallel"):
+        lowtide.apply(nn.DataParallel(model), Plan(regions=(Recompute("module.0"),)))
+
+
+def test_max_batch_is_confirmed_by_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)))
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    def make_batch(size: int) -> Tensor:
+        return torch.randn(size, 16)
+
+    loss_fn(make_batch(4)).backward()
+    before = [(p, p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    random_state = torch.get_rng_state()
+    budget = 200_000
+    plain = lowtide.max_batch(model, loss_fn, make_batch, budget=budget)
+    assert plain.measured_peak_bytes is not None and plain.measured_peak_bytes <= budget
+    from lowtide.engines import batches
+
+    honest = batches.measured_peak
+    monkeypatch.setattr(batches, "measured_peak", lambda *args: honest(*args) + 30_000)
+    less = lowtide.max_batch(model, loss_fn, make_batch, budget=budget)
+    assert 1 <= less < plain
+    assert less.measured_peak_bytes is not None and less.measured_peak_bytes <= budget
+    monkeypatch.setattr(batches, "measured_peak", lambda *args: budget * 9)
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.max_batch(model, loss_fn, make_batch, budget=budget)
+    assert untouched(model)
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(p.grad is gradient and torch.equal(gradient, content) for p, gradient, content in before)
+
+
+class UserCheckpoint(nn.Module):
+    """A module called several times, twice of them in a checkpoint of the user's own, and one called once."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.block, self.once, self.run = Random(), Random(), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        x = self.run(lambda x: self.once(self.block(self.block(x))), x)
+        return self.block(x)
+
+
+@pytest.mark.parametrize("run", [lowtide.checkpoint, zoo.torch_checkpoint])
+def test_a_users_checkpoint_around_a_module_that_is_called_again(run: Any) -> None:
+    torch.manual_seed(0)
+    options = {"use_reentrant": False} if run is zoo.torch_checkpoint else {}
+    model, x = UserCheckpoint(lambda function, x: run(function, x, **options)), torch.randn(16, 16)
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(x).square().mean() + model(x.flip(0)).square().mean()
+        loss.backward()
+        return loss
+
+    expected = left_behind(copy.deepcopy(model), step)
+    calls = [(Recompute("block", nth),) for nth in range(4)]
+    for regions in (*calls, (Recompute("block", 0), Recompute("block", 2), Recompute("once", keep_ops=(0, 2)))):
+        planned = copy.deepcopy(model)
+        modules = (PlannedModule("block", "Random", 4), PlannedModule("once", "Random"))
+        with lowtide.apply(planned, Plan(regions=regions, modules=modules)):
+            actual = left_behind(planned, step)
+        pairs = list(zip(actual, expected, strict=True))
+        if run is zoo.torch_checkpoint:  # which counts batches twice in BatchNorm, unless it stops before
+            pairs = [*pairs[: -1 - len(list(model.buffers()))], pairs[-1]]
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_module_called_in_a_nested_region_and_after_it() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(16, 16)
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    expected = left_behind(copy.deepcopy(model), step)
+    for nth in range(2):
+        planned = copy.deepcopy(model)
+        regions = (Recompute("outer"), Recompute("outer.inner"), Recompute("outer.inner.shared", nth))
+        with lowtide.apply(planned, Plan(regions=regions)):
+            assert all(torch.equal(a, b) for a, b in zip(left_behind(planned, step), expected, strict=True))
+
+
+def test_a_tensor_passed_twice_is_the_same_in_a_nested_replay() -> None:
+    layers = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+    model, x = nn.Sequential(*layers), torch.randn(2, 8, 16)
+
+    def step(model: nn.Module) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    expected = left_behind(copy.deepcopy(model), step)
+    with lowtide.apply(model, Plan(regions=(Recompute("1"), Recompute("1.self_attn")))):
+        assert all(torch.equal(a, b) for a, b in zip(left_behind(model, step), expected, strict=True))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Random()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.shared(self.inner(x))
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = Outer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x)

@@ -1,7 +1,8 @@
 """lowtide: train inside a memory budget."""
 
+from lowtide.engines.batches import max_batch
 from lowtide.engines.eager import Applied, apply
-from lowtide.engines.fitting import fit, max_batch, plan
+from lowtide.engines.fitting import fit, plan
 from lowtide.errors import (
     CapacityError,
     ChangedInPlaceError,

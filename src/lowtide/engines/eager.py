@@ -128,7 +128,10 @@ class Applied:
         self._store = store
         self._max_checkpoints = max_checkpoints
         for region in regions:
-            region.module.forward = types.MethodType(_forward_of(self, region), region.module)
+            self._patch(region)
+
+    def _patch(self, region: PatchedModule) -> None:
+        region.module.forward = types.MethodType(_forward_of(self, region), region.module)
 
     def remove(self) -> None:
         """Give every layer its own forward back. Graphs made before still run their backward."""
@@ -294,6 +297,14 @@ def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
 def _applied_to(module: nn.Module) -> Applied | None:
     method = vars(module).get("forward")
     return getattr(getattr(method, "__func__", None), _MARK, None)
+
+
+def plain_forward_of(module: nn.Module) -> Any:
+    """The forward that a module has as an attribute of its own, apart from ours; None for most."""
+    applied = _applied_to(module)
+    if applied is None:
+        return vars(module).get("forward")
+    return next((region.own_forward for region in applied._regions if region.module is module), None)
 
 
 def refuse_other_checkpointing(model: nn.Module) -> None:

@@ -1,23 +1,26 @@
-"""`plan`, `fit` and `max_batch`: from a model and a budget to a step that holds it."""
+"""`plan` and `fit`: from a model and a budget to a step that holds it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.engines.eager import refuse_other_checkpointing
+from lowtide.engines.matching import with_parameters
 from lowtide.engines.planned import AppliedPlan, apply_plan
-from lowtide.errors import InfeasibleBudgetError
+from lowtide.engines.replanning import Limits, Planner
+from lowtide.engines.shapes import Shapes, shapes_of, watched_inputs
+from lowtide.errors import InfeasibleBudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.memory.measuring import Measured, measure
 from lowtide.plans import Plan
-from lowtide.solvers.solving import solve
-from lowtide.tracing import _compat
-from lowtide.tracing.checks import device_of
+from lowtide.simulator import simulate
+from lowtide.tracing import _compat, checks
 from lowtide.tracing.eager import trace
 from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer
@@ -27,6 +30,8 @@ logger = logging.getLogger("lowtide")
 
 _MOST_ROUNDS = 4
 _AFTER_OUT_OF_MEMORY = 0.05  # of the budget, taken off where a step ran out of memory and told no peak
+_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
+_ALWAYS_SHOWN = ("keep", "recompute", "host")
 
 
 def plan(
@@ -35,11 +40,17 @@ def plan(
     *args: Any,
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
+    host: int | str = 0,
+    disk: int | str = 0,
+    lossy: Any = None,
+    also: Sequence[tuple[Any, ...]] = (),
     time_limit_s: float = 10.0,
 ) -> Plan:
     """The fastest plan for one step of `model` within `budget` bytes: `lowtide.trace`, then `lowtide.solve`.
 
-    The model is as it was. `lowtide.apply(model, plan)` carries the plan out.
+    The model is as it was. `lowtide.apply(model, plan)` carries the plan out. `host`, `disk` and `lossy` are as in
+    `solve`. `also` holds further arguments of `loss_fn`, a tuple for each step: the plan is for the step that peaks
+    highest.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -47,7 +58,9 @@ def plan(
     >>> found.regions
     ()
     """
-    return solve(trace(model, loss_fn, *args, optimizer=optimizer), budget, time_limit_s=time_limit_s)
+    limits = Limits(host, disk, lossy, time_limit_s)
+    traced = _trace_highest(model, loss_fn, _examples(args, also), optimizer)
+    return _described(limits.solve(traced.graph, budget), model, traced)
 
 
 def fit(
@@ -56,41 +69,57 @@ def fit(
     *args: Any,
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
+    host: int | str = 0,
+    disk: int | str = 0,
+    lossy: Any = None,
+    also: Sequence[tuple[Any, ...]] = (),
     verify: bool = True,
     time_limit_s: float = 10.0,
 ) -> AppliedPlan:
-    """Plan, apply, run one real step and measure it; plan again with what was measured until the peak holds.
+    """Plan, apply, run real steps and measure them; plan again with what was measured until the peak holds.
 
-    The step that is measured changes nothing: parameters, gradients, buffers and random states are as before. A model
-    that fits anyway is left alone. Where no plan holds, everything is undone and `InfeasibleBudgetError` says what was
-    measured. With `verify=False` the prediction is trusted.
+    Takes what `plan` takes. Steps that are measured, `also` the further ones, change nothing: parameters, gradients,
+    buffers and random states are as before. A model that fits anyway is left alone. Where no plan holds, or if it is
+    interrupted, everything is undone; `InfeasibleBudgetError` says what was measured. With `verify=False` the
+    prediction is trusted.
+
+    Smaller inputs run under the same plan. Larger ones are planned for when the model first sees them, once for shapes
+    of about that size: from a trace on fake tensors, within `time_limit_s` beside the trace, with a warning to the
+    logger "lowtide". Such plans are not measured. `handle.step` knows the whole step and plans for that.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> handle = lowtide.fit(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
     >>> handle.remove()
     """
-    graph = trace(model, loss_fn, *args, optimizer=optimizer)
+    limits = Limits(host, disk, lossy, time_limit_s)
+    examples = _examples(args, also)
+    traced = _trace_highest(model, loss_fn, examples, optimizer)
+    graph = corrected = traced.graph
     allowed = parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None)
-    device = device_of(model, args)
-    corrected, peak = graph, 0
+    device, peak = checks.device_of(model, args), 0
     for _ in range(_MOST_ROUNDS):
-        found = solve(corrected, allowed, time_limit_s=time_limit_s)
-        handle = apply_plan(model, found)
+        found = _described(limits.solve(corrected, allowed), model, traced)
+        handle: AppliedPlan | None = None
         try:
+            handle = apply_plan(model, found)
+            _prepare_for_more(handle, traced, examples, corrected, allowed, limits, optimizer)
             if not verify:
-                return _logged(handle, allowed, None)
-            measured = _measured_step(model, loss_fn, args, device)
-            peak = _whole_peak(measured, graph, model, optimizer, device)
+                return _logged(handle, allowed)
+            measured = [_measured_step(model, loss_fn, example, device) for example in examples]
+            peak = max(_whole_peak(each, graph, model, optimizer, device) for each in measured)
         except torch.OutOfMemoryError:
-            handle.remove()
+            _remove(handle)
             corrected = replace(corrected, other_bytes=corrected.other_bytes + int(_AFTER_OUT_OF_MEMORY * allowed))
             continue
         except BaseException:
-            handle.remove()
+            _remove(handle)
             raise
         if peak <= allowed:
-            return _logged(handle, allowed, peak)
+            handle.measured_peak_bytes = peak
+            if graph.is_measured:
+                handle.measured_slowdown = measured[traced.index].seconds / graph.step_s - 1
+            return _logged(handle, allowed)
         handle.remove()
         logger.info("peak %s measured, %s allowed: planning again", format_bytes(peak), format_bytes(allowed))
         corrected = replace(corrected, other_bytes=corrected.other_bytes + max(1, peak - found.peak_bytes))
@@ -101,62 +130,85 @@ def fit(
     )
 
 
-class LargestBatch(int):
-    """A number of samples, with the `plan` that makes them fit."""
+@dataclass(frozen=True)
+class _Traced:
+    """The step that peaks highest: its number among the examples, its graph, and what the model is called with."""
 
-    plan: Plan
+    index: int
+    graph: StepGraph
+    inputs: list[Shapes]  # in any of the examples, the largest last
 
 
-def max_batch(
-    model: nn.Module,
-    loss_fn: Callable[..., Tensor],
-    make_batch: Callable[[int], Any],
-    *,
-    budget: int | str,
-    optimizer: torch.optim.Optimizer | None = None,
-    most: int = 1 << 16,
-) -> LargestBatch:
-    """The largest batch, up to `most`, that some plan fits into `budget`, on fake tensors; its `plan` is that plan.
+def _examples(args: tuple[Any, ...], also: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    for further in also:
+        if not isinstance(further, tuple):
+            raise TypeError(
+                f"also= holds a tuple of arguments for each further step, such as also=[(batch,)], "
+                f"not {type(further).__name__}"
+            )
+    return [args, *also]
 
-    `make_batch(n)` gives the arguments of `loss_fn` for `n` samples: a tuple, or one argument. Nothing larger than what
-    it makes is allocated. Raises `InfeasibleBudgetError` where not even one sample fits.
 
-    >>> import torch, lowtide
-    >>> model = torch.nn.Linear(64, 1)
-    >>> n = lowtide.max_batch(model, lambda x: model(x).mean(), lambda n: torch.randn(n, 64), budget="1MiB")
-    >>> n > 1000
-    True
-    """
+def _trace_highest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...]], optimizer: Any) -> _Traced:
+    checks.arguments(model, loss_fn, "auto")
+    refuse_other_checkpointing(model)
+    index = 0
+    with watched_inputs(model) as inputs:
+        if len(examples) > 1:
+            peaks = [simulate(_trace_cheaply(model, loss_fn, each, optimizer)).peak_bytes for each in examples]
+            index = peaks.index(max(peaks))
+        graph = trace(model, loss_fn, *examples[index], optimizer=optimizer)
+    return _Traced(index, graph, inputs)
 
-    def fitting(size: int) -> Plan | InfeasibleBudgetError:
-        batch = make_batch(size)
-        args = batch if isinstance(batch, tuple) else (batch,)
-        try:
-            return solve(trace(model, loss_fn, *args, optimizer=optimizer, mode="fake"), budget)
-        except InfeasibleBudgetError as error:
-            return error
 
-    best = fitting(1)
-    if isinstance(best, InfeasibleBudgetError):
-        raise best
-    low, high = 1, 2
-    while high <= most and isinstance(found := fitting(high), Plan):
-        low, best, high = high, found, high * 2
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = fitting(middle)
-        if isinstance(found, Plan):
-            low, best = middle, found
-        else:
-            high = middle
-    largest = LargestBatch(low)
-    largest.plan = best
-    return largest
+def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any) -> StepGraph:
+    try:
+        return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake")
+    except TraceError:  # what it does depends on numbers in its tensors
+        return trace(model, loss_fn, *args, optimizer=optimizer)
+
+
+def _described(found: Plan, model: nn.Module, traced: _Traced) -> Plan:
+    return replace(with_parameters(found, model), input_shapes=traced.inputs[-1] if traced.inputs else ())
+
+
+def _prepare_for_more(
+    handle: AppliedPlan,
+    traced: _Traced,
+    examples: list[tuple[Any, ...]],
+    corrected: StepGraph,
+    allowed: int,
+    limits: Limits,
+    optimizer: Any,
+) -> None:
+    """Let the handle know what its plan is for, and who plans for more than that."""
+    arguments = tuple(shapes_of(example) for example in examples)
+    (first,) = handle.shapes.all
+    handle.shapes.become([replace(first, inputs=tuple(traced.inputs), arguments=arguments, graph=corrected)])
+    handle.shapes.planner = Planner(
+        handle.model,
+        traced.graph,
+        traced.inputs[-1] if traced.inputs else (),
+        budget_bytes=allowed,
+        limits=limits,
+        correction_bytes=corrected.other_bytes - traced.graph.other_bytes,
+        optimizer=optimizer,
+    )
+
+
+def _remove(handle: AppliedPlan | None) -> None:
+    if handle is not None:
+        handle.remove()
+
+
+def measured_peak(model: nn.Module, loss_fn: Any, args: Any, graph: StepGraph, optimizer: Any) -> int:
+    """The measured peak of the whole step as the model is now; nothing is left of it."""
+    device = checks.device_of(model, args)
+    return _whole_peak(_measured_step(model, loss_fn, args, device), graph, model, optimizer, device)
 
 
 def _measured_step(model: nn.Module, loss_fn: Any, args: Any, device: torch.device) -> Measured:
-    """One step under the plan, measured, with nothing left of it."""
+    """A step under the plan, measured and timed, with nothing left of it."""
     restorer = Restorer(model, loss_fn, tensors_in(args), device)
     for tensor in (*model.buffers(), *tensors_in(args)):
         restorer.before_write(tensor)
@@ -167,16 +219,22 @@ def _measured_step(model: nn.Module, loss_fn: Any, args: Any, device: torch.devi
             if gradient is not None and id(gradient) not in gradients:
                 gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
 
+    num_runs = 0
+
     def step() -> None:
+        nonlocal num_runs
         loss = loss_fn(*args)
-        others = _compat.leaves_of(loss)  # such as parameters of a module that only `loss_fn` knows
-        restorer.add_leaves(others)
-        put_aside(others)
+        if num_runs == 0:
+            others = _compat.leaves_of(loss)  # such as parameters of a module that only `loss_fn` knows
+            restorer.add_leaves(others)
+            put_aside(others)
+        num_runs += 1
         loss.backward()
+        restorer.reset_gradients()
 
     put_aside((*model.parameters(), *tensors_in(args)))
     try:
-        return measure(step, device=device)
+        return measure(step, device=device, repeat=2 if device.type == "cpu" else 3)
     finally:
         restorer.restore()
         with torch.no_grad():
@@ -195,19 +253,18 @@ def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimize
     return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
 
 
-def _logged(handle: AppliedPlan, allowed: int, peak: int | None) -> AppliedPlan:
-    plan = handle.plan
-    handle.measured_peak_bytes = peak
-    sizes = plan.bytes_by_action()
+def _logged(handle: AppliedPlan, allowed: int) -> AppliedPlan:
+    found, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
+    shown = {action: size for action, size in found.bytes_by_action().items() if size or action in _ALWAYS_SHOWN}
     logger.info(
-        "%s: %d regions, %s kept, %s recomputed; peak %s predicted, %s measured, within %s; %.1f %% slower predicted",
-        "nothing to do" if not plan.regions else "fitted",
-        len(plan.regions),
-        format_bytes(sizes["keep"]),
-        format_bytes(sizes["recompute"]),
-        format_bytes(plan.peak_bytes),
+        "%s: %d regions, %s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
+        "nothing to do, the step fits as it is" if found.is_plain else "fitted",
+        len(found.regions),
+        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in shown.items()),
+        format_bytes(found.peak_bytes),
         "not" if peak is None else format_bytes(peak),
         format_bytes(allowed),
-        100 * plan.slowdown,
+        100 * found.slowdown,
+        "not" if slowdown is None else f"{100 * slowdown:.1f} %",
     )
     return handle

@@ -116,6 +116,17 @@ class Moves:
             warnings.warn(f"values stay on the device that were to be moved: {error}", stacklevel=2)
 
 
+def counted_paths(plan: Plan, model: nn.Module) -> list[str]:
+    """Modules of which something is moved. Where saves are counted, all inside too: what those save is not counted."""
+    regions = {(region.path, region.nth) for region in plan.regions}
+    paths_of = {module: path for path, module in model.named_modules()}
+    found: list[str] = []
+    for path, nth in dict.fromkeys((move.path, move.nth) for move in plan.moves):
+        inside = () if (path, nth) in regions else model.get_submodule(path).modules()
+        found += [path, *(paths_of[module] for module in inside)]
+    return list(dict.fromkeys(found))
+
+
 class Counting:
     """Hooks that count the saves of one call. Enter it around the call's own code."""
 

@@ -3,31 +3,34 @@ moved through stores.
 
 Which outputs a region holds is decided by op position in its forward; other ops than planned (in evaluation, say) make
 it hold other outputs, never compute others. A module that is called several times in a step has a decision for each
-call; calls are counted from the start of the model's forward, and a replay counts on from where its own forward began.
+call; calls are counted from the start of the model's forward, and a replay counts on from where its own forward began,
+by the decisions of that forward (`runs`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.engines import _compat
-from lowtide.engines.eager import Applied, AppliedStats, PatchedModule, refuse_other_checkpointing
-from lowtide.engines.moves import Moves
+from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
+from lowtide.engines.matching import modules_for
+from lowtide.engines.moves import Moves, counted_paths
+from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
+from lowtide.engines.shapes import Planned, ShapePlans
+from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.checkpoint import checkpoint
+from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
 from lowtide.tracing.records import tensors_in
@@ -39,38 +42,78 @@ if TYPE_CHECKING:
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-class _Calls(threading.local):
-    """Calls of each module so far in the model's forward, in this thread. None outside of it, where none is counted."""
-
-    counts: dict[str, int] | None = None
-
-
-class _Start:
-    """Where a region's forward began counting calls, for its replays; `is_next` until it has begun."""
-
-    hidden_from_replay = True
-
-    def __init__(self, counts: dict[str, int] | None) -> None:
-        self.counts = None if counts is None else dict(counts)
-        self.is_next = True
-
-
 class AppliedPlan(Applied):
-    """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good."""
+    """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good.
 
-    def __init__(
-        self,
-        plan: Plan,
-        modules: list[PatchedModule],
-        decisions: dict[str, dict[int, Recompute]],
-        moves: Moves | None,
-    ) -> None:
+    From `fit` it may come to have further plans, for larger inputs than the first: `plan` is the one used last.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__(None, [])
+        self.model = model
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
-        self._decisions = decisions
-        self._moves = moves
-        self._calls = _Calls()
-        super().__init__(None, modules)
+        self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self._now = Now()
+        self._is_removed = False
+        self._turns: dict[str, Turn | None] = {}
+        self._all_moves: list[Moves] = []  # of every plan so far
+        try:
+            self.decisions = self.take_in(plan)
+        except BaseException:
+            self.remove()  # an interruption half way
+            raise
+        # In a checkpoint of the user's own, a replay knows neither which call it is in nor what the model was called
+        # with: there only modules that are called once are regions, and always as the first plan has it.
+        several = {module.path for module in plan.modules if module.num_calls > 1}
+        self._anywhere = {
+            path: d[0] for path, d in self.decisions.regions.items() if d.keys() == {0} and path not in several
+        }
+        self.shapes = ShapePlans(self, Planned(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ()))
+        self.stepper = Stepper(self)
+
+    def take_in(self, plan: Plan) -> Decisions:
+        """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
+        modules = modules_for(self.model, plan)
+        regions: dict[str, dict[int, Recompute]] = {}
+        for region in plan.regions:
+            regions.setdefault(region.path, {})[region.nth] = region
+        moves = Moves(plan, self.model) if plan.moves else None
+        known = {region.name: region for region in self._regions}
+        paths = dict.fromkeys([*regions, *counted_paths(plan, self.model)])
+        for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
+            if path not in known:
+                known[path] = PatchedModule(path, modules[path], False)
+                self._regions.append(known[path])
+                self._patch(known[path])
+                self._turns[path] = Turn.for_module(path, modules[path])
+            known[path].recomputed |= path in regions
+        self._all_moves += [] if moves is None else [moves]
+        return Decisions(regions, moves)
+
+    def use(self, planned: Planned) -> None:
+        """Go by another plan wherever the model's inputs do not say which."""
+        self.plan, self.decisions = planned.plan, planned.decisions
+
+    def step(self, loss_fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        """`loss_fn(*args)` and its backward; the loss, detached. Out of memory, the same batch runs again, tighter.
+
+        Gradients are added to those that are there, as by `backward()`. If memory runs out, gradients, buffers and
+        random states are put back to the bit, the plan is tightened, down to its floor if need be, and the batch runs
+        again; `stats().out_of_memory` tells. Where not even the floor does, the error is raised with all put back.
+        """
+        return self.stepper.step(loss_fn, args)
+
+    def stats(self) -> PlanStats:
+        """As for a policy; and what was planned again, for larger inputs or after a step out of memory."""
+        found = super().stats()
+        recomputed = tuple(region for region in found.regions if region.recomputed)
+        facts = {**vars(found), "regions": recomputed}
+        return PlanStats(**facts, replans=tuple(self.shapes.replans), out_of_memory=tuple(self.stepper.events))
+
+    def remove(self) -> None:
+        super().remove()
+        self._is_removed = True
 
     def run(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module's forward as planned."""
@@ -78,81 +121,97 @@ class AppliedPlan(Applied):
             return self._run_compiled(region, forward, args, kwargs)
         if region.name:
             return self._run_eagerly(region, forward, args, kwargs)
-        output = self._run_counted({}, self._run_eagerly, (region, forward, args, kwargs), {})
-        if self._moves is not None:
-            self._moves.end_of_forward(output)
+        run = Run(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
+        output = self._run_in(run, self._run_eagerly, (region, forward, args, kwargs), {})
+        if run.decisions.moves is not None:
+            run.decisions.moves.end_of_forward(output)
         return output
+
+    def _decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
+        """Those for the model's inputs. Where they are larger than any plan was made for, that takes a while."""
+        if not self.enabled:
+            return NOTHING
+        return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
 
     def _run_eagerly(
         self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        nth, counts = 0, self._calls.counts
-        if counts is not None:
-            nth = counts.get(region.name, 0)
-            counts[region.name] = nth + 1
-        if self._moves is None:
-            return self._run_nth(region, nth, forward, args, kwargs)
-        caller = self._moves.set_aside()
+        run = self._now.run or Run(self.decisions if self.enabled else NOTHING)
+        nth, moves = run.count(region.name), run.decisions.moves
+        if moves is None:
+            return self._run_nth(run, region, nth, forward, args, kwargs)
+        caller = moves.set_aside()
         try:
-            return self._run_nth(region, nth, forward, args, kwargs)
+            return self._run_nth(run, region, nth, forward, args, kwargs)
         finally:
-            self._moves.resume(caller)
+            moves.resume(caller)
 
     def _run_nth(
-        self, region: PatchedModule, nth: int, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, run: Run, region: PatchedModule, nth: int, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        decision = self._decisions.get(region.name, {}).get(nth)
-        if not self.enabled or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        decision, moves = run.decisions.region(region.name, nth), run.decisions.moves
+        if run.is_in_other_checkpoint():
+            decision = self._anywhere.get(region.name) if self.enabled else None
         if decision is None:
-            counting = None if self._moves is None else self._moves.counting(region.name, nth)
-            with contextlib.nullcontext() if counting is None else counting:
+            counting = None if moves is None else moves.counting(region.name, nth)
+            with counting or nullcontext():
                 return forward(*args, **kwargs)
-        inputs = None if self._moves is None else self._moves.hooks_for_inputs(region.name, nth, args, kwargs)
+        inputs = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         held = functools.partial(_holding, decision) if decision.keep_ops else noop_context_fn
-        call = functools.partial(self._replayable, region, forward, _Start(self._calls.counts))
-        return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)
+        call = functools.partial(self._replayable, region, forward, Begun(run))
+        with self._turns[region.name] or nullcontext():
+            return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
-        if region.name not in self._decisions or not self.enabled or not torch.is_grad_enabled():
+        if region.name not in self.decisions.regions or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         return checkpoint(forward, *args, **kwargs)
 
-    def _run_counted(self, counts: dict[str, int] | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Count calls on from `counts`. Modules called outside of the model's forward are at their first."""
-        before, self._calls.counts = self._calls.counts, counts
+    def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before, self._now.run = self._now.run, run
         try:
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
-            self._calls.counts = before
+            self._now.run = before
 
     def _replayable(
-        self, region: PatchedModule, forward: Callable[..., Any], start: _Start, *args: Any, **kwargs: Any
+        self, region: PatchedModule, forward: Callable[..., Any], begun: Begun, *args: Any, **kwargs: Any
     ) -> Any:
-        if start.is_next:  # the region's own forward, be it in the replay of another around it
-            start.is_next = False
-            with self._measuring(region, args):
-                return forward(*args, **kwargs)
+        """The forward of a region, and later its replays."""
+        run = begun.take()
+        if run is not None:
+            with nullcontext() if is_recomputing() else self._measuring(region, args):
+                return self._run_in(run.inside(), forward, args, kwargs)
         region.num_replays += 1
-        return self._run_counted(None if start.counts is None else dict(start.counts), forward, args, kwargs)
+        with self._turns[region.name] or nullcontext(), self._patches_back(region):
+            return self._run_in(begun.again().inside(), forward, args, kwargs)
 
-    def stats(self) -> AppliedStats:
-        """What became of the recomputed regions, and of values that were moved."""
-        found = super().stats()
-        return replace(found, regions=tuple(region for region in found.regions if region.recomputed))
+    def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
+        """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""
+        if not self._is_removed:
+            return nullcontext()
+        prefix = f"{region.name}." if region.name else ""
+        return PatchesBack([r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch)
 
     def _stores(self) -> list[ActivationStore]:
-        return [] if self._moves is None else list(self._moves.stores.values())
+        return [store for moves in self._all_moves for store in moves.stores.values()]
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
     ) -> Report:
         """As `Plan.report`, with what was measured on this model."""
+        slowdown = self.measured_slowdown
         return self.plan.report(
-            path, measured_peak_bytes=self.measured_peak_bytes, frontier=frontier, time_limit_s=time_limit_s
+            path,
+            measured_peak_bytes=self.measured_peak_bytes,
+            measured_step_s=None if slowdown is None else self.plan.step_s * (1 + slowdown),
+            frontier=frontier,
+            time_limit_s=time_limit_s,
         )
 
     def __str__(self) -> str:
@@ -164,34 +223,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
     if plan.engine != "eager":
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
     refuse_other_checkpointing(model)
-    modules = dict(model.named_modules())
-    decisions: dict[str, dict[int, Recompute]] = {}
-    for region in plan.regions:
-        decisions.setdefault(region.path, {})[region.nth] = region
-    missing = [path for path in dict.fromkeys([*decisions, *(move.path for move in plan.moves)]) if path not in modules]
-    if missing:
-        raise PlanError(
-            f"the plan recomputes or moves values of {missing[0]!r}, and this model has no such module: it is for "
-            f"another. {len(missing)} of its modules are missing here, such as {', '.join(missing[:3])}"
-        )
-    moves = Moves(plan, model) if plan.moves else None
-    paths = dict.fromkeys([*decisions, *_counted_paths(plan, modules, decisions)])
-    patched = [PatchedModule(path, modules[path], path in decisions) for path in paths]
-    if patched and "" not in paths:
-        patched.insert(0, PatchedModule("", model, False))  # to know where a forward begins
-    return AppliedPlan(plan, patched, decisions, moves)
-
-
-def _counted_paths(plan: Plan, modules: dict[str, nn.Module], decisions: dict[str, dict[int, Recompute]]) -> list[str]:
-    """Modules whose saves are counted, and all inside them, whose saves are not theirs."""
-    paths_of = {module: path for path, module in modules.items()}
-    found: list[str] = []
-    for path, nth in dict.fromkeys((move.path, move.nth) for move in plan.moves):
-        if nth in decisions.get(path, {}):
-            found.append(path)
-        else:
-            found += [paths_of[module] for module in modules[path].modules()]
-    return found
+    return AppliedPlan(model, plan)
 
 
 def _holding(region: Recompute) -> Contexts:

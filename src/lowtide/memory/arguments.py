@@ -64,6 +64,7 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
         self.paths: list[Path] = []
+        self._indices: dict[int, int] = {}  # of tensors, by their id
         self.generators: list[torch.Generator] = []
         self.objects: list[tuple[Path, Any]] = []
         self.callables: list[Any] = []  # whatever may lead to modules: functions, methods, objects
@@ -96,9 +97,12 @@ class Arguments:
 
     def _take(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor):
-            self.tensors.append(value)
-            self.paths.append(path)
-            return _Slot(len(self.tensors) - 1)
+            # Once for the same tensor passed twice: code may ask whether `key is value`, as torch's attention does.
+            index = self._indices.setdefault(id(value), len(self.tensors))
+            if index == len(self.tensors):
+                self.tensors.append(value)
+                self.paths.append(path)
+            return _Slot(index)
         parts = _parts(value) if len(path) < _MAX_DEPTH else None
         rebuild = None if parts is None else _rebuilder(value, parts)
         if parts is not None and rebuild is not None:

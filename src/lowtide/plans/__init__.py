@@ -62,6 +62,17 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedModule:
+    """A module that a plan is about, as it was: its class, its calls in a step, and its parameters if seen."""
+
+    path: str
+    kind: str
+    num_calls: int = 1
+    num_parameters: int = 0
+    num_elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One saved value, for people: where it is saved, by which op it was made, and what becomes of it.
 
@@ -91,8 +102,9 @@ class Plan:
     Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers are
     predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a plan; `extra_s` is
     what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
-    it was made for, and `graph` is that graph where it is at hand: what a report is drawn from. `rows` say what becomes
-    of each saved value.
+    it was made for, and `graph` is that graph where it is at hand: what a report is drawn from. `modules` are those the
+    plan is about, as they were, and `input_shapes` the shapes that the model was called with (the largest; empty where
+    nobody looked). `rows` say what becomes of each saved value.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -116,6 +128,8 @@ class Plan:
     hardware: Hardware = UNKNOWN_HARDWARE
     fingerprint: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    modules: tuple[PlannedModule, ...] = ()
+    input_shapes: tuple[tuple[int, ...], ...] = ()
     rows: tuple[Row, ...] = ()
     graph: StepGraph | None = field(default=None, compare=False, repr=False)
 

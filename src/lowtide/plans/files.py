@@ -9,12 +9,12 @@ from typing import Any
 from lowtide.errors import GraphError, PlanError
 from lowtide.graph import Hardware
 from lowtide.graph.files import decode, encode, parse_object
-from lowtide.plans import Move, Plan, Recompute, Row
+from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 
 FORMAT = "lowtide plan"
 VERSION = 2
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
-_RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "rows": Row}
+_RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": Row}
 
 
 def write(plan: Plan, with_graph: bool) -> str:
@@ -33,6 +33,10 @@ def read(text: str) -> Plan:
     try:
         for name, record in _RECORDS.items():
             content[name] = tuple(_record(row, record) for row in _list(content[name], name))
+        content["input_shapes"] = tuple(
+            _scalar(shape, "tuple[int, ...]", "input_shapes")
+            for shape in _list(content["input_shapes"], "input_shapes")
+        )
         content["hardware"] = _record(content["hardware"], Hardware)
         versions = content["versions"]
         if not isinstance(versions, dict) or not all(

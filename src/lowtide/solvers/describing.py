@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph import StepGraph
-from lowtide.plans import Plan
+from lowtide.plans import Plan, PlannedModule
 from lowtide.plans.rows import rows_of
 from lowtide.simulator import Timeline
 from lowtide.units import format_bytes
@@ -29,8 +29,15 @@ def described(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int
         fingerprint=graph.fingerprint,
         versions=graph.versions,
         graph=graph,
+        modules=_modules(graph, timeline.plan),
     )
     return replace(plan, rows=rows_of(graph, plan))
+
+
+def _modules(graph: StepGraph, plan: Plan) -> tuple[PlannedModule, ...]:
+    paths = dict.fromkeys([*(region.path for region in plan.regions), *(move.path for move in plan.moves)])
+    calls = {path: graph.calls_by_path[path] for path in paths if path in graph.calls_by_path}
+    return tuple(PlannedModule(path, graph.calls[numbers[0]].kind, len(numbers)) for path, numbers in calls.items())
 
 
 def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudgetError:

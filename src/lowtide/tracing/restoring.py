@@ -40,7 +40,7 @@ class Restorer:
         self._data = [(tensor, tensor.detach()) for tensor in [*given, *model.buffers()] if _compat.is_plain(tensor)]
         self._versions = [(tensor, _compat.version_of(tensor)) for tensor, _ in self._data]
         self._device = device if device.type not in ("cpu", "meta") and _compat.accelerator() is not None else None
-        self._generators = _generator_states(self._device)
+        self._generators = generator_states(self._device)
         self._own_generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
@@ -94,14 +94,14 @@ class Restorer:
             held.clear()  # type: ignore[attr-defined]
         for generator, state in self._own_generators.values():
             generator.set_state(state)
-        _set_generator_states(self._generators, self._device)
+        set_generator_states(self._generators, self._device)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = Snapshot([vars(optimizer)])
 
 
-def _generator_states(device: torch.device | None) -> dict[str, Any]:
+def generator_states(device: torch.device | None) -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if device is not None:
         states["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -110,7 +110,7 @@ def _generator_states(device: torch.device | None) -> dict[str, Any]:
     return states
 
 
-def _set_generator_states(states: dict[str, Any], device: torch.device | None) -> None:
+def set_generator_states(states: dict[str, Any], device: torch.device | None) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["random"])
     if device is not None:

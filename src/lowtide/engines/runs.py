@@ -1,0 +1,138 @@
+"""What a forward under a plan goes by, kept for its replays; and one thread at a time.
+
+Between a forward and its replay a handle may be switched off, removed, or given another plan. The replay must not see
+any of it: with other regions inside than its forward had, it would save other tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lowtide.engines import _compat
+from lowtide.engines.eager import PatchedModule
+from lowtide.engines.moves import Moves
+from lowtide.errors import LowtideError
+from lowtide.plans import Recompute
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan has decided on a live model: its `regions` by module path and number of the call, and its `moves`."""
+
+    hidden_from_replay = True
+
+    regions: dict[str, dict[int, Recompute]] = field(default_factory=dict)
+    moves: Moves | None = None
+
+    def region(self, path: str, nth: int) -> Recompute | None:
+        return self.regions.get(path, {}).get(nth)
+
+
+NOTHING = Decisions()
+
+
+class Run:
+    """A forward of the model, or a replay of a part of it: the decisions it goes by, and the calls counted so far.
+
+    `counts` is None outside of the model's forward. `checkpoint` is the innermost torch checkpoint that is known of:
+    one further in is someone else's.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(self, decisions: Decisions, counts: dict[str, int] | None = None, checkpoint: Any = None) -> None:
+        self.decisions, self.counts, self.checkpoint = decisions, counts, checkpoint
+
+    def is_in_other_checkpoint(self) -> bool:
+        inner = _compat.checkpoint_in_force()
+        return inner is not None and inner is not self.checkpoint
+
+    def count(self, path: str) -> int:
+        """The number of the call of a module that begins now. Outside of the model's forward each is the first."""
+        if self.counts is None:
+            return 0
+        nth = self.counts.get(path, 0)
+        self.counts[path] = nth + 1
+        return nth
+
+    def inside(self) -> Run:
+        """This run, as seen from within the checkpoint that was just entered."""
+        return Run(self.decisions, self.counts, _compat.checkpoint_in_force())
+
+
+class Begun:
+    """A run as it is where a region begins: for its forward, which counts on in that run, and then for its replays."""
+
+    hidden_from_replay = True
+
+    def __init__(self, run: Run) -> None:
+        self._live: Run | None = run
+        self._decisions = run.decisions
+        self._counts = None if run.counts is None else dict(run.counts)
+
+    def take(self) -> Run | None:
+        """The run itself, the first time: for the forward."""
+        run, self._live = self._live, None
+        return run
+
+    def again(self) -> Run:
+        """A run like it, for a replay."""
+        return Run(self._decisions, None if self._counts is None else dict(self._counts))
+
+
+class Now(threading.local):
+    """The run that this thread is in."""
+
+    run: Run | None = None
+
+
+class Turn:
+    """A block in which only one thread may run a region; another one is refused.
+
+    A replay puts the region's buffers back to what its forward found, for as long as it takes: another thread's
+    forward of the same region would read those, and lose what it writes. To let it wait is not enough, as torch looks
+    at the buffers' versions once more when the replay is over.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.RLock()
+
+    @staticmethod
+    def for_module(name: str, module: nn.Module) -> Turn | None:
+        """None for a module without buffers, which threads may run as they like."""
+        return Turn(name) if next(iter(module.buffers()), None) is not None else None
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise LowtideError(
+                f"two threads run {self._name or 'the model'} at once, which has buffers and is recomputed: a replay "
+                "in one would change them for the other. Give each thread a copy of the model, or run them in turn."
+            )
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+class PatchesBack:
+    """A block in which modules run under a plan again that was taken off them since."""
+
+    def __init__(self, regions: Iterable[PatchedModule], patch: Callable[[PatchedModule], None]) -> None:
+        self._regions, self._patch = list(regions), patch
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = [vars(region.module).get("forward") for region in self._regions]
+        for region in self._regions:
+            self._patch(region)
+
+    def __exit__(self, *exception: object) -> None:
+        for region, forward in zip(self._regions, self._before, strict=True):
+            if forward is None:
+                del region.module.forward
+            else:
+                region.module.forward = forward

@@ -1,0 +1,256 @@
+"""`AppliedPlan.step`: a step that survives running out of memory.
+
+A plan's peak is of bytes asked for. What the allocator cannot use for being in pieces, and what other processes take,
+is not in it, so a step may run out of memory all the same. Then it is undone, the plan tightened, and the same batch
+runs again. The plan stays tightened: memory that was short once will be again.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtide.engines import _compat
+from lowtide.engines.eager import AppliedStats
+from lowtide.engines.matching import with_parameters
+from lowtide.engines.replanning import Limits, Planner
+from lowtide.engines.shapes import Planned, Replan, Shapes, rounded_up, shapes_of, watched_inputs
+from lowtide.engines.undoing import Books, Undo
+from lowtide.simulator import simulate
+from lowtide.tracing.eager import trace
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.engines.planned import AppliedPlan
+
+logger = logging.getLogger("lowtide")
+
+# How far above the floor a tightened plan may peak, as shares of the peak of the plan that ran out of memory.
+_TIGHTENINGS = (0.6, 0.3, 0.0)
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A step that ran out of memory, and the plan its batch ran with next. Peaks are predicted.
+
+    `when_s` is in seconds since the epoch, `step` the number of the call of `step()`, from 0. `allocated_bytes` is the
+    most that was allocated up to then, where the device tells.
+    """
+
+    step: int
+    when_s: float
+    budget_before_bytes: int
+    budget_after_bytes: int
+    peak_before_bytes: int
+    peak_after_bytes: int
+    allocated_bytes: int | None
+    error: str
+
+
+@dataclass(frozen=True)
+class PlanStats(AppliedStats):
+    """What an applied plan did so far; what was planned again for larger inputs, and after running out of memory."""
+
+    replans: tuple[Replan, ...] = ()
+    out_of_memory: tuple[OutOfMemory, ...] = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.replans:
+            text += f"; planned again {len(self.replans)} times for larger inputs"
+        if self.out_of_memory:
+            last = self.out_of_memory[-1]
+            text += (
+                f"; out of memory {len(self.out_of_memory)} times, budget now {format_bytes(last.budget_after_bytes)}"
+            )
+        return text
+
+
+class Stepper:
+    """Runs steps for a handle."""
+
+    hidden_from_replay = True
+
+    def __init__(self, handle: AppliedPlan) -> None:
+        self.events: list[OutOfMemory] = []
+        self._handle = handle
+        self._books = Books()
+        self._num_steps = 0
+
+    def step(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """See `AppliedPlan.step`."""
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        if self._handle.enabled:
+            self._plan_for_larger(loss_fn, args)
+            planned = self._handle.shapes.for_arguments(shapes_of(args))
+            if planned is not None:
+                self._handle.use(planned)  # should the model's own inputs not tell
+        undo = Undo(self._handle.model, loss_fn, args, self._books)
+        first: BaseException | None = None
+        tried: list[str] = []
+        while True:
+            try:
+                loss = _run(loss_fn, args, undo)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+                first = first or error
+            else:
+                undo.done()
+                return loss
+            why_not = undo.what_cannot_be_put_back() or _why_not_alone()
+            undo.restore()
+            allocated = _allocated_bytes()
+            _give_back_memory()
+            if why_not is None and not self._handle.enabled:
+                why_not = "the plan is switched off"
+            if why_not is None:
+                why_not = self._tighten(loss_fn, args, number, str(first), allocated, len(tried))
+            if why_not is not None:
+                _add_note(first, tried, why_not)
+                raise first
+            tried.append(format_bytes(self.events[-1].peak_after_bytes))
+
+    def _plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+        """Where the batch is larger than any plan is for, one that is, from a trace of the whole step."""
+        shapes, seen = self._handle.shapes, shapes_of(args)
+        planner = shapes.planner
+        if planner is None or not any(p.arguments for p in shapes.all) or shapes.for_arguments(seen) is not None:
+            return
+        start, largest = time.perf_counter(), shapes.largest()
+        known = largest.arguments[-1] if largest.arguments else seen
+        try:
+            with self._handle.disabled():
+                plan, graph, target, inputs = planner.for_arguments(rounded_up(seen, known), seen, loss_fn, args)
+            planned = Planned(plan, self._handle.take_in(plan), tuple(inputs), (target,), graph)
+        except Exception as error:  # the step itself tells what is wrong, if anything is
+            logger.warning("a larger batch could not be planned for: %s: %s", type(error).__name__, error)
+            shapes.become([*shapes.all, replace(largest, arguments=(seen,))])
+            return
+        shapes.add(planned, seen, known, target, time.perf_counter() - start)
+
+    def _tighten(
+        self, loss_fn: Any, args: tuple[Any, ...], step: int, error: str, allocated: int | None, num_tried: int
+    ) -> str | None:
+        """Take up a plan of a smaller peak for such a batch; or say why that cannot be done."""
+        try:
+            planner, planned = self._planned_with_graph(loss_fn, args)
+        except Exception as cause:
+            return f"the step cannot be planned: {type(cause).__name__}: {str(cause)[:200]}"
+        assert planned.graph is not None
+        before, budget_before = planned.plan.peak_bytes, planner.budget_bytes
+        tightest = planner.limits.tightest(planned.graph)
+        if before <= tightest.peak_bytes:
+            return "no plan has a smaller peak"
+        for share in _TIGHTENINGS[num_tried:]:
+            budget = tightest.peak_bytes + int(share * (before - 1 - tightest.peak_bytes))
+            if planner.limits.solve(planned.graph, budget).peak_bytes < before:
+                break
+        else:
+            budget = tightest.peak_bytes
+        planner.budget_bytes = budget
+        shapes = self._handle.shapes
+        shapes.become([self._tightened(planner, each) for each in shapes.all])
+        after = shapes.for_arguments(shapes_of(args)) or shapes.largest()
+        self._handle.use(after)
+        now = after.plan.peak_bytes
+        self.events.append(
+            OutOfMemory(step, time.time(), budget_before, budget, before, now, allocated, error.splitlines()[0][:300])
+        )
+        logger.warning(
+            "step %d ran out of memory under a plan with a predicted peak of %s: the batch runs again with %s, %.1f %% "
+            "slower than plain (predicted); budget %s, was %s",
+            step,
+            format_bytes(before),
+            format_bytes(now),
+            100 * after.plan.slowdown,
+            format_bytes(budget),
+            format_bytes(budget_before),
+        )
+        return None
+
+    def _tightened(self, planner: Planner, planned: Planned) -> Planned:
+        if planned.graph is None or planned.plan.peak_bytes <= planner.budget_bytes:
+            return planned
+        plan = with_parameters(
+            planner.limits.solve_or_tightest(planned.graph, planner.budget_bytes), self._handle.model
+        )
+        plan = replace(plan, input_shapes=planned.plan.input_shapes)
+        return replace(planned, plan=plan, decisions=self._handle.take_in(plan))
+
+    def _planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, Planned]:
+        """The plan for such a batch with the graph it was made from. Without a graph the step is traced, on fakes."""
+        shapes, seen = self._handle.shapes, shapes_of(args)
+        found = shapes.for_arguments(seen) or shapes.largest()
+        if shapes.planner is not None and found.graph is not None:
+            return shapes.planner, found
+        with self._handle.disabled(), watched_inputs(self._handle.model) as inputs:
+            graph = trace(self._handle.model, loss_fn, *args, mode="fake")
+        peak = simulate(graph, found.plan).peak_bytes
+        plan = replace(found.plan, peak_bytes=peak, budget_bytes=max(peak, found.plan.budget_bytes))
+        widest: Shapes = inputs[-1] if inputs else ()
+        planned = replace(found, plan=plan, graph=graph, arguments=(seen,), inputs=tuple(inputs))
+        shapes.planner = Planner(
+            self._handle.model,
+            graph,
+            widest,
+            budget_bytes=plan.budget_bytes,
+            limits=Limits(),
+            correction_bytes=0,
+            optimizer=None,
+        )
+        shapes.become([planned])
+        return shapes.planner, planned
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device ran out of memory; cuBLAS says so in its own way where its workspace does not fit."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    )
+
+
+def _run(loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: Undo) -> Tensor:
+    loss = loss_fn(*args)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
+    undo.before_backward()
+    loss.backward()
+    return loss.detach()
+
+
+def _why_not_alone() -> str | None:
+    """Other processes are in the same step: they would wait for collectives that this one has started over."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other processes take part in the step, and cannot be made to start over with this one"
+    return None
+
+
+def _allocated_bytes() -> int | None:
+    device = _compat.accelerator()
+    return None if device is None else torch.accelerator.max_memory_allocated(device)
+
+
+def _give_back_memory() -> None:
+    gc.collect()  # the failed step's graph, where it has cycles
+    if _compat.accelerator() is not None:
+        torch.accelerator.empty_cache()
+
+
+def _add_note(error: BaseException, tried: list[str], why_not: str) -> None:
+    runs = f"ran again under plans with predicted peaks of {', '.join(tried)}" if tried else "did not run again"
+    note = f"lowtide: the step {runs}; {why_not}. Gradients, buffers and random states are as before the step."
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.args = (f"{error}\n{note}", *error.args[1:])
