@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which regions are recomputed and which values are moved; everything else is kept. An empty plan keeps all.
+    """Which regions are recomputed, which values moved or compressed; everything else is kept. An empty plan keeps all.
 
     For the `engine` "compiled" it is the other way around: `keeps` are the forward ops whose outputs are saved, and
     whatever else the backward needs is recomputed, op by op. Without a budget and keeps such a plan is empty too.

@@ -81,11 +81,13 @@ class Press:
         fewest = {value: min(forms, key=lambda form: form.bytes) for value, forms in self.options.items()}
         return tuple((value, form.codec) for value, form in fewest.items())
 
-    def standing_plans(self, plans: list[tuple[float, Regions]]) -> list[tuple[float, Regions, Codecs]]:
+    def standing_plans(
+        self, plans: list[tuple[float, Regions]], ends: list[tuple[float, Regions]]
+    ) -> list[tuple[float, Regions, Codecs]]:
         """Plans that are always considered, and the least they take, the fastest first.
 
-        `plans` (what they take, and their regions) with all encoded that they leave behind; and no regions, with every
-        subset encoded of a few values, or the first or last of many.
+        `plans` (what they take, and their regions) with all encoded that they leave behind; `ends`, and no regions at
+        all, with every subset encoded of a few values, or the first or last of many.
         """
         every = self.everything
         found = [(seconds + self._seconds_of(every, regions), regions, every) for seconds, regions in plans]
@@ -93,8 +95,13 @@ class Press:
             tuple((value, name) for value, forms in self.options.items() if name in [form.codec for form in forms])
             for name in self._names
         ]
-        parts = dict.fromkeys(part for codecs in (every, *of_one_codec) for part in _some(codecs))
-        found += [(self._seconds_of(part, {}), {}, part) for part in parts]
+        for seconds, regions in [(0.0, {}), *ends]:
+            left = [
+                tuple((value, form.codec) for value, form in self.left_behind(codecs, regions).items())
+                for codecs in (every, *of_one_codec)
+            ]
+            parts = dict.fromkeys(part for codecs in left for part in _some(codecs))
+            found += [(seconds + self._seconds_of(part, regions), regions, part) for part in parts]
         return sorted(found, key=lambda plan: plan[0])
 
     def _seconds_of(self, codecs: Codecs, regions: Regions) -> float:

@@ -36,7 +36,7 @@ from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
 from lowtide.solvers.pricing import Pricing, contains_layers, hull
 from lowtide.solvers.references import recomputes
-from lowtide.solvers.standing import standing_plans
+from lowtide.solvers.standing import replayed_s, standing_plans
 from lowtide.units import parse_bytes
 
 # Of the link's bandwidth, and of the price of bytes that could be moved.
@@ -212,8 +212,16 @@ class Search:
     @cached_property
     def _standing(self) -> list[tuple[float, Regions, Codecs]]:
         plans = standing_plans(self.graph, self._nesting) if self._moments else []
-        coded = self._press.standing_plans(plans) if self._press is not None else []
-        return [*((seconds, regions, ()) for seconds, regions in plans), *coded]
+        found: list[tuple[float, Regions, Codecs]] = [(seconds, regions, ()) for seconds, regions in plans]
+        if self._press is None:
+            return found
+        nested = [
+            self._nested(number, share, splits, codecs).regions
+            for least_bytes, _, number, share, splits, codecs in self._stations
+            if not least_bytes and not share
+        ]
+        ends = {tuple(regions.items()): (replayed_s(self.graph, regions), regions) for regions in nested}
+        return found + self._press.standing_plans(plans, list(ends.values()))
 
     def plan(self, budget: int) -> Plan:
         """The plan for a budget, with everything a person wants to know about it."""
