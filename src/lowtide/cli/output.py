@@ -57,7 +57,9 @@ class Output:
         )
         shows = not self.quiet and self._notes.is_terminal
         with contextlib.redirect_stdout(sys.stderr):
-            with Progress(*columns, console=self._notes, transient=True, disable=not shows) as bar:
+            with Progress(
+                *columns, console=self._notes, transient=True, refresh_per_second=4, disable=not shows
+            ) as bar:
                 yield Stages(bar, num_stages)
 
     @staticmethod
