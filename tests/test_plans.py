@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import FrozenInstanceError, replace
 from functools import cache
 from typing import Any
@@ -294,3 +295,27 @@ def test_explain_every_module_of_a_solved_plan() -> None:
     plan = solved(4)
     for path in {row.path for row in plan.rows} | {region.path for region in plan.regions}:
         assert plan.explain(path)
+
+
+def test_a_plan_carries_its_graph() -> None:
+    plan = solved(4)
+    assert plan.graph == stack(4)
+    again = Plan.from_json(plan.to_json())
+    assert again.graph == plan.graph and again == plan
+    bare = Plan.from_json(plan.to_json(graph=False))
+    assert bare.graph is None and bare == plan
+    assert pickle.loads(pickle.dumps(plan)).graph == plan.graph
+    assert "StepGraph" not in repr(plan)
+
+
+def test_the_graph_of_another_step_is_refused() -> None:
+    content = json.loads(solved(4).to_json())
+    content["graph"] = json.loads(chain([1, 2]).to_json())
+    with pytest.raises(PlanError, match="comes with"):
+        Plan.from_json(json.dumps(content))
+    content["graph"] = json.loads(stack(4).to_json()) | {"num_forward": -1}
+    with pytest.raises(PlanError, match="damaged plan: not a step that can have run"):
+        Plan.from_json(json.dumps(content))
+    content["graph"] = 3
+    with pytest.raises(PlanError, match="damaged plan: not a lowtide step graph"):
+        Plan.from_json(json.dumps(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import permutations
 
@@ -267,6 +268,34 @@ def test_the_peak_is_the_sum_of_its_parts() -> None:
         known += graph.optimizer_state_bytes + graph.other_bytes
         live = sum(timeline.live_at(event).values())
         assert live + known == timeline.peak_bytes - workspace_bytes(timeline, event)
+
+
+def test_what_lives_at_many_events_is_what_lives_at_each() -> None:
+    for seed in range(20):
+        graph = step(seed)
+        timeline = simulate(graph, random_plan(seed, graph))
+        events = list(range(len(timeline.ops)))[::3]
+        each = timeline.live_at_each(events)
+        assert each == [timeline.live_at(event) for event in events]
+        for all_of_it, largest in zip(each, timeline.live_at_each(events, most=2), strict=True):
+            assert len(largest) <= 2
+            left_out = [size for value, size in all_of_it.items() if value not in largest]
+            assert max(left_out, default=0) <= min(largest.values(), default=0)
+
+
+def test_copies_are_told_one_by_one() -> None:
+    num_copies = 0
+    for seed in range(CASES):
+        graph = step(seed)
+        timeline = simulate(graph, random_plan(seed, graph))
+        seconds = Counter[str]()
+        for copy in timeline.copies:
+            assert copy.end_s >= copy.start_s >= 0
+            seconds[copy.kind] += copy.end_s - copy.start_s
+        num_copies += len(timeline.copies)
+        told = timeline.copied_out_s, timeline.copied_in_s, timeline.stalled_s
+        assert (seconds["out"], seconds["in"], seconds["stall"]) == pytest.approx(told)
+    assert num_copies > CASES
 
 
 def test_a_timeline_reads_well() -> None:

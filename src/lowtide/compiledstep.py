@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.lives import largest
 
 _KEPT, _TRANSIENT, _GRADIENTS = 0, 1, 2
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -60,13 +61,13 @@ class CompiledStep:
         nothing = dict.fromkeys(("stalled_s", "watched_s", "copied_out_s", "copied_in_s"), 0.0)
         return {**found, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0}
 
-    def live_at(self, event: int) -> dict[int, int]:
-        """Bytes of each value that lives at an event."""
+    def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
+        """Bytes of each value that lives at an event; where `most` is given, those of as many of the largest."""
         found: dict[int, int] = {}
         for index in np.flatnonzero((self.start <= event) & (event <= self.last)):
             value = int(self.value[index])
             found[value] = found.get(value, 0) + int(self.bytes[index])
-        return found
+        return found if most is None else largest(found, most)
 
 
 def play(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledStep:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.lives import Life
 from lowtide.plans import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy of a value `out` or `in`, or a `stall`: the step waits for one."""
+
+    kind: str
+    value: int
+    start_s: float
+    end_s: float
 
 
 class _Trip:
@@ -48,6 +59,7 @@ class CopyEngines:
         self._out_free = self._in_free = 0.0
         self.bytes_away = self.bytes_in_flight = self.host_bytes = self.most_host_bytes = 0
         self.stalled_s = self.out_s = self.in_s = 0.0
+        self.log: list[Copy] = []
 
     def saved(self, life: Life, clock: float) -> None:
         """A value was saved, or is held as the input of a region."""
@@ -59,6 +71,7 @@ class CopyEngines:
         seconds = life.bytes / self._speed
         self._out_free = max(self._out_free, clock) + seconds
         self.out_s += seconds
+        self.log.append(Copy("out", life.value, self._out_free - seconds, self._out_free))
         self._trips[life.value] = trip = _Trip(life, self._out_free)
         self._leaving.append(trip)
         self.host_bytes += life.bytes
@@ -97,6 +110,7 @@ class CopyEngines:
             self.bytes_in_flight -= life.bytes
             if back_at > clock:
                 self.stalled_s += back_at - clock
+                self.log.append(Copy("stall", life.value, clock, back_at))
                 clock = back_at
         self._fetch_ahead(clock)
         return clock
@@ -132,6 +146,7 @@ class CopyEngines:
         seconds = trip.life.bytes / self._speed
         trip.back_at = self._in_free = max(self._in_free, clock, trip.out_at) + seconds
         self.in_s += seconds
+        self.log.append(Copy("in", trip.life.value, self._in_free - seconds, self._in_free))
         self._num_asked += 1
         self._bytes_asked += trip.life.bytes
         self.bytes_in_flight += trip.life.bytes if trip.is_away else 0

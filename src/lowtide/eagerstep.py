@@ -10,7 +10,7 @@ the backward asks for them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from lowtide.copies import CopyEngines
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.lives import Ledger, Life
+from lowtide.lives import Ledger, Life, largest
 from lowtide.plans import Plan
 
 
@@ -51,8 +51,10 @@ class EagerStep:
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
         self.clock = self.replayed_s = 0.0
-        self.until: int | None = None
-        self.snapshot: dict[int, int] = {}
+        self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
+        self._wanted: frozenset[int] = frozenset()
+        self._last_wanted = -1
+        self._most: int | None = None
 
     def _stops(self) -> dict[int, int]:
         """The position up to which each region is replayed: its last save, or the entry of its last inner region."""
@@ -122,8 +124,7 @@ class EagerStep:
 
     # Playing.
 
-    def play(self, until: int | None = None) -> None:
-        self.until = until
+    def play(self) -> None:
         graph = self.graph
         try:
             for op in range(graph.num_forward):
@@ -138,6 +139,13 @@ class EagerStep:
             self._emit(-1, 3, graph.optimizer_workspace_bytes)
         except _Enough:
             pass
+
+    def watch(self, events: Iterable[int], most: int | None) -> None:
+        """Play up to the last of `events`, and write down what lives at each: all of it, or the `most` largest."""
+        self._wanted, self._most = frozenset(events), most
+        self._last_wanted = max(self._wanted, default=-1)
+        if self._wanted:
+            self.play()
 
     def _settle(self, position: int, region: int, scope: dict[int, Life]) -> None:
         """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
@@ -268,14 +276,15 @@ class EagerStep:
         kept, transient = books.kept - copies.bytes_away, books.transient + workspace
         self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
         self.starts.append(self.clock)
-        if self.until is not None and len(self.events) > self.until:
-            for life in self._all_lives():
-                self.snapshot[life.value] = self.snapshot.get(life.value, 0) + life.bytes
-            raise _Enough
-
-    def _all_lives(self) -> list[Life]:
-        lives = {id(life): life for scope in (self.lives, *self.scopes.values()) for life in scope.values()}
-        return [life for life in lives.values() if not life.is_over and not self.copies.is_away(life)]
+        event = len(self.events) - 1
+        if event in self._wanted:
+            sizes: dict[int, int] = {}
+            for life in self.ledger.alive():
+                if not self.copies.is_away(life):
+                    sizes[life.value] = sizes.get(life.value, 0) + life.bytes
+            self.snapshots[event] = sizes if self._most is None else largest(sizes, self._most)
+            if event == self._last_wanted:
+                raise _Enough
 
     def _watched_s(self) -> float:
         """Regions that hold outputs of single ops have all their ops watched, in the forward and in the replay."""
@@ -301,4 +310,5 @@ class EagerStep:
             "host_bytes": self.copies.most_host_bytes,
             "copied_out_s": self.copies.out_s,
             "copied_in_s": self.copies.in_s,
+            "copies": tuple(self.copies.log),
         }

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
+
 from lowtide.graph import Value
+
+
+def largest(sizes: dict[int, int], most: int) -> dict[int, int]:
+    """Of bytes by value, the `most` largest."""
+    return dict(nlargest(most, sizes.items(), key=lambda item: item[1]))
 
 
 class Life:
@@ -24,15 +31,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self.kept = self.transient = self.gradients = 0
+        self._born: list[Life] = []
 
     def bear(self, index: int, value: Value) -> Life:
         """A value was made, and Python holds it."""
         life = Life(index, value.bytes, value.kind == "gradient")
+        self._born.append(life)
         if life.is_gradient:
             self.gradients += life.bytes
         else:
             self.transient += life.bytes
         return life
+
+    def alive(self) -> list[Life]:
+        """What lives now, in the order of birth."""
+        self._born = [life for life in self._born if not life.is_over]  # the dead are passed over once
+        return self._born
 
     def hold(self, life: Life) -> None:
         if not life.holds and not life.is_gradient:

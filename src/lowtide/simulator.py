@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lowtide import compiledstep
+from lowtide.copies import Copy
 from lowtide.eagerstep import EagerStep
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
@@ -40,6 +42,7 @@ class Timeline:
     host_bytes: int
     copied_out_s: float
     copied_in_s: float
+    copies: tuple[Copy, ...] = ()
 
     @cached_property
     def total_bytes(self) -> np.ndarray:
@@ -78,11 +81,16 @@ class Timeline:
 
     def live_at(self, event: int) -> dict[int, int]:
         """Bytes of each value (activations and gradients) that lives at an event; played again up to there."""
+        return self.live_at_each([event])[0]
+
+    def live_at_each(self, events: Sequence[int], *, most: int | None = None) -> list[dict[int, int]]:
+        """For each of `events`, what `live_at` says, or the `most` largest of it; the step is played once for all."""
         if self.plan.engine == "compiled" and not self.plan.is_plain:
-            return compiledstep.play(self.graph, self.plan.kept_ops(self.graph)).live_at(event)
+            compiled = compiledstep.play(self.graph, self.plan.kept_ops(self.graph))
+            return [compiled.live_at(event, most) for event in events]
         step = EagerStep(self.graph, self.plan)
-        step.play(until=event)
-        return step.snapshot
+        step.watch(events, most)
+        return [step.snapshots.get(event, {}) for event in events]
 
     def __str__(self) -> str:
         op = int(self.ops[self.peak_event]) if len(self.ops) else -1

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ from lowtide.memory.store import ActivationStore, check_store
 from lowtide.plans import Plan
 from lowtide.policies import Policy, check_policy
 from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.reports import Report
+    from lowtide.solvers.sweeping import Frontier
 
 _MARK = "lowtide_region"
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
@@ -136,6 +141,15 @@ class Applied:
         """Regions matched, bytes kept, recomputed and stored, and replays run: measured, not guessed."""
         rows = (RegionStats(r.name, r.recomputed, r.saved_bytes, r.num_replays) for r in self._regions)
         return AppliedStats(tuple(rows), 0 if self._store is None else self._store.stats().held_bytes)
+
+    def report(
+        self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
+    ) -> Report:
+        """Reports are of plans: see `Plan.report`."""
+        raise LowtideError(
+            f"{self.policy} is a policy, and a report is made of a plan: lowtide.fit(...) or lowtide.apply(model, "
+            "lowtide.plan(...)) give handles that have one"
+        )
 
     def __enter__(self) -> Applied:
         return self

@@ -8,11 +8,12 @@ call; calls are counted from the start of the model's forward, and a replay coun
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.region import is_recomputing
 from lowtide.plans import Plan, Recompute
 from lowtide.tracing.records import tensors_in
+
+if TYPE_CHECKING:
+    from lowtide.reports import Report
+    from lowtide.solvers.sweeping import Frontier
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -97,6 +102,14 @@ class AppliedPlan(Applied):
                 return forward(*args, **kwargs)
         region.num_replays += 1
         return self._run_counted(None if counts is None else dict(counts), forward, args, kwargs)
+
+    def report(
+        self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
+    ) -> Report:
+        """As `Plan.report`, with what was measured on this model."""
+        return self.plan.report(
+            path, measured_peak_bytes=self.measured_peak_bytes, frontier=frontier, time_limit_s=time_limit_s
+        )
 
     def __str__(self) -> str:
         return f"{self.plan}\n({'on' if self.enabled else 'off'})"

@@ -27,23 +27,33 @@ _SCALARS: dict[str, type[Any]] = {
 
 
 def write(graph: StepGraph) -> str:
+    return json.dumps(encode(graph), separators=(",", ":"))
+
+
+def encode(graph: StepGraph) -> dict[str, Any]:
+    """The graph as what JSON can hold."""
     names: dict[str, int] = {}
 
-    def encode(item: Any) -> Any:
+    def number(item: Any) -> Any:
         return names.setdefault(item, len(names)) if isinstance(item, str) else item
 
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     for part, record in _RECORDS.items():
         rows = getattr(graph, part)
-        content[part] = {f.name: [_encode(getattr(row, f.name), encode) for row in rows] for f in fields(record)}
+        content[part] = {f.name: [_encode(getattr(row, f.name), number) for row in rows] for f in fields(record)}
     content |= {name: getattr(graph, name) for name in _SCALARS}
     content |= {"hardware": asdict(graph.hardware), "notes": list(graph.notes), "versions": graph.versions}
     content["names"] = list(names)
-    return json.dumps(content, separators=(",", ":"))
+    return content
 
 
 def read(text: str) -> StepGraph:
-    content = parse_object(text, FORMAT, VERSION, GraphError)
+    return decode(parse_json(text, FORMAT, GraphError))
+
+
+def decode(content: Any) -> StepGraph:
+    """The graph that `encode` gave. Raises `GraphError` where it is damaged."""
+    content = checked_object(content, FORMAT, VERSION, GraphError)
     try:
         names = _strings(content["names"])
         parts: dict[str, Any] = {p: tuple(_rows(content[p], record, names)) for p, record in _RECORDS.items()}
@@ -68,10 +78,18 @@ def read(text: str) -> StepGraph:
 
 def parse_object(text: str, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
     """The JSON object in `text`, if it says it is a `form` of this `version`."""
+    return checked_object(parse_json(text, form, error), form, version, error)
+
+
+def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except (ValueError, TypeError, RecursionError) as cause:
         raise error(f"not a {form}: it is not JSON ({str(cause)[:100]})") from cause
+
+
+def checked_object(content: Any, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
+    """`content`, if it is an object that says it is a `form` of this `version`."""
     if not isinstance(content, dict) or content.get("format") != form:
         raise error(f"not a {form}: it does not say that it is one")
     if content.get("version") != version:
@@ -82,8 +100,8 @@ def parse_object(text: str, form: str, version: int, error: Callable[[str], Exce
     return content
 
 
-def _encode(item: Any, encode: Callable[[Any], Any]) -> Any:
-    return [encode(each) for each in item] if isinstance(item, tuple) else encode(item)
+def _encode(item: Any, number: Callable[[Any], Any]) -> Any:
+    return [number(each) for each in item] if isinstance(item, tuple) else number(item)
 
 
 def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:

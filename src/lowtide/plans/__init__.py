@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from lowtide.reports import Report
+    from lowtide.solvers.sweeping import Frontier
 
 ENGINES = ("eager", "compiled")
 PLACES = ("device", "host", "disk")  # where moved values are; on the device they are compressed
@@ -69,7 +77,8 @@ class Plan:
     Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers are
     predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a plan; `extra_s` is
     what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
-    it was made for. `rows` say what becomes of each saved value.
+    it was made for, and `graph` is that graph where it is at hand: what a report is drawn from. `rows` say what becomes
+    of each saved value.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -94,6 +103,7 @@ class Plan:
     fingerprint: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    graph: StepGraph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -129,11 +139,11 @@ class Plan:
             found[row.action] = found.get(row.action, 0) + row.bytes
         return found
 
-    def to_json(self) -> str:
-        """The plan as text, with a version; `Plan.from_json` reads it."""
+    def to_json(self, *, graph: bool = True) -> str:
+        """The plan as text, with a version; `Plan.from_json` reads it. With `graph=False` its graph is left out."""
         from lowtide.plans.files import write
 
-        return write(self)
+        return write(self, graph)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -147,6 +157,39 @@ class Plan:
         from lowtide.plans.wording import explain
 
         return explain(self, path)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        measured_peak_bytes: int | None = None,
+        measured_step_s: float | None = None,
+        frontier: Frontier | None = None,
+        time_limit_s: float = 5.0,
+    ) -> Report:
+        """Write a report to a file: a page that needs nothing else, or by its ending a picture, Markdown or a trace.
+
+        `.html`, `.png` (with the extra `report`), `.md`, or `.json` for ui.perfetto.dev. All numbers are predicted but
+        for what is given as measured. The trade-off curve of a page is `frontier`, from `lowtide.sweep`, or made in
+        about `time_limit_s`. What is returned says in words what was done.
+        """
+        from lowtide.reports import write_report
+
+        return write_report(
+            self,
+            path,
+            measured_peak_bytes=measured_peak_bytes,
+            measured_step_s=measured_step_s,
+            frontier=frontier,
+            time_limit_s=time_limit_s,
+        )
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of memory over the step, with and without the plan (the extra `report`)."""
+        from lowtide.reports.facts import gather
+        from lowtide.reports.plots import plan_figure
+
+        return plan_figure(gather(self))
 
     def __str__(self) -> str:
         from lowtide.plans.wording import summary

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from lowtide.errors import PlanError
+from lowtide.errors import GraphError, PlanError
 from lowtide.graph import Hardware
-from lowtide.graph.files import parse_object
+from lowtide.graph.files import decode, encode, parse_object
 from lowtide.plans import Move, Plan, Recompute, Row
 
 FORMAT = "lowtide plan"
@@ -17,8 +17,10 @@ _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "rows": Row}
 
 
-def write(plan: Plan) -> str:
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(plan)}, separators=(",", ":"))
+def write(plan: Plan, with_graph: bool) -> str:
+    content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
+    content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
+    return json.dumps(content, separators=(",", ":"))
 
 
 def read(text: str) -> Plan:
@@ -40,8 +42,9 @@ def read(text: str) -> Plan:
         for name, kind in known.items():
             if kind in ("int", "float", "str", "tuple[int, ...]"):
                 content[name] = _scalar(content[name], kind, name)
+        content["graph"] = None if content["graph"] is None else decode(content["graph"])
         plan = Plan(**content)
-    except PlanError as error:
+    except (PlanError, GraphError) as error:
         raise PlanError(f"damaged plan: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise PlanError(f"damaged plan: {error}") from error
@@ -85,3 +88,7 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
     if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
         raise PlanError("damaged plan: its bound is above what it costs")
+    if plan.graph is not None and plan.graph.fingerprint != plan.fingerprint:
+        raise PlanError(
+            f"damaged plan: it was made for the graph {plan.fingerprint!r} and comes with {plan.graph.fingerprint!r}"
+        )

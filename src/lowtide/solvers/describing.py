@@ -28,6 +28,7 @@ def described(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int
         hardware=graph.hardware,
         fingerprint=graph.fingerprint,
         versions=graph.versions,
+        graph=graph,
     )
     return replace(plan, rows=rows_of(graph, plan))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph import StepGraph
@@ -13,6 +14,9 @@ from lowtide.solvers.anchors import compiled_references
 from lowtide.solvers.references import reference_plans
 from lowtide.solvers.solving import search_for
 from lowtide.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NUM_BUDGETS = 16
 
@@ -35,6 +39,12 @@ class Frontier:
     step_s: float
     floor_bytes: int
     plain_peak_bytes: int
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of slowdown against peak memory, with the alternatives (the extra `report`)."""
+        from lowtide.reports.plots import frontier_figure
+
+        return frontier_figure(self)
 
     def __str__(self) -> str:
         lines = [f"{'budget':>12}  {'peak':>12}  {'slower':>8}  {'gap':>6}   (predicted)"]
@@ -79,7 +89,11 @@ def sweep(
             plans.append(search.plan(budget))
         except InfeasibleBudgetError:
             continue
+    return Frontier(tuple(plans), alternatives(graph, engine), graph.step_s, floor, plain)
+
+
+def alternatives(graph: StepGraph, engine: str) -> tuple[Reference, ...]:
+    """What people use today, and what it costs on this graph."""
     known = compiled_references(graph) if engine == "compiled" else reference_plans(graph)
     timelines = {name: simulate(graph, plan) for name, plan in known.items()}
-    references = tuple(Reference(name, t.peak_bytes, t.extra_s) for name, t in timelines.items())
-    return Frontier(tuple(plans), references, graph.step_s, floor, plain)
+    return tuple(Reference(name, t.peak_bytes, t.extra_s) for name, t in timelines.items())

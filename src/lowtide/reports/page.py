@@ -1,0 +1,254 @@
+"""The report as one HTML file: inline styles, scripts and data, nothing from the network.
+
+A policy in the page's head lets run only the script whose digest it names, so that even a name that slipped through
+unescaped could not do anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from lowtide.reports.facts import Facts
+from lowtide.reports.markdown import to_markdown
+from lowtide.reports.series import chart_data
+from lowtide.reports.tables import actions_of, cost_rows, layer_rows, peak_rows
+from lowtide.reports.tracefile import trace_json
+from lowtide.reports.wording import (
+    Figure,
+    assumptions,
+    duration,
+    figures,
+    own_version,
+    percent,
+    size,
+    verdict,
+    verdict_parts,
+)
+
+_SCRIPTS = ("draw.js", "memory.js", "others.js", "main.js")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def to_html(facts: Facts) -> str:
+    """The whole page."""
+    script = "(() => {\n" + '"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    root = next((call.kind for call in facts.graph.calls if call.parent < 0), "step")
+    head, rest = verdict_parts(facts)
+    return Template(_asset("page.html")).substitute(
+        script_hash=f"sha256-{digest}",
+        version=escape(own_version()),
+        title=escape(f"{root}: {verdict(facts)}"),
+        style=_asset("report.css"),
+        subtitle=escape(f"{root} on {facts.graph.hardware.name}, {facts.plan.engine} engine"),
+        mood="good" if facts.fits else "bad",
+        verdict=f"<b>{escape(head)}</b>{escape(rest)}",
+        figures="\n".join(_figure(figure) for figure in figures(facts)),
+        memory_text=escape(_memory_text(facts)),
+        curve_text=escape(_curve_text(facts)),
+        alternatives=_alternatives(facts),
+        layers_text=escape("Bytes of each layer by what becomes of them; the table below has the numbers."),
+        layers=_layers(facts),
+        peak_hint=escape(_peak_hint(facts)),
+        bars_text=escape("Both peaks by kind; the table below has the numbers of the one with the plan."),
+        peak=_peak(facts),
+        cost_hint=escape(_cost_hint(facts)),
+        costs=_costs(facts),
+        copies=_copies(facts),
+        assumptions="\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in assumptions(facts)),
+        files="\n".join(_files(facts)),
+        data=script_json(chart_data(facts)),
+        script=script,
+    )
+
+
+def script_json(content: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it looks like a tag."""
+    text = json.dumps(content, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _asset(name: str) -> str:
+    return files("lowtide.reports").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+
+
+def _figure(figure: Figure) -> str:
+    tag = f'<span class="tag {escape(figure.source)}">{escape(figure.source)}</span>'
+    return (
+        f'<div><dt>{escape(figure.name)} {tag}</dt><dd class="number">{escape(figure.number)}</dd>'
+        f'<dd class="beside">{escape(figure.beside)}</dd></div>'
+    )
+
+
+# Tables.
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+    """A table; a column whose head ends in `|` holds numbers, and one without a head, but for the first, bars."""
+    cells = []
+    for place, name in enumerate(head):
+        kind = "n" if name.endswith("|") else "w" if name or not place else "b"
+        cells.append(f'<th class="{kind}">{escape(name.removesuffix("|"))}</th>')
+    return f"<table><thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _row(*cells: str, kind: str = "") -> str:
+    return f'<tr class="{kind}">{"".join(cells)}</tr>'
+
+
+def _words(text: str, before: str = "") -> str:
+    return f'<td class="w">{before}{escape(text)}</td>'
+
+
+def _number(text: str, bad: bool = False) -> str:
+    return f'<td class="n{" bad" if bad else ""}">{escape(text)}</td>'
+
+
+def _bar(share: float) -> str:
+    return f'<td class="b"><i style="width:{100 * share:.1f}%"></i></td>'
+
+
+def _alternatives(facts: Facts) -> str:
+    step_s = facts.graph.step_s or 1.0
+
+    def row(name: str, mark: str, peak: int, slower: float, kind: str = "") -> str:
+        over = 0 < facts.budget_bytes < peak
+        return _row(_words(name, mark), _number(size(peak), bad=over), _number(percent(slower)), kind=kind)
+
+    rows = [row("this plan", '<i class="letter dot"></i>', facts.planned.peak_bytes, facts.slowdown, "here")]
+    for index, other in enumerate(facts.alternatives):
+        mark = f'<i class="letter" style="font-style:normal">{_LETTERS[index % 26]}</i>'
+        rows.append(row(other.name, mark, other.peak_bytes, other.extra_s / step_s))
+    note = '<p class="hint" style="margin:8px 0 0">Peaks in colour are over the budget.</p>'
+    is_over = any(0 < facts.budget_bytes < other.peak_bytes for other in facts.alternatives)
+    return _table(["", "peak|", "slower|"], rows) + (note if is_over else "")
+
+
+def _layers(facts: Facts) -> str:
+    rows = layer_rows(facts)
+    actions = actions_of(rows)
+    lines = [
+        _row(
+            _words(row.layer),
+            *(_number(size(row.bytes.get(action, 0))) for action in actions),
+            _number(size(sum(row.bytes.values()))),
+        )
+        for row in rows
+    ]
+    totals = [sum(row.bytes.get(action, 0) for row in rows) for action in actions]
+    lines.append(
+        _row(_words("total"), *(_number(size(each)) for each in totals), _number(size(sum(totals))), kind="total")
+    )
+    return _table(["layer", *(f"{action}|" for action in actions), "all|"], lines)
+
+
+def _peak(facts: Facts) -> str:
+    rows = peak_rows(facts)
+    most = max((row.bytes for row in rows), default=1)
+    lines = [
+        _row(_words(row.what), _words(row.where), _bar(row.bytes / most), _number(size(row.bytes))) for row in rows
+    ]
+    lines.append(
+        _row(_words("total"), _words(""), _bar(0), _number(size(sum(row.bytes for row in rows))), kind="total")
+    )
+    return _table(["what", "where it was made", "", "bytes|"], lines)
+
+
+def _costs(facts: Facts) -> str:
+    rows = cost_rows(facts)
+    if not rows:
+        return ""
+    most, step_s = max(row.seconds for row in rows) or 1.0, facts.graph.step_s or 1.0
+    lines = [
+        _row(
+            _words(row.what),
+            _number(str(row.num_calls) if row.num_calls else ""),
+            _number(size(row.bytes)),
+            _bar(row.seconds / most),
+            _number(duration(row.seconds)),
+            _number(percent(row.seconds / step_s)),
+        )
+        for row in rows
+    ]
+    seconds = sum(row.seconds for row in rows)
+    held, added = _number(size(sum(row.bytes for row in rows))), _number(duration(seconds))
+    total = _row(_words("total"), _number(""), held, _bar(0), added, _number(percent(seconds / step_s)), kind="total")
+    return _table(["what", "calls|", "bytes not held|", "", "time added|", "of the step|"], [*lines, total])
+
+
+def _copies(facts: Facts) -> str:
+    planned = facts.planned
+    if not planned.copies:
+        return '<p class="hint" style="margin:0">Nothing is moved off the device by this plan.</p>'
+    rows = []
+    for kind, name in (("out", "out, to the host or disk"), ("in", "back in"), ("stall", "waited for")):
+        copies = [copy for copy in planned.copies if copy.kind == kind]
+        moved = sum(facts.graph.values[copy.value].bytes for copy in copies)
+        seconds = sum(copy.end_s - copy.start_s for copy in copies)
+        rows.append(_row(_words(name), _number(str(len(copies))), _number(size(moved)), _number(duration(seconds))))
+    hint = (
+        f"Beside the compute; at most {size(planned.host_bytes)} are away at once. When they run is drawn under the "
+        "memory chart above, with the time that is spent waiting for them."
+    )
+    table = _table(["", "copies|", "bytes|", "time|"], rows)
+    return f'<p class="hint">{escape(hint)}</p><div class="scroll">{table}</div>'
+
+
+# Words.
+
+
+def _memory_text(facts: Facts) -> str:
+    kinds = ", ".join(f"{name} {size(part)}" for name, part in facts.planned.peak_by_kind.items() if part)
+    peak = f"The peak of {size(facts.planned.peak_bytes)} is in the {facts.planned.peak_phase}: {kinds}."
+    return (
+        f"Memory over the step. {peak} "
+        f"Without a plan it is {size(facts.plain.peak_bytes)}. Arrow keys move along the step, plus and minus zoom."
+    )
+
+
+def _curve_text(facts: Facts) -> str:
+    return (
+        f"Slowdown against peak memory. This plan: {size(facts.planned.peak_bytes)}, {percent(facts.slowdown)} slower; "
+        f"the smallest peak found is {size(facts.curve.floor_bytes)}. The table beside it has the alternatives."
+    )
+
+
+def _peak_hint(facts: Facts) -> str:
+    planned = facts.planned
+    where = f" of {planned.peak_path}" if planned.peak_path else ""
+    return (
+        f"The peak of {size(planned.peak_bytes)} is in the {planned.peak_phase}{where}. Values that are alike in "
+        "several layers are one row, with * for the number of the layer."
+    )
+
+
+def _cost_hint(facts: Facts) -> str:
+    if facts.plan.is_plain:
+        return "Nothing: every activation is kept, and the step runs as it is."
+    return "Modules whose activations are dropped and computed again in the backward, and what else takes time."
+
+
+# Files.
+
+
+def _files(facts: Facts) -> list[str]:
+    return [
+        _packed("plan.json", facts.plan.to_json(), "the plan with its graph: lowtide.Plan.from_json reads it"),
+        _packed("trace.json", trace_json(facts), "opens in ui.perfetto.dev or chrome://tracing"),
+        _packed("report.md", to_markdown(facts), "the verdict and the tables as Markdown"),
+    ]
+
+
+def _packed(name: str, text: str, what: str) -> str:
+    """A link to a file in the page, compressed; the page's script hands it out as it is."""
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    link = f'<a href="data:application/gzip;base64,{packed}" download="{name}.gz" data-name="{name}">{name}.gz</a>'
+    return f"<li>{link}<span>{escape(what)}</span></li>"
