@@ -203,6 +203,36 @@ def test_explain(plan_file: Path) -> None:
     assert data["regions"][0]["path"] == path and all(row["path"].startswith(path) for row in data["values"])
 
 
+def test_sweep_draws(script: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "curve.png"
+    assert answer("sweep", f"{script}:make", "--fake", "-b", "1150KiB", "--png", png)["png"] == str(png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_report(plan_file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    data = answer("report", plan_file, "-o", page)
+    assert page.read_text().startswith("<!doctype html>") and data["num_bytes"] == page.stat().st_size
+    assert "measured_peak_bytes" not in data
+    shown = invoke("report", plan_file, "-o", tmp_path / "page.md")
+    assert shown.exit_code == 0 and str(tmp_path / "page.md") in shown.stdout.replace("\n", "")
+
+
+def test_report_of_what_was_measured(plan_file: Path, script: Path, tmp_path: Path) -> None:
+    data = answer("report", plan_file, "-o", tmp_path / "page.md", "--measured", f"{script}:make")
+    budget = lowtide.Plan.from_json(plan_file.read_text()).budget_bytes
+    assert 0 < data["measured_peak_bytes"] <= budget and data["measured_step_s"] > 0
+    other = invoke("report", plan_file, "-o", tmp_path / "page.md", "--measured", f"{script}:single")
+    assert other.exit_code == 1 and "no such module" in other.stderr
+
+
+def test_a_report_never_replaces_its_plan(plan_file: Path) -> None:
+    before = plan_file.read_text()
+    result = invoke("report", plan_file, "--output", plan_file)
+    assert result.exit_code == 2 and "over the plan" in result.stderr and plan_file.read_text() == before
+
+
 def test_bench(script: Path) -> None:
     data = answer("bench", f"{script}:make", "--budget", "1150KiB", "--rounds", "1")
     rows = {row["name"]: row for row in data["rows"]}
@@ -329,6 +359,7 @@ def test_version_and_help() -> None:
         (["estimate", "{script}:broken"], 1, "ValueError: no such dataset (train.py, line"),
         (["estimate", "{script}:leaves"], 1, "ended by itself"),
         (["sweep", "{script}:make", "--png", "curve.doc"], 2, ".png"),
+        (["sweep", "{script}:make", "--png", "{folder}/none/curve.png"], 2, "no folder"),
         (["explain", "{folder}/plan.json", "0"], 2, "there is no file"),
         (["explain", "{folder}/beside.py", "0"], 1, "beside.py"),
         (["report", "{folder}/plan.json"], 2, "there is no file"),

@@ -151,9 +151,8 @@ def sweep(
     wanted = [options.size("--budget", budget) for budget in budgets] if budgets else None
     allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
     _check_folder(png)
-    if png is not None and png.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--png {png}: the file's name should end in .png, .svg or .pdf")
-    with out.working(4) as stage:
+    _check_ending("--png", png, ".png", ".svg", ".pdf")
+    with out.working(3 if png is None else 4) as stage:
         stage(f"loading {script}")
         job = load(script)
         stage("tracing the step")
@@ -162,7 +161,7 @@ def sweep(
         frontier = lowtide.sweep(graph, wanted, engine=engine, **allows)
         if png is not None:
             stage(f"drawing {png}")
-            frontier.plot().savefig(png)  # type: ignore[attr-defined]
+            frontier.plot().savefig(png)
     if png is not None:
         out.note(f"Drawn into {png}")
     out.result(*showing.sweep(frontier, png))
@@ -201,9 +200,12 @@ def report(
     out: Output,
     file: options.PlanFile,
     *,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="What to write: .html, .png, .md, or .json for ui.perfetto.dev."
+        ),
+    ] = Path("report.html"),
     measured: Annotated[
         str | None,
         typer.Option(
@@ -211,11 +213,14 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a plan's report: one HTML page that needs no network."""
+    """Write a plan's report: one HTML page that needs no network, or a picture, Markdown, a trace."""
     found = _read_plan(file)
     _check_folder(output)
+    _check_ending("--output", output, ".html", ".png", ".md", ".json")
+    if output.resolve() == file.resolve():
+        raise UsageError(f"the report would be written over the plan in {file}: choose another --output")
     seen: dict[str, Any] = {}
-    with out.working(3) as stage:
+    with out.working(3 if measured is not None else 1) as stage:
         if measured is not None:
             from lowtide.cli.benching import measure_plan
 
@@ -223,10 +228,13 @@ def report(
             job = load(measured)
             stage("measuring a step under the plan")
             row = measure_plan(job, found)
+            if row.problem:
+                raise lowtide.LowtideError(f"a step under the plan could not be measured: {row.problem}")
             seen = {"measured_peak_bytes": row.peak_bytes, "measured_step_s": row.step_s}
         stage(f"writing {output}")
-        found.report(output, **seen)  # type: ignore[attr-defined]
-    out.result(f"Written to {output}", {"report": str(output), **seen})
+        written = found.report(output, **seen)
+    data = {"report": str(output), "num_bytes": written.num_bytes, "verdict": written.verdict}
+    out.result(str(written), {**data, "notes": list(written.notes), **seen})
 
 
 @command
@@ -267,7 +275,7 @@ def doctor(
     """Look at versions, devices, the link to host memory, limits, and other checkpointing that is on."""
     from lowtide.cli.doctor import examine
 
-    with out.working(5) as stage:
+    with out.working(4 if script is None else 5) as stage:
         job = None
         if script is not None:
             stage(f"loading {script}")
@@ -315,3 +323,8 @@ def _check_folder(file: Path | None) -> None:
     """Before minutes of work, not after."""
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"there is no folder {file.parent} to write {file.name} into")
+
+
+def _check_ending(option: str, file: Path | None, *endings: str) -> None:
+    if file is not None and file.suffix.lower() not in endings:
+        raise UsageError(f"{option} {file}: the name should end in {', '.join(endings[:-1])} or {endings[-1]}")

@@ -68,11 +68,10 @@ def compare(
     Raises `InfeasibleBudgetError` before anything is compared where no plan fits.
     """
     stage("fitting the model into the budget")
-    graph = job.trace()
     handle = lowtide.fit(job.model, job.loss_fn, *job.args, budget=budget, optimizer=job.optimizer, **options)
     plan = handle.plan
     handle.remove()
-    bench = _Bench(job, graph, rounds)
+    bench = _Bench(job, plan, rounds)
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         PLAIN: contextlib.nullcontext,
         PER_BLOCK: functools.partial(_torch_checkpoints, job.model),
@@ -88,10 +87,10 @@ def compare(
 class _Bench:
     """Measures one model again and again from the same state."""
 
-    def __init__(self, job: Job, graph: lowtide.StepGraph, rounds: int) -> None:
+    def __init__(self, job: Job, plan: lowtide.Plan, rounds: int) -> None:
         self._job, self._rounds = job, rounds
         self._device = _device_of(job)
-        self._absent_bytes = _absent_bytes(job, graph, self._device)
+        self._absent_bytes = _absent_bytes(job, plan.graph or job.trace(), self._device)
         self._buffers = [buffer.detach().clone() for buffer in job.model.buffers()]
         self._first: list[Tensor] | None = None
 
@@ -159,7 +158,7 @@ def _absent_bytes(job: Job, graph: lowtide.StepGraph, device: torch.device) -> i
     On the CPU that is all that was there before; elsewhere the optimizer's state as far as it is still to come.
     """
     if device.type == "cpu":
-        return sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+        return sum(size for kind, size in graph.static_bytes.items() if kind not in ("gradients", "other"))
     states = job.optimizer.state.values() if job.optimizer is not None else ()
     present = sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor) and t.device == device)
     return max(0, graph.optimizer_state_bytes - present)
@@ -190,5 +189,5 @@ def _torch_checkpoints(model: torch.nn.Module) -> Iterator[None]:
 
 def measure_plan(job: Job, plan: lowtide.Plan, rounds: int = 3) -> Row:
     """What a plan takes on the job's model, measured. Raises where the plan is for another model."""
-    bench = _Bench(job, job.trace(), rounds)
+    bench = _Bench(job, plan, rounds)
     return bench.row(OURS, lambda: lowtide.apply(job.model, plan))
