@@ -68,6 +68,16 @@ def checkpointed():
     return model, loss_fn, batch
 
 
+def on_gpu():
+    model, loss_fn, batch, _ = make()
+    return model.cuda(), loss_fn, batch.cuda()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return make()
+
+
 def broken():
     raise ValueError("no such dataset")
 
@@ -240,6 +250,7 @@ def test_bench(script: Path) -> None:
     assert rows[OURS]["peak_bytes"] <= data["budget_bytes"] < rows[PLAIN]["peak_bytes"]
     assert rows[PER_BLOCK]["peak_bytes"] < rows[PLAIN]["peak_bytes"]
     assert {row["gradient_difference"] for row in rows.values()} == {0.0}
+    assert all(row["step_s"] > 0 for row in rows.values()) and rows[PLAIN]["slowdown"] == 0
 
 
 def test_bench_compares_gradients_of_every_kind() -> None:
@@ -263,6 +274,14 @@ def test_bench_tells_a_way_that_gives_other_gradients(script: Path, monkeypatch:
 def test_bench_of_a_model_without_blocks(script: Path) -> None:
     result = invoke("bench", f"{script}:single", "--budget", "1GiB", "--rounds", "1")
     assert result.exit_code == 0 and "no repeated blocks" in result.stdout and "held, with the same" in result.stdout
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(script: Path) -> None:
+    found = {finding["name"]: finding for finding in answer("doctor")["findings"]}
+    assert found["cuda:0 link"]["value"] > 0 and found["pinning"]["value"] is True
+    data = answer("bench", f"{script}:on_gpu", "--budget", "1GiB", "--rounds", "1")
+    assert data["holds"] and all(row["peak_bytes"] > 0 and row["step_s"] > 0 for row in data["rows"])
 
 
 PLAIN_ROW = Row(PLAIN, 20, 1.0, 0.0)
@@ -358,6 +377,7 @@ def test_version_and_help() -> None:
         (["estimate", "{script}:misspelt"], 2, "Did you mean 'batch'?"),
         (["estimate", "{script}:broken"], 1, "ValueError: no such dataset (train.py, line"),
         (["estimate", "{script}:leaves"], 1, "ended by itself"),
+        (["bench", "{script}:on_meta", "--budget", "1GiB"], 2, "meta device"),
         (["sweep", "{script}:make", "--png", "curve.doc"], 2, ".png"),
         (["sweep", "{script}:make", "--png", "{folder}/none/curve.png"], 2, "no folder"),
         (["explain", "{folder}/plan.json", "0"], 2, "there is no file"),

@@ -253,7 +253,7 @@ def bench(
 
     allowed = options.size("--budget", budget)
     allows = options.moves(host, disk, lossy)
-    with out.working(5) as stage:
+    with out.working(6) as stage:
         stage(f"loading {script}")
         job = load(script)
         comparison = compare(job, allowed, rounds, allows, stage)

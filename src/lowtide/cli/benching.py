@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,10 +16,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.cli.failing import UsageError
 from lowtide.cli.loading import Job
 
 PLAIN, PER_BLOCK, OURS = "plain", "torch checkpoint per block", "lowtide.fit"
 _SEED = 0
+
+Way = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -67,21 +72,33 @@ def compare(
 
     Raises `InfeasibleBudgetError` before anything is compared where no plan fits.
     """
+    _device_of(job)  # before minutes of work, not after
     stage("fitting the model into the budget")
     handle = lowtide.fit(job.model, job.loss_fn, *job.args, budget=budget, optimizer=job.optimizer, **options)
     plan = handle.plan
     handle.remove()
     bench = _Bench(job, plan, rounds)
-    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    ways: dict[str, Way] = {
         PLAIN: contextlib.nullcontext,
         PER_BLOCK: functools.partial(_torch_checkpoints, job.model),
         OURS: functools.partial(lowtide.apply, job.model, plan),
     }
-    rows = []
+    rows = {}
     for name, way in ways.items():
         stage(f"measuring: {name}")
-        rows.append(bench.row(name, way))
-    return Comparison(tuple(rows), plan, plan.budget_bytes)
+        rows[name] = bench.row(name, way)
+    stage("taking times in turns")
+    times = bench.times({name: way for name, way in ways.items() if not rows[name].problem})
+    timed = [replace(row, step_s=times.get(name)) for name, row in rows.items()]
+    return Comparison(tuple(timed), plan, plan.budget_bytes)
+
+
+def measure_plan(job: Job, plan: lowtide.Plan, rounds: int = 3) -> Row:
+    """What a plan takes on the job's model, measured. Raises where the plan is for another model."""
+    bench = _Bench(job, plan, rounds)
+    way = functools.partial(lowtide.apply, job.model, plan)
+    row = bench.row(OURS, way)
+    return row if row.problem else replace(row, step_s=bench.times({OURS: way})[OURS])
 
 
 class _Bench:
@@ -91,10 +108,12 @@ class _Bench:
         self._job, self._rounds = job, rounds
         self._device = _device_of(job)
         self._absent_bytes = _absent_bytes(job, plan.graph or job.trace(), self._device)
-        self._buffers = [buffer.detach().clone() for buffer in job.model.buffers()]
+        # On the host, where they do not count.
+        self._buffers = [buffer.detach().to("cpu", copy=True) for buffer in job.model.buffers()]
         self._first: list[Tensor] | None = None
 
-    def row(self, name: str, way: Callable[[], AbstractContextManager[Any]]) -> Row:
+    def row(self, name: str, way: Way) -> Row:
+        """Peak and gradients, or the reason why there are none."""
         try:
             with way():
                 return self._measured(name)
@@ -105,6 +124,17 @@ class _Bench:
         finally:
             self._start_over()
 
+    def times(self, ways: dict[str, Way]) -> dict[str, float]:
+        """Median seconds of a step in each way. They take turns, so that a busy machine slows all alike."""
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(self._rounds):
+            for name, way in ways.items():
+                with way():
+                    self._timed_step()  # the first step in a way is not like the others
+                    found[name].append(self._timed_step())
+        self._start_over()
+        return {name: median(seconds) for name, seconds in found.items()}
+
     def _measured(self, name: str) -> Row:
         if self._first is None:
             self._first = self._gradients()
@@ -112,15 +142,22 @@ class _Bench:
         difference = max((_apart(one, other) for one, other in pairs), default=0.0)
         self._start_over()
         peak = lowtide.measure(self._step, device=self._device).total_peak_bytes
-        seconds = lowtide.measure(self._step_from_nothing, device=self._device, repeat=self._rounds + 1).seconds
-        return Row(name, peak + self._absent_bytes, seconds, difference)
+        return Row(name, peak + self._absent_bytes, gradient_difference=difference)
 
     def _step(self) -> None:
         self._job.loss_fn(*self._job.args).backward()
 
-    def _step_from_nothing(self) -> None:
+    def _timed_step(self) -> float:
         self._job.model.zero_grad(set_to_none=True)
+        self._synchronize()
+        start = time.perf_counter()
         self._step()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def _start_over(self) -> None:
         """No gradients, the first buffers, the first random numbers."""
@@ -149,7 +186,10 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 def _device_of(job: Job) -> torch.device:
     devices = {parameter.device for parameter in job.model.parameters()}
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    if found.type == "meta":
+        raise UsageError("the model is on the meta device, where nothing can be measured: let the script make it real")
+    return found
 
 
 def _absent_bytes(job: Job, graph: lowtide.StepGraph, device: torch.device) -> int:
@@ -185,9 +225,3 @@ def _torch_checkpoints(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for block in patched:
             del block.forward
-
-
-def measure_plan(job: Job, plan: lowtide.Plan, rounds: int = 3) -> Row:
-    """What a plan takes on the job's model, measured. Raises where the plan is for another model."""
-    bench = _Bench(job, plan, rounds)
-    return bench.row(OURS, lambda: lowtide.apply(job.model, plan))
