@@ -166,6 +166,10 @@ def test_plan(script: Path, tmp_path: Path) -> None:
     assert data["peak_bytes"] == found.peak_bytes
 
 
+def test_plan_on_fake_tensors(script: Path) -> None:
+    assert not answer("plan", f"{script}:make", "--budget", "1150KiB", "--fake")["is_step_measured"]
+
+
 def test_plan_for_a_device_that_is_not_here(script: Path) -> None:
     data = answer("plan", f"{script}:make", "--budget", "80%", "--fake", "--device", "H100")
     assert data["device"] == "H100" and data["is_plain"] and not data["is_step_measured"]
@@ -443,6 +447,14 @@ def test_a_module_of_a_package(script: Path, monkeypatch: pytest.MonkeyPatch) ->
     (script.parent / "train.py").write_text(SCRIPT.format(path="jobs_of_mine.small"))
     monkeypatch.chdir(script.parent)
     assert answer("estimate", "jobs_of_mine.small:single")["peak_bytes"] > 0
+
+
+def test_a_script_named_like_a_module_takes_nobodys_place(script: Path) -> None:
+    other = script.parent / "json.py"
+    other.write_text("import torch\n\n\ndef make():\n    model = torch.nn.Linear(2, 2)\n")
+    other.write_text(other.read_text() + "    return model, lambda x: model(x).sum(), torch.ones(1, 2)\n")
+    assert answer("estimate", other)["peak_bytes"] > 0
+    assert sys.modules["json"] is json and json.loads("1") == 1
 
 
 # Progress and completion.
