@@ -11,7 +11,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.plans.rows import rows_of
-from lowtide.reports.layers import Layers
+from lowtide.reports.layers import Layers, counted
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.describing import described
 from lowtide.solvers.solving import search_for
@@ -91,9 +91,7 @@ def gather(
             "dataclasses.replace(plan, graph=graph) gives one back."
         )
     if plan.fingerprint and plan.fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"this plan was made for the graph {plan.fingerprint!r}, and its graph is {graph.fingerprint!r}"
-        )
+        raise PlanError(f"this plan was made for the graph {plan.fingerprint!r} and comes with {graph.fingerprint!r}")
     note, known = "", alternatives(graph, plan.engine)
     if frontier is None and time_limit_s > 0:
         frontier, note = _curve(graph, plan, known, time_limit_s)
@@ -140,7 +138,7 @@ def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limi
         floor, least = search.floor.peak_bytes, search.floor
         found[floor] = described(graph, least, search.plain, floor, search.lower_bound_s(floor))
     plans = tuple(found[budget] for budget in sorted(found))
-    note = f"the trade-off curve was made from {len(plans)} budgets in {time.monotonic() - start:.1f} s"
+    note = f"the trade-off curve was made from {counted(len(plans), 'budget')} in {time.monotonic() - start:.1f} s"
     if num_left:
         note += f"; the {time_limit_s:g} s allowed for it were over before {num_left} more"
     return Frontier(plans, known, graph.step_s, floor, plain), note

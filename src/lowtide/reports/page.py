@@ -10,6 +10,7 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -17,9 +18,10 @@ from string import Template
 from typing import Any
 
 from lowtide.reports.facts import Facts
+from lowtide.reports.layers import counted
 from lowtide.reports.markdown import to_markdown
 from lowtide.reports.series import chart_data
-from lowtide.reports.tables import actions_of, cost_rows, layer_rows, peak_rows
+from lowtide.reports.tables import LayerRow, actions_of, cost_rows, layer_rows, peak_rows
 from lowtide.reports.tracefile import trace_json
 from lowtide.reports.wording import (
     Figure,
@@ -34,6 +36,7 @@ from lowtide.reports.wording import (
 )
 
 _SCRIPTS = ("draw.js", "memory.js", "others.js", "main.js")
+_MOST_LAYERS = 300  # in the table; the chart has them all
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -50,7 +53,7 @@ def to_html(facts: Facts) -> str:
         style=_asset("report.css"),
         subtitle=escape(f"{root} on {facts.graph.hardware.name}, {facts.plan.engine} engine"),
         mood="good" if facts.fits else "bad",
-        verdict=f"<b>{escape(head)}</b>{escape(rest)}",
+        verdict=_unbroken(f"<b>{escape(head)}</b>{escape(rest)}"),
         figures="\n".join(_figure(figure) for figure in figures(facts)),
         memory_text=escape(_memory_text(facts)),
         curve_text=escape(_curve_text(facts)),
@@ -80,6 +83,11 @@ def _asset(name: str) -> str:
     return files("lowtide.reports").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
+def _unbroken(text: str) -> str:
+    """Text in which no line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=%|[KMGT]iB|B\b)", "&nbsp;", text)
+
+
 def _figure(figure: Figure) -> str:
     tag = f'<span class="tag {escape(figure.source)}">{escape(figure.source)}</span>'
     return (
@@ -96,7 +104,7 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
     cells = []
     for place, name in enumerate(head):
         kind = "n" if name.endswith("|") else "w" if name or not place else "b"
-        cells.append(f'<th class="{kind}">{escape(name.removesuffix("|"))}</th>')
+        cells.append(f'<th scope="col" class="{kind}">{escape(name.removesuffix("|"))}</th>')
     return f"<table><thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -105,7 +113,7 @@ def _row(*cells: str, kind: str = "") -> str:
 
 
 def _words(text: str, before: str = "") -> str:
-    return f'<td class="w">{before}{escape(text)}</td>'
+    return f'<td class="w{" marked" if before else ""}">{before}{escape(text)}</td>'
 
 
 def _number(text: str, bad: bool = False) -> str:
@@ -123,9 +131,9 @@ def _alternatives(facts: Facts) -> str:
         over = 0 < facts.budget_bytes < peak
         return _row(_words(name, mark), _number(size(peak), bad=over), _number(percent(slower)), kind=kind)
 
-    rows = [row("this plan", '<i class="letter dot"></i>', facts.planned.peak_bytes, facts.slowdown, "here")]
+    rows = [row("this plan", '<i class="letter dot">•</i>', facts.planned.peak_bytes, facts.slowdown, "here")]
     for index, other in enumerate(facts.alternatives):
-        mark = f'<i class="letter" style="font-style:normal">{_LETTERS[index % 26]}</i>'
+        mark = f'<i class="letter">{_LETTERS[index % 26]}</i>'
         rows.append(row(other.name, mark, other.peak_bytes, other.extra_s / step_s))
     note = '<p class="hint" style="margin:8px 0 0">Peaks in colour are over the budget.</p>'
     is_over = any(0 < facts.budget_bytes < other.peak_bytes for other in facts.alternatives)
@@ -135,18 +143,15 @@ def _alternatives(facts: Facts) -> str:
 def _layers(facts: Facts) -> str:
     rows = layer_rows(facts)
     actions = actions_of(rows)
-    lines = [
-        _row(
-            _words(row.layer),
-            *(_number(size(row.bytes.get(action, 0))) for action in actions),
-            _number(size(sum(row.bytes.values()))),
-        )
-        for row in rows
-    ]
-    totals = [sum(row.bytes.get(action, 0) for row in rows) for action in actions]
-    lines.append(
-        _row(_words("total"), *(_number(size(each)) for each in totals), _number(size(sum(totals))), kind="total")
-    )
+
+    def line(name: str, some: Sequence[LayerRow], kind: str = "") -> str:
+        sums = [sum(row.bytes.get(action, 0) for row in some) for action in actions]
+        return _row(_words(name), *(_number(size(each)) for each in (*sums, sum(sums))), kind=kind)
+
+    lines = [line(row.layer, [row]) for row in rows[:_MOST_LAYERS]]
+    if rest := rows[_MOST_LAYERS:]:
+        lines.append(line(counted(len(rest), "more layer"), rest))
+    lines.append(line("total", rows, "total"))
     return _table(["layer", *(f"{action}|" for action in actions), "all|"], lines)
 
 
@@ -169,9 +174,8 @@ def _costs(facts: Facts) -> str:
     most, step_s = max(row.seconds for row in rows) or 1.0, facts.graph.step_s or 1.0
     lines = [
         _row(
-            _words(row.what),
-            _number(str(row.num_calls) if row.num_calls else ""),
-            _number(size(row.bytes)),
+            _words(f"{row.what}, {counted(row.num_calls, 'call')}" if row.num_calls else row.what),
+            _number(size(row.bytes) if row.bytes else ""),
             _bar(row.seconds / most),
             _number(duration(row.seconds)),
             _number(percent(row.seconds / step_s)),
@@ -180,8 +184,8 @@ def _costs(facts: Facts) -> str:
     ]
     seconds = sum(row.seconds for row in rows)
     held, added = _number(size(sum(row.bytes for row in rows))), _number(duration(seconds))
-    total = _row(_words("total"), _number(""), held, _bar(0), added, _number(percent(seconds / step_s)), kind="total")
-    return _table(["what", "calls|", "bytes not held|", "", "time added|", "of the step|"], [*lines, total])
+    total = _row(_words("total"), held, _bar(0), added, _number(percent(seconds / step_s)), kind="total")
+    return _table(["what", "not held|", "", "added|", "of the step|"], [*lines, total])
 
 
 def _copies(facts: Facts) -> str:

@@ -77,7 +77,9 @@ def frontier_figure(frontier: Frontier) -> Figure:
     axes.plot([plan.peak_bytes / unit for plan in plans], slower, "o-", color=_COLOURS["kept"], ms=4, label="lowtide")
     bounded = sorted(plans, key=lambda plan: plan.budget_bytes)
     bounds = [100 * plan.lower_bound_s / step_s for plan in bounded]
-    axes.plot([plan.budget_bytes / unit for plan in bounded], bounds, ":", color="#8a949e", label="no plan is below")
+    axes.plot(
+        [plan.budget_bytes / unit for plan in bounded], bounds, ":", color="#8a949e", label="bound: no plan is below"
+    )
     for marker, other in zip("sD^vP*Xph8" * 3, frontier.references, strict=False):
         at = other.peak_bytes / unit, 100 * other.extra_s / step_s
         axes.plot(*at, marker, color="#5a6673", ms=7, label=_plain_text(other.name))

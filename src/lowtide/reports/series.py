@@ -72,7 +72,7 @@ def _planned(facts: Facts, names: _Names) -> dict[str, Any]:
     live = []
     for sizes in timeline.live_at_each(events.tolist(), most=_NUM_LIVE):
         flat: list[int] = []
-        for value, size in sizes.items():
+        for value, size in ((value, size) for value, size in sizes.items() if size):
             if value not in labels:
                 labels[value] = names(_label(timeline, value))
             flat += [labels[value], size]

@@ -48,7 +48,7 @@ def peak_rows(facts: Facts, *, most: int = 12) -> list[PeakRow]:
         if value.born < 0 and value.kind != "elsewhere":
             static[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
     static["optimizer state"] += graph.optimizer_state_bytes
-    static["allocated by others"] += graph.other_bytes
+    static["other allocations"] += graph.other_bytes
 
     sizes: Counter[tuple[str, str]] = Counter()
     numbers: Counter[tuple[str, str]] = Counter()
@@ -56,7 +56,7 @@ def peak_rows(facts: Facts, *, most: int = 12) -> list[PeakRow]:
         value = graph.values[index]
         if value.kind == "gradient":
             static["gradients"] += size
-        else:
+        elif size:
             key = short_op(graph.ops[value.born].name), facts.layers.pattern_of(graph.path_of(value.born))
             sizes[key] += size
             numbers[key] += 1
@@ -104,8 +104,8 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     found = [CostRow(name, len(calls.get(name, ())), freed[name], float(seconds[name])) for name in names]
     if planned.watched_s:
         found.append(CostRow("watching ops whose outputs are held", 0, 0, planned.watched_s))
-    if planned.copies:
-        moved = sum(row.bytes for row in plan.rows if row.action not in ("keep", "recompute"))
+    moved = sum(row.bytes for row in plan.rows if row.action not in ("keep", "recompute"))
+    if moved or planned.stalled_s:
         found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
     return found
 

@@ -50,24 +50,28 @@ def verdict(facts: Facts) -> str:
 
 def verdict_parts(facts: Facts) -> tuple[str, str]:
     """Whether it fits, and the rest of the line."""
-    plan, peak = facts.plan, f"peak {size(facts.planned.peak_bytes)} predicted"
-    if facts.measured_peak_bytes is not None:
-        peak = f"peak {size(facts.measured_peak_bytes)} measured, {size(facts.planned.peak_bytes)} predicted"
+    plan, peak = facts.plan, size(facts.planned.peak_bytes)
     if not facts.budget_bytes:
         head = "No budget given"
     elif not facts.fits:
         head = f"Over the budget of {size(facts.budget_bytes)}"
     else:
         head = f"Fits in {size(facts.budget_bytes)}"
+    saved = 1 - facts.planned.peak_bytes / facts.plain.peak_bytes if facts.plain.peak_bytes else 0.0
+    less = f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the plain step"
     if plan.is_plain:
-        return f"{head} as it is", f": nothing to do, {peak}."
-    saved = 1 - facts.planned.peak_bytes / facts.plain.peak_bytes
-    less = f"{percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the plain step"
-    slower = f"{percent(facts.slowdown)} slower (predicted)"
+        head, less = f"{head} as it is: nothing to do", ""
+    if facts.measured_peak_bytes is None:
+        rest = f": peak {peak} predicted{less}"
+    else:
+        rest = f": peak {size(facts.measured_peak_bytes)} measured (predicted: {peak}{less})"
+    if plan.is_plain:
+        return head, f"{rest}."
+    slower = f"{percent(facts.slowdown)} slower predicted"
     if facts.measured_slowdown is not None:
-        slower = f"{percent(facts.measured_slowdown)} slower measured, {percent(facts.slowdown)} predicted"
+        slower = f"{percent(facts.measured_slowdown)} slower measured (predicted: {percent(facts.slowdown)})"
     gap = f", at most {percent(plan.gap)} of a step from the fastest plan there can be" if facts.budget_bytes else ""
-    return head, f": {peak}, {less}; {slower}{gap}."
+    return head, f"{rest}; {slower}{gap}."
 
 
 def figures(facts: Facts) -> list[Figure]:

@@ -41,7 +41,7 @@ function cardSvg() {
   const w = 1200, h = 640, words = document.querySelector("h1").textContent.split(" ");
   const lines = [""];
   for (const word of words) {
-    if (lines[lines.length - 1].length + word.length > 88) lines.push("");
+    if (lines[lines.length - 1].length + word.length > 104) lines.push("");
     lines[lines.length - 1] += `${word} `;
   }
   let out = box(0, 0, w, h, onPaper("card"));

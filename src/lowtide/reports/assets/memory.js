@@ -73,7 +73,8 @@ function memorySvg(data, w, h, low, high, color) {
   rules.forEach(([bytes, name, dashes], i) => {
     out += line(f.left, f.y(bytes), f.end, f.y(bytes), color("ink"), `stroke-width="1.5" stroke-dasharray="${dashes}"`);
     const anchor = i ? `text-anchor="start"` : `text-anchor="end"`;
-    const text = label(i ? f.left + 6 : f.end - 2, f.y(bytes) - 5, `${name} ${size(bytes)}`, color("ink"), `${anchor} font-weight="600" paint-order="stroke" stroke-width="3" stroke-linejoin="round"`);
+    const close = i && f.y(bytes) - f.y(rules[0][0]) < 18;
+    const text = label(i ? f.left + 6 : f.end - 2, f.y(bytes) + (close ? 15 : -5), `${name} ${size(bytes)}`, color("ink"), `${anchor} font-weight="600" paint-order="stroke" stroke-width="3" stroke-linejoin="round"`);
     out += text.replace('style="', `style="stroke:${color("card")};`);
   });
   if (planned.peak >= 0 && planned.t[planned.peak] >= low && planned.t[planned.peak] <= high) {
@@ -201,6 +202,10 @@ function readout(data, t) {
     out += `<tr><td>then, without a plan</td><td class="n">${size(data.plain.total[lastAtOrBefore(data.plain.t, t)])}</td></tr>`;
   }
   out += "</table>";
+  for (const [kind] of t === null ? [] : LANES) {
+    const copy = (data.copies[kind] || []).find(([start, until]) => start <= t && t <= until);
+    if (copy) out += `<p>${kind === "stall" ? "waits for" : `copies ${kind}`} <b>${escape(names[copy[2]])}</b>, ${size(copy[3])}</p>`;
+  }
   const list = planned.lists[planned.live[i]];
   if (list.length) {
     out += "<p>Largest live values</p><ol>";

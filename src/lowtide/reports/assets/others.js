@@ -22,7 +22,7 @@ function curveChart(data) {
       out += line(left, y(tick / 100), w - right, y(tick / 100), "var(--line)");
       out += label(left - 8, y(tick / 100) + 4, `${+tick.toPrecision(3)} %`, "var(--soft)", 'text-anchor="end"');
     }
-    for (const [bytes, name] of byteTicks(low, high, w < 520 ? 3 : 6)) {
+    for (const [bytes, name] of byteTicks(low, high, w < 520 ? 4 : 7)) {
       out += line(x(bytes), base, x(bytes), base + 4, "var(--faint)");
       out += label(x(bytes), base + 18, name, "var(--soft)", 'text-anchor="middle"');
     }
@@ -89,8 +89,14 @@ function layersChart(data) {
     });
     const h = actions.length * row + 20;
     const last = layers.length - 1;
-    out += label(left, h - 4, names[layers[0][0]], "var(--soft)");
-    if (last) out += label(w, h - 4, names[layers[last][0]], "var(--soft)", 'text-anchor="end"');
+    if (layers.every((layer) => names[layer[0]].length * 7 + 4 < wide)) {
+      layers.forEach((layer, i) => { out += label(left + (i + 0.5) * wide, h - 4, names[layer[0]], "var(--soft)", 'text-anchor="middle"'); });
+    } else {
+      const room = Math.floor((w - left) / 15);
+      const short = (name) => (name.length > room ? `${name.slice(0, room - 1)}…` : name);
+      out += label(left, h - 4, short(names[layers[0][0]]), "var(--soft)");
+      if (last) out += label(w, h - 4, short(names[layers[last][0]]), "var(--soft)", 'text-anchor="end"');
+    }
     host.innerHTML = picture(w, h, out);
     column = (x) => Math.floor((x - left) / wide);
   }
