@@ -110,19 +110,21 @@ def plan(
     allowed = options.size("--budget", budget)
     allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
     _check_folder(output)
-    with out.working(3) as stage:
+    with out.working(2) as stage:
         stage(f"loading {script}")
         job = load(script)
-        stage("tracing the step")
-        graph = job.trace(fake=fake, device=device)
-        stage(f"solving for {budget}")
-        found = lowtide.solve(graph, allowed, engine=engine, **allows)
+        stage(f"tracing the step and solving for {budget}")
+        if fake or device is not None or engine != "eager":
+            found = lowtide.solve(job.trace(fake=fake, device=device), allowed, engine=engine, **allows)
+        else:  # knows the model as well as the step
+            found = lowtide.plan(job.model, job.loss_fn, *job.args, budget=allowed, optimizer=job.optimizer, **allows)
     if output is not None:
         output.write_text(found.to_json())
         out.note(f"Written to {output}. See why: lowtide explain {output} MODULE; see all: lowtide report {output}")
-    for text in graph.notes:
-        out.note(f"Note: {text}")
-    out.result(*showing.plan(found, graph, output))
+    text, data = showing.plan(found, output)
+    for note in data["notes"]:
+        out.note(f"Note: {note}")
+    out.result(text, data)
 
 
 @command

@@ -53,7 +53,8 @@ def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Shown:
     return f"{text}\nA budget of {format_bytes(allowed)} {said[verdict]}", data
 
 
-def plan(found: lowtide.Plan, graph: lowtide.StepGraph, output: Path | None) -> Shown:
+def plan(found: lowtide.Plan, output: Path | None) -> Shown:
+    graph = found.graph
     return str(found), {
         "predicted": True,
         "is_plain": found.is_plain,
@@ -64,7 +65,7 @@ def plan(found: lowtide.Plan, graph: lowtide.StepGraph, output: Path | None) -> 
         "peak_phase": found.peak_phase,
         "plain_peak_bytes": found.plain_peak_bytes,
         "step_s": found.step_s,
-        "is_step_measured": graph.is_measured,
+        "is_step_measured": graph is not None and graph.is_measured,
         "extra_s": found.extra_s,
         "slowdown": found.slowdown,
         "lower_bound_s": found.lower_bound_s,
@@ -74,7 +75,7 @@ def plan(found: lowtide.Plan, graph: lowtide.StepGraph, output: Path | None) -> 
         "bytes_by_action": found.bytes_by_action(),
         "device": found.hardware.name,
         "fingerprint": found.fingerprint,
-        "notes": list(graph.notes),
+        "notes": [] if graph is None else list(graph.notes),
         "output": None if output is None else str(output),
     }
 
