@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 # The package depends on torch, so torch is installed first and on its own: the resolver then has nothing to choose.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -25,5 +25,10 @@ test: lint
 bench: $(VENV)/.installed
 	$(BIN)/python bench/checkpoint.py
 
+# The site, into site/: strict, so that a broken link is an error.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs."""
+"""Every Python block in README and docs runs, links lead somewhere, and the site has every page, name and result."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import chart
 import pytest
 
+import lowtide
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES_WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
@@ -23,6 +27,48 @@ def test_blocks_run(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", _without_code(page.read_text())):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.is_file(), target
+        assert not heading or heading in _headings(there.read_text()), target
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """And nothing else is, so that the strict build has nothing to complain about."""
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    listed = re.findall(r"^::: lowtide\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == lowtide.__all__
+
+
+def test_every_result_is_among_the_benchmarks() -> None:
+    listed = re.findall(r"\.\./bench/results/([\w.-]+)\)", (DOCS / "benchmarks.md").read_text())
+    assert sorted(listed) == sorted(page.name for page in chart.RESULTS.glob("*.md"))
+
+
+def test_charts_are_those_of_the_results() -> None:
+    """`python bench/chart.py` draws them again."""
+    drawn = chart.charts()
+    assert drawn == {name: (chart.IMAGES / name).read_text() for name in drawn}
+
+
+def test_the_command_page_has_every_exit_code() -> None:
+    failing = pytest.importorskip("lowtide.cli.failing")
+    listed = re.findall(r"^\| (\d+) \|", (DOCS / "command.md").read_text(), re.MULTILINE)
+    assert [int(code) for code in listed] == [int(code) for code in failing.ExitCode]
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def _headings(text: str) -> set[str]:
+    """The anchors of a page, as Markdown's table of contents names them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}

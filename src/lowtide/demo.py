@@ -16,6 +16,8 @@ from lowtide.units import format_bytes, format_seconds
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
 BATCH, CONTEXT, STEPS = 8, 128, 4
+PLAIN, PER_BLOCK, OURS = "plain", "a checkpoint per block", "lowtide.fit"
+NUM_STAGES = 4
 
 Prepare = Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]
 
@@ -103,11 +105,70 @@ def half_of_the_activations() -> tuple[int, int]:
     return (guess.floor_bytes + guess.peak_bytes) // 2, guess.peak_bytes
 
 
-def main() -> None:
-    parameters = sum(parameter.numel() for parameter in GPT().parameters())
-    print(f"A GPT of {parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, on the CPU")
+@dataclass(frozen=True)
+class Demonstration:
+    """Three ways to train the same model, side by side. The budget's prediction apart, everything is measured."""
+
+    num_parameters: int
+    foretold_bytes: int
+    budget_bytes: int
+    plan: lowtide.Plan
+    runs: dict[str, Trained]
+
+    @property
+    def is_within_budget(self) -> bool:
+        return self.runs[OURS].peak_bytes <= self.budget_bytes
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the losses of all steps equal the plain run's to the last bit."""
+        return self.runs[OURS].losses == self.runs[PLAIN].losses
+
+    def gradient_difference(self, name: str) -> float:
+        """The largest of any entry against the plain run's, after the last step."""
+        pairs = zip(self.runs[PLAIN].gradients, self.runs[name].gradients, strict=True)
+        return max((a - b).abs().max().item() for a, b in pairs)
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [
+            {"name": name, "step_s": run.step_s, "peak_bytes": run.peak_bytes, "losses": run.losses}
+            | {"gradient_difference": self.gradient_difference(name)}
+            for name, run in self.runs.items()
+        ]
+        return {
+            "budget_bytes": self.budget_bytes,
+            "predicted_plain_peak_bytes": self.foretold_bytes,
+            "is_within_budget": self.is_within_budget,
+            "is_exact": self.is_exact,
+            "rows": rows,
+        }
+
+    def __str__(self) -> str:
+        plain_s = self.runs[PLAIN].step_s
+        lines = [
+            f"A GPT of {self.num_parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, "
+            "on the CPU",
+            f"A plain step would take {format_bytes(self.foretold_bytes)} (predicted); "
+            f"the budget is {format_bytes(self.budget_bytes)}\n",
+            f"{'':<24}{'step':>10}{'ratio':>8}{'measured peak':>16}{'max gradient difference':>26}",
+        ]
+        for name, run in self.runs.items():
+            ratio, peak = f"{run.step_s / plain_s:.2f}x", format_bytes(run.peak_bytes)
+            difference = self.gradient_difference(name)
+            lines.append(f"{name:<24}{format_seconds(run.step_s):>10}{ratio:>8}{peak:>16}{difference:>26g}")
+        lines += [
+            f"\nmeasured peak within the budget: {self.is_within_budget}",
+            f"losses over {len(self.runs[OURS].losses)} steps equal to the last bit: {self.is_exact}\n",
+            str(self.plan),
+        ]
+        return "\n".join(lines)
+
+
+def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demonstration:
+    """Train in all three ways; `stage` is told what is being done, `NUM_STAGES` times."""
+    num_parameters = sum(parameter.numel() for parameter in GPT().parameters())
+    stage("estimating")
     budget, foretold = half_of_the_activations()
-    print(f"A plain step would take {format_bytes(foretold)} (predicted); the budget is {format_bytes(budget)}\n")
     plans: list[lowtide.Plan] = []
 
     def per_block(model: nn.Module, *_: Any) -> None:
@@ -116,23 +177,16 @@ def main() -> None:
     def within_budget(model: nn.Module, loss_fn: Any, tokens: Tensor) -> None:
         plans.append(lowtide.fit(model, loss_fn, tokens, budget=budget).plan)
 
-    runs = {
-        "plain": train(lambda *_: None),
-        "a checkpoint per block": train(per_block),
-        "lowtide.fit": train(within_budget),
-    }
-    plain = runs["plain"]
-    print(f"{'':<24}{'step':>10}{'ratio':>8}{'measured peak':>16}{'max gradient difference':>26}")
-    for name, run in runs.items():
-        difference = max((a - b).abs().max().item() for a, b in zip(plain.gradients, run.gradients, strict=True))
-        ratio = f"{run.step_s / plain.step_s:.2f}x"
-        print(
-            f"{name:<24}{format_seconds(run.step_s):>10}{ratio:>8}{format_bytes(run.peak_bytes):>16}{difference:>26g}"
-        )
-    fitted = runs["lowtide.fit"]
-    print(f"\nmeasured peak within the budget: {fitted.peak_bytes <= budget}")
-    print(f"losses over {len(fitted.losses)} steps equal to the last bit: {plain.losses == fitted.losses}\n")
-    print(plans[0])
+    ways: dict[str, Prepare] = {PLAIN: lambda *_: None, PER_BLOCK: per_block, OURS: within_budget}
+    runs = {}
+    for name, prepare in ways.items():
+        stage(f"training: {name}")
+        runs[name] = train(prepare)
+    return Demonstration(num_parameters, foretold, budget, plans[0], runs)
+
+
+def main() -> None:
+    print(demonstrate())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,332 @@
+"""The commands. Each loads what it is given, calls lowtide, and shows the result: as text, or with `--json` as data."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import lowtide
+from lowtide.cli import options, showing
+from lowtide.cli.failing import EXIT_CODES, ExitCode, UsageError, did_you_mean, ending_well
+from lowtide.cli.loading import load
+from lowtide.cli.output import Output
+
+app = typer.Typer(
+    name="lowtide",
+    help="Train PyTorch models inside a memory budget: look, plan, compare.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_COMMON = {
+    "as_json": Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")],
+    "debug": Annotated[bool, typer.Option("--debug", help="Show tracebacks.")],
+}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command, with the options that all of them have; its function gets them as an `Output`."""
+    signature = inspect.signature(function, eval_str=True)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "out"]
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in _COMMON.items()
+    ]
+
+    @functools.wraps(function)
+    def run(**typed: Any) -> None:
+        out = Output(**{name: typed.pop(name) for name in _COMMON})
+        with ending_well(out):
+            function(out, **typed)
+
+    run.__signature__ = signature.replace(parameters=[*own, *common])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *common]}
+    app.command()(run)
+    return function
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lowtide {lowtide.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train PyTorch models inside a memory budget: look, plan, compare."""
+
+
+@command
+def estimate(
+    out: Output,
+    script: options.Script,
+    *,
+    device: options.Device = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", "-b", metavar="BYTES", help="Say whether this is enough.")
+    ] = None,
+) -> None:
+    """Say what a step will take, from fake tensors: nothing is allocated."""
+    allowed = None if budget is None else options.size("--budget", budget)
+    with out.working(2) as stage:
+        stage(f"loading {script}")
+        job = load(script)
+        stage("tracing on fake tensors")
+        guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer, device=device)
+    text, data = showing.estimate(guess, allowed)
+    out.result(text, data)
+    if data.get("fits") == "no":
+        raise typer.Exit(int(ExitCode.INFEASIBLE))
+
+
+@command
+def plan(
+    out: Output,
+    script: options.Script,
+    *,
+    budget: options.Budget,
+    host: options.Host = None,
+    disk: options.Disk = None,
+    lossy: options.Lossy = None,
+    engine: options.Engine = "eager",
+    fake: options.Fake = False,
+    device: options.Device = None,
+    time_limit_s: options.TimeLimit = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
+) -> None:
+    """Find the fastest plan within a budget, and say what it does."""
+    allowed = options.size("--budget", budget)
+    allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
+    _check_folder(output)
+    with out.working(2) as stage:
+        stage(f"loading {script}")
+        job = load(script)
+        stage(f"tracing the step and solving for {budget}")
+        if fake or device is not None or engine != "eager":
+            found = lowtide.solve(job.trace(fake=fake, device=device), allowed, engine=engine, **allows)
+        else:  # knows the model as well as the step
+            found = lowtide.plan(job.model, job.loss_fn, *job.args, budget=allowed, optimizer=job.optimizer, **allows)
+    if output is not None:
+        output.write_text(found.to_json())
+        out.note(f"Written to {output}. See why: lowtide explain {output} MODULE; see all: lowtide report {output}")
+    text, data = showing.plan(found, output)
+    for note in data["notes"]:
+        out.note(f"Note: {note}")
+    out.result(text, data)
+
+
+@command
+def sweep(
+    out: Output,
+    script: options.Script,
+    *,
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budget", "-b", metavar="BYTES", help="A budget to plan for; may be given again. Sixteen if none."
+        ),
+    ] = None,
+    host: options.Host = None,
+    disk: options.Disk = None,
+    lossy: options.Lossy = None,
+    engine: options.Engine = "eager",
+    fake: options.Fake = False,
+    device: options.Device = None,
+    time_limit_s: options.TimeLimit = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the curve into this file (.png, .svg or .pdf).")
+    ] = None,
+) -> None:
+    """Show the whole trade-off: plans from the smallest budget to none needed, and the usual alternatives."""
+    wanted = [options.size("--budget", budget) for budget in budgets] if budgets else None
+    allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
+    _check_folder(png)
+    _check_ending("--png", png, ".png", ".svg", ".pdf")
+    with out.working(3 if png is None else 4) as stage:
+        stage(f"loading {script}")
+        job = load(script)
+        stage("tracing the step")
+        graph = job.trace(fake=fake, device=device)
+        stage("solving for many budgets")
+        frontier = lowtide.sweep(graph, wanted, engine=engine, **allows)
+        if png is not None:
+            stage(f"drawing {png}")
+            frontier.plot().savefig(png)
+    if png is not None:
+        out.note(f"Drawn into {png}")
+    out.result(*showing.sweep(frontier, png))
+
+
+def _complete_module(context: typer.Context, incomplete: str) -> Iterable[str]:
+    """Module paths of the plan file that was typed before."""
+    try:
+        known = _known_modules(lowtide.Plan.from_json(Path(context.params["file"]).read_text()))
+    except (OSError, KeyError, TypeError, lowtide.LowtideError):
+        return []
+    return [path for path in known if path.startswith(incomplete)]
+
+
+@command
+def explain(
+    out: Output,
+    file: options.PlanFile,
+    module: Annotated[
+        str,
+        typer.Argument(metavar="MODULE", help="A module's name, such as layers.7.", autocompletion=_complete_module),
+    ],
+) -> None:
+    """Say in words what a plan does to the values of a module, and why."""
+    found = _read_plan(file)
+    known = _known_modules(found)
+    if module not in known:
+        shown = [path for path in known if "." not in path][:8] or known[:8]
+        listed = f"It knows {', '.join(shown)}, and what is inside." if known else "It is an empty plan: all is kept."
+        raise UsageError(f"the plan in {file} knows no module {module!r}.{did_you_mean(module, known)} {listed}")
+    out.result(*showing.explanation(found, module))
+
+
+@command
+def report(
+    out: Output,
+    file: options.PlanFile,
+    *,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="What to write: .html, .png, .md, or .json for ui.perfetto.dev."
+        ),
+    ] = Path("report.html"),
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCRIPT:FUNCTION", help="Also run the plan on this script's model, and show what is measured."
+        ),
+    ] = None,
+) -> None:
+    """Write a plan's report: one HTML page that needs no network, or a picture, Markdown, a trace."""
+    found = _read_plan(file)
+    _check_folder(output)
+    _check_ending("--output", output, ".html", ".png", ".md", ".json")
+    if output.resolve() == file.resolve():
+        raise UsageError(f"the report would be written over the plan in {file}: choose another --output")
+    seen: dict[str, Any] = {}
+    with out.working(3 if measured is not None else 1) as stage:
+        if measured is not None:
+            from lowtide.cli.benching import measure_plan
+
+            stage(f"loading {measured}")
+            job = load(measured)
+            stage("measuring a step under the plan")
+            row = measure_plan(job, found)
+            if row.problem:
+                raise lowtide.LowtideError(f"a step under the plan could not be measured: {row.problem}")
+            seen = {"measured_peak_bytes": row.peak_bytes, "measured_step_s": row.step_s}
+        stage(f"writing {output}")
+        written = found.report(output, **seen)
+    data = {"report": str(output), "num_bytes": written.num_bytes, "verdict": written.verdict}
+    out.result(str(written), {**data, "notes": list(written.notes), **seen})
+
+
+@command
+def bench(
+    out: Output,
+    script: options.Script,
+    *,
+    budget: options.Budget,
+    host: options.Host = None,
+    disk: options.Disk = None,
+    lossy: options.Lossy = None,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 5,
+) -> None:
+    """Run your own model plainly, with a checkpoint per block, and inside a budget: peaks, times, gradients."""
+    from lowtide.cli.benching import compare
+
+    allowed = options.size("--budget", budget)
+    allows = options.moves(host, disk, lossy)
+    with out.working(6) as stage:
+        stage(f"loading {script}")
+        job = load(script)
+        comparison = compare(job, allowed, rounds, allows, stage)
+    out.result(*showing.comparison(comparison))
+    if not comparison.holds:
+        out.note(
+            "Over the budget, or other gradients than the plain step's: please report this with --json and --debug."
+        )
+        raise typer.Exit(int(ExitCode.DOES_NOT_HOLD))
+
+
+@command
+def doctor(
+    out: Output,
+    script: Annotated[
+        str | None, typer.Argument(metavar="[SCRIPT:FUNCTION]", help="Also look at this script's model.")
+    ] = None,
+) -> None:
+    """Look at versions, devices, the link to host memory, limits, and other checkpointing that is on."""
+    from lowtide.cli.doctor import examine
+
+    with out.working(4 if script is None else 5) as stage:
+        job = None
+        if script is not None:
+            stage(f"loading {script}")
+            job = load(script)
+        findings = examine(job, stage)
+    out.result(*showing.findings(findings))
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(int(ExitCode.DOES_NOT_HOLD))
+
+
+@command
+def demo(out: Output) -> None:
+    """Train a small GPT on the CPU inside a budget: half a minute, no GPU."""
+    from lowtide.demo import NUM_STAGES, demonstrate
+
+    with out.working(NUM_STAGES) as stage:
+        demonstration = demonstrate(stage)
+    out.result(str(demonstration), demonstration.as_json())
+
+
+def _read_plan(file: Path) -> lowtide.Plan:
+    if not file.is_file():
+        folder = file.parent if file.parent.is_dir() else Path()
+        near = did_you_mean(file.name, [found.name for found in folder.glob("*.json")])
+        raise UsageError(f"there is no file {file}.{near} `lowtide plan ... -o plan.json` writes one.")
+    try:
+        return lowtide.Plan.from_json(file.read_text())
+    except UnicodeDecodeError:
+        raise lowtide.PlanError(f"{file} is no plan: it is not text") from None
+    except lowtide.PlanError as error:
+        raise lowtide.PlanError(f"{file}: {error}") from None
+
+
+def _known_modules(found: lowtide.Plan) -> list[str]:
+    """Every module that a plan says something about, and those around them."""
+    paths = [row.path for row in found.rows] + [region.path for region in found.regions]
+    known: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")
+        known.update(dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts))))
+    return [path for path in known if path]
+
+
+def _check_folder(file: Path | None) -> None:
+    """Before minutes of work, not after."""
+    if file is not None and not file.parent.is_dir():
+        raise UsageError(f"there is no folder {file.parent} to write {file.name} into")
+
+
+def _check_ending(option: str, file: Path | None, *endings: str) -> None:
+    if file is not None and file.suffix.lower() not in endings:
+        raise UsageError(f"{option} {file}: the name should end in {', '.join(endings[:-1])} or {endings[-1]}")

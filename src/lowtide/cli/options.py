@@ -1,0 +1,83 @@
+"""Options that several commands share, and sizes as people type them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+import lowtide
+from lowtide.cli.failing import UsageError
+from lowtide.units import parse_bytes
+
+SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "
+SCRIPT_HELP += "(model, loss_fn, batch), with an optimizer after them if there is one, or a dict with these names."
+
+Script = Annotated[str, typer.Argument(metavar="SCRIPT:FUNCTION", help=SCRIPT_HELP, show_default=False)]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan written by `lowtide plan -o plan.json`.")]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help="Memory for the whole step: 12GiB, 12GB, 512MiB, whole bytes, or 80% of the device.",
+    ),
+]
+Host = Annotated[str | None, typer.Option(metavar="BYTES", help="Host memory that activations may be moved to.")]
+Disk = Annotated[str | None, typer.Option(metavar="BYTES", help="Disk that activations may be moved to.")]
+Lossy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODEC", help="Allow compression by this codec, such as int8: gradients are then approximate."
+    ),
+]
+Engine = Annotated[Literal["eager", "compiled"], typer.Option(help="What will run the plan.")]
+Fake = Annotated[bool, typer.Option("--fake", help="Trace on fake tensors: nothing is allocated, nothing runs.")]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Where the step will run, if not where the model is: cuda, or H100 by name."),
+]
+TimeLimit = Annotated[float | None, typer.Option("--time-limit-s", help="Seconds that solving may take.", min=0.01)]
+
+# Below this many, a number without a unit is somebody's GiB.
+_FEWEST_BARE_BYTES = 1024
+
+
+def size(option: str, typed: str) -> int | str:
+    """`typed` as lowtide takes it: an int, or text with a unit. A typo is an error that suggests what was meant."""
+    text = typed.strip()
+    if text.isdecimal():
+        if int(text) < _FEWEST_BARE_BYTES:
+            raise UsageError(f"{option}: {typed} would be {text} bytes. Did you mean {text}GiB?")
+        return int(text)
+    try:
+        parse_bytes(text, total_bytes=1 << 62)
+    except lowtide.UnitError as error:
+        raise UsageError(f"{option}: {error}{_meant(text)}") from None
+    return text
+
+
+def _meant(text: str) -> str:
+    """`12G`, `12 gigs` and `12,5GiB`, as they should have been written."""
+    match = re.fullmatch(r"(\d+)(?:[.,](\d+))?\s*([kmgt])\w*", text, re.IGNORECASE)
+    if match is None:
+        return ""
+    number = f"{match[1]}.{match[2]}" if match[2] else match[1]
+    return f" Did you mean {number}{match[3].upper()}iB?"
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def moves(host: str | None, disk: str | None, lossy: str | None) -> dict[str, Any]:
+    """What a plan may do besides recomputing, as `lowtide.solve` takes it: only what was asked for."""
+    return given(
+        host=None if host is None else size("--host", host),
+        disk=None if disk is None else size("--disk", disk),
+        lossy=lossy,
+    )
