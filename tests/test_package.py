@@ -16,8 +16,8 @@ PACKAGE = Path(lowtide.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A layer may import from layers before it. Names are first path components below the package.
-TORCH_FREE = ["errors", "units", "graph", "plans", "lives", "copies", "compiledstep", "eagerstep", "simulator"]
-TORCH_FREE += ["policies", "solvers"]
+TORCH_FREE = ["errors", "units", "graph", "plans", "lives", "copies", "compiledstep", "eagerlives", "eagerstep"]
+TORCH_FREE += ["simulator", "policies", "solvers"]
 LAYERS = [*TORCH_FREE, "_compat", "memory", "tracing", "engines", "reports", "__init__"]
 PUBLIC_ONLY = ["cli", "demo", "hosts"]
 

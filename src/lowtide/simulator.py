@@ -1,6 +1,7 @@
 """`simulate`: what a plan costs, event by event. The one referee of plans.
 
-`eagerstep` plays module regions that are replayed, `compiledstep` the values of a compiled graph that are recomputed.
+`eagerlives` plays module regions that are replayed and `eagerstep` moves beside them; `compiledstep` plays the values
+of a compiled graph that are recomputed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from lowtide import compiledstep
+from lowtide.eagerlives import EagerLives
 from lowtide.eagerstep import EagerStep
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
@@ -80,6 +82,8 @@ class Timeline:
         """Bytes of each value (activations and gradients) that lives at an event; played again up to there."""
         if self.plan.engine == "compiled" and not self.plan.is_plain:
             return compiledstep.play(self.graph, self.plan.kept_ops(self.graph)).live_at(event)
+        if not self.plan.moves:
+            return EagerLives(self.graph, self.plan.held_ops(self.graph)).live_at(event)
         step = EagerStep(self.graph, self.plan)
         step.play(until=event)
         return step.snapshot
@@ -108,6 +112,8 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
         raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
     if plan.engine == "compiled" and not plan.is_plain:
         return Timeline(graph, plan, **compiledstep.play(graph, plan.kept_ops(graph)).columns())
+    if not plan.moves:
+        return Timeline(graph, plan, **EagerLives(graph, plan.held_ops(graph)).columns())
     step = EagerStep(graph, plan)
     step.play()
     return Timeline(graph, plan, **step.columns())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.chain import Regions
@@ -45,14 +46,14 @@ class Nesting:
             found[call] = tuple(sorted({*more, *self._must_hold(call)})) if outer < 0 else ()
         return found
 
-    def deeper(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+    def deeper(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
             found |= {inner: () for inner in self._next_level(region, regions)}
         return self.tidied(found)
 
-    def apart(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+    def apart(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions`, those at work above `level` replaced by the calls inside them; the same if none is left.
 
         Cheaper in time than regions inside regions, for nothing is replayed twice; but more inputs are held.
@@ -65,7 +66,7 @@ class Nesting:
                 found |= {child: () for child in inside}
         return self.tidied(found)
 
-    def wider(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+    def wider(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions` and more around them where the timeline is above `level` outside of all; the same if none is.
 
         With a whole trunk as one region the backward of what follows it runs before anything inside is held again.
@@ -82,7 +83,7 @@ class Nesting:
         first, end = self._graph.calls[call].first, self._graph.calls[call].end
         return [int(op) for op in np.flatnonzero(self._must_keep[first:end])] if self._is_bound[call] else []
 
-    def _at_work(self, timeline: Timeline, level: float) -> list[int]:
+    def _at_work(self, timeline: Timeline | EagerLives, level: float) -> list[int]:
         ops = {int(timeline.ops[event]) for event in np.flatnonzero(timeline.total_bytes > level)} - {-1}
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
 

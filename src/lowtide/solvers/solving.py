@@ -20,6 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lowtide.eagerlives import EagerLives
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import ENGINES, Plan
@@ -111,7 +112,7 @@ def _moment(graph: StepGraph, plain: Timeline, op: int) -> Moment:
     return Moment(pricing, hull(pricing))
 
 
-def _peak_op(timeline: Timeline, phase: int) -> int:
+def _peak_op(timeline: Timeline | EagerLives, phase: int) -> int:
     """The op at which a phase of a step peaks, -1 if it has none."""
     events = np.flatnonzero(timeline.phases == phase)
     return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1
@@ -137,7 +138,7 @@ class Search:
         self._mover = Mover(graph, host, disk)
         self._movable_bytes = host + disk
         self._found: dict[tuple[object, ...], Found] = {}
-        self._recent: dict[tuple[object, ...], Timeline] = {}
+        self._recent: dict[tuple[object, ...], Timeline | EagerLives] = {}
 
     @cached_property
     def plain(self) -> Timeline:
@@ -149,7 +150,7 @@ class Search:
         ops = [op for op in (_peak_op(self.plain, 2), _peak_op(self.plain, 0)) if op >= 0]
         moments = [_moment(self.graph, self.plain, op) for op in dict.fromkeys(ops)]
         if moments:
-            late = _peak_op(self._timeline(moments[0].hull.choices[-1].regions, 0.0), 2)
+            late = _peak_op(self._played(moments[0].hull.choices[-1].regions, 0.0), 2)
             if late >= 0 and late not in ops:
                 moments.append(_moment(self.graph, self.plain, late))
         return moments
@@ -265,7 +266,7 @@ class Search:
         regions, apart = chain.regions(number), splits
         best = self._cost(regions, share)
         for _ in range(_MOST_LEVELS):
-            timeline = self._timeline(regions, share)
+            timeline = self._played(regions, share)
             best = min(best, self._cost(regions, share), key=lambda found: (found.peak_bytes, found.extra_s))
             if timeline.peak_bytes <= level - timeline.host_bytes:
                 break
@@ -285,20 +286,23 @@ class Search:
     def _cost(self, regions: Regions, share: float) -> Found:
         key = (share, *sorted(regions.items()))
         if key not in self._found:
-            self._timeline(regions, share)
+            self._played(regions, share)
         return self._found[key]
 
-    def _timeline(self, regions: Regions, share: float) -> Timeline:
+    def _played(self, regions: Regions, share: float) -> Timeline | EagerLives:
         key = (share, *sorted(regions.items()))
         if key in self._recent:
             return self._recent[key]
-        plan = Plan(regions=recomputes(self.graph, regions), moves=self._mover.moves(regions, share))
-        timeline = simulate(self.graph, plan)
-        self._found[key] = Found(regions, share, timeline.peak_bytes, timeline.extra_s)
-        self._recent[key] = timeline
+        played = self._timeline(regions, share) if share else EagerLives(self.graph, regions)
+        self._found[key] = Found(regions, share, played.peak_bytes, played.extra_s)
+        self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
-        return timeline
+        return played
+
+    def _timeline(self, regions: Regions, share: float) -> Timeline:
+        moves = self._mover.moves(regions, share)
+        return simulate(self.graph, Plan(regions=recomputes(self.graph, regions), moves=moves))
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
