@@ -264,6 +264,29 @@ class EagerLives:
     def peak_bytes(self) -> int:
         return int(self.total_bytes.max())
 
+    def keeping(self, may_keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What holding outputs of replayed ops that `may_keep` would add: op, bytes, and from which event to which.
+
+        An op has several such rows, some of no length. A value that is held lives on between the forward and the
+        replay, and until the replay has ended, where a replayed one would go. Held values do not change each other's
+        rows. Regions that have others inside are left out: those would drop what they hold.
+        """
+        facts, event = self.facts, self._event
+        num = np.arange(len(facts.sizes), len(self._place))
+        rank = np.repeat(self._order, (self._high - self._low)[self._order])
+        has_inner = np.zeros(len(self._calls) + 1, dtype=bool)
+        has_inner[self._outer] = True  # at the end, of none
+        wanted = (
+            (self._outer[rank] < 0) & ~has_inner[rank] & self._exists[num] & may_keep[facts.maker[self._place[num]]]
+        )
+        lives, rank = num[wanted], rank[wanted]
+        place = self._place[lives]
+        ends = event[(self._begin + self._stop - self._first)[rank]]
+        starts = np.concatenate([event[self._end[place]], event[self._end[lives]]])
+        stops = np.concatenate([event[self._birth[lives]], ends])
+        ops, sizes = np.tile(facts.maker[place], 2), np.tile(self._size[lives], 2)
+        return ops, sizes, starts, np.maximum(starts, stops)
+
     @cached_property
     def replayed_s(self) -> float:
         seconds = self.facts.seconds[self.ops[self.phases == _REPLAY]]

@@ -28,10 +28,10 @@ class Nesting:
         self._must_keep = must_keep
         sums = np.concatenate([[0], np.cumsum(must_keep)])
         self._is_bound = [bool(sums[call.end] > sums[call.first]) for call in graph.calls]
-        self._children: list[list[int]] = [[] for _ in graph.calls]
+        self.children: list[list[int]] = [[] for _ in graph.calls]
         for index, call in enumerate(graph.calls):
             if call.parent >= 0:
-                self._children[call.parent].append(index)
+                self.children[call.parent].append(index)
 
     def tidied(self, regions: Regions) -> Regions:
         """`regions` less those that cannot be, each holding what it must, and nothing else where others are inside."""
@@ -60,7 +60,7 @@ class Nesting:
         """
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
-            inside = [child for child in self._children[region] if self._replayable[child]]
+            inside = [child for child in self.children[region] if self._replayable[child]]
             if inside:
                 del found[region]
                 found |= {child: () for child in inside}
@@ -106,7 +106,7 @@ class Nesting:
         """The outermost calls inside a region that are not regions yet; nothing, once all are."""
         level = [region]
         while level:
-            inside = [child for call in level for child in self._children[call]]
+            inside = [child for call in level for child in self.children[call]]
             allowed = [child for child in inside if self._replayable[child] and not self._is_bound[child]]
             missing = [child for child in allowed if child not in regions]
             if missing:

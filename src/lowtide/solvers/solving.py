@@ -4,10 +4,10 @@ The plain step's peak names the moment at which memory is short. For that moment
 every price of a byte, which lie on a convex hull; `chain` fills in the plans between them. The first plan of the chain
 found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
-for links used to various shares. Beside these there are `standing` plans; the fastest of all is taken. The hull is also
-a lower bound on what any plan costs.
+for links used to various shares. Beside these there are `standing` plans, and for smaller steps those that `exploring`
+finds; the fastest of all is taken. The hull is also a lower bound on what any plan costs.
 
-Neither chains, nested or not, nor standing plans depend on the budget; each by itself gives no slower plan for a larger
+Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
 """
 
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +31,8 @@ from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
+from lowtide.solvers.exploring import MOST_OPS, Exploring
+from lowtide.solvers.found import Found
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pricing import Hull, Pricing, contains_layers, hull
@@ -42,6 +46,9 @@ _DISCOUNTS = (0.0, 0.3, 0.6, 0.9)
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
+_NUM_SEEDS = 32
+
+_Item = TypeVar("_Item")
 
 
 def solve(
@@ -87,16 +94,6 @@ def check_graph(graph: object) -> None:
     """Raise unless this is a graph."""
     if not isinstance(graph, StepGraph):
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plan's decisions, and what they cost. `share` is how much of the link its moves may use."""
-
-    regions: Regions
-    share: float
-    peak_bytes: int
-    extra_s: float
 
 
 @dataclass(frozen=True)
@@ -210,6 +207,8 @@ class Search:
             if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
                 standing = self._cost(regions, 0.0)
                 fastest = _faster(fastest, standing if standing.peak_bytes <= budget else None)
+        if fastest is None or not self._is_late():
+            fastest = _faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
         return self._described(self._timeline(fastest.regions, fastest.share), budget)
@@ -282,6 +281,22 @@ class Search:
                 break
         self._nested_found[key] = best
         return best
+
+    @cached_property
+    def _explored(self) -> list[Found]:
+        """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
+        if not self._moments or len(self.graph.ops) > MOST_OPS:
+            return []
+        pricing, floor = self._moments[0].pricing, self.floor
+        exploring = Exploring(self.graph, pricing, self._nesting, floor.peak_bytes, self.plain.peak_bytes)
+        seeds: list[Regions] = [{}, *(regions for _, regions in self._standing)]
+        for moment, discount, narrow, share in self._kinds_of_chains:
+            chain = self._chain(moment, discount, narrow)
+            seeds += [chain.regions(stop) for stop in _some(chain.stops)] if not share else []
+        seeds += [self._nested(number, share, splits).regions for _, _, number, share, splits in _some(self._stations)]
+        exploring.explore([*seeds, floor.plan.held_ops(self.graph)], self._is_late)
+        found = exploring.plans(lambda regions: self._cost(regions, 0.0), self._is_late)
+        return [plan for plan in found if plan.peak_bytes >= floor.peak_bytes]
 
     def _cost(self, regions: Regions, share: float) -> Found:
         key = (share, *sorted(regions.items()))
@@ -356,6 +371,11 @@ class Search:
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
+
+
+def _some(items: Sequence[_Item]) -> Sequence[_Item]:
+    """Of many, some that are evenly spaced."""
+    return items[:: -(-len(items) // _NUM_SEEDS)] if items else items
 
 
 def _faster(*candidates: Found | None) -> Found | None:
