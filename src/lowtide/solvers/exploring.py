@@ -25,11 +25,11 @@ from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pricing import Pricing
 
 MOST_OPS = 3_000  # beyond it there are layers enough to choose from
-_NUM_STATIONS = 30
+_NUM_STATIONS = 60
 _MOST_VISITED_OPS = 1_000_000  # ops of all sets of regions played
 _MOST_VISITS = 2_000
-_MOST_FILLED = 24  # sets for which outputs are chosen, at each station
-_MOST_CHOICES = 400  # of outputs, for all of these
+_MOST_FILLED = 12  # sets for which outputs are chosen, at each station
+_MOST_CHOICES = 250  # of outputs, for all of these
 _LESS = 1 - 1e-9
 _FAR = 1.1  # times the fastest known, with outputs held in a simple order: no hope
 

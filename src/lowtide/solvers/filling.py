@@ -17,6 +17,7 @@ from lowtide.eagerlives import EagerLives
 _MOST_ROWS = 64
 _ROWS_LOOKED_AT = 4  # to see what can still be hoped for: those with least room
 _MOST_STATES = 2048
+_MOST_ROOMS = 1_000_000  # states times rows times ops
 _LESS = 1e-12  # relative, of seconds: rounding
 
 
@@ -159,7 +160,8 @@ class Filling:
         """One of each that have come to the same, and of very many those with the best prospects."""
         order = going[np.argsort(-hopes[going], kind="stable")]
         _, first = np.unique(rooms[order] @ self._marks, return_index=True)
-        return order[np.sort(first)[:_MOST_STATES]]
+        most = min(_MOST_STATES, _MOST_ROOMS // max(self.weights.size, 1) + 16)
+        return order[np.sort(first)[:most]]
 
     @cached_property
     def _marks(self) -> np.ndarray:

@@ -207,7 +207,7 @@ class Search:
             if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
                 standing = self._cost(regions, 0.0)
                 fastest = _faster(fastest, standing if standing.peak_bytes <= budget else None)
-        if fastest is None or not self._is_late():
+        if fastest is None or "_explored" in vars(self) or not self._is_late():
             fastest = _faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
