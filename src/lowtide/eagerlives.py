@@ -231,8 +231,9 @@ class EagerLives:
         late = self._hold_start > self._drop[self._hold_life]
         if not late.any():
             return
-        suspects = np.unique(self._hold_life[late])
-        among = np.flatnonzero(np.isin(self._hold_life, suspects))
+        is_suspect = np.zeros(len(self._drop), dtype=bool)
+        is_suspect[self._hold_life[late]] = True
+        among = np.flatnonzero(is_suspect[self._hold_life])
         order = among[np.lexsort((self._hold_start[among], self._hold_life[among]))]
         before, is_first = _ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
         is_stale = (self._hold_start[order] > before).astype(np.int64)
