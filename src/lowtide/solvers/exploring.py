@@ -119,14 +119,10 @@ class Exploring:
         found: list[Found] = []
         fastest: Found | None = None  # that fits the station: also what fits one below
         for station, budget in enumerate(self.stations):
-            promising = [
-                (float(reached[station] + self._least[key][station]), key) for key, reached in self._reached.items()
-            ]
             num_filled = num_choices = 0
-            for likely_s, key in sorted(promising):  # twice: between what is reached simply, and the least there is
-                if likely_s == math.inf or is_late() or (num_filled and num_choices > _MOST_CHOICES):
-                    break
-                if num_filled == _MOST_FILLED or (fastest is not None and likely_s / 2 > _FAR * fastest.extra_s):
+            for likely_s, key in self._promising(station):
+                is_far = fastest is not None and likely_s > _FAR * fastest.extra_s
+                if is_far or is_late() or num_filled == _MOST_FILLED or num_choices > _MOST_CHOICES:
                     break
                 if fastest is not None and self._least[key][station] >= fastest.extra_s * _LESS:
                     continue
@@ -137,6 +133,18 @@ class Exploring:
                 fitting = [plan for plan in (*new, fastest) if plan is not None and plan.peak_bytes <= budget]
                 fastest = min(fitting, key=lambda plan: (plan.extra_s, plan.peak_bytes), default=None)
         return found
+
+    def _promising(self, station: int) -> list[tuple[float, _Key]]:
+        """What sets are likely to come to at a station, the best first: between what is simply reached and the least.
+
+        Of sets that look the same, as those do that differ in which of several layers they take, the first.
+        """
+        found: dict[str, tuple[float, _Key]] = {}
+        for key, reached in self._reached.items():
+            reached_s, least_s = float(reached[station]), float(self._least[key][station])
+            if reached_s < math.inf:
+                found.setdefault(f"{reached_s:.9e} {least_s:.9e}", ((reached_s + least_s) / 2, key))
+        return sorted(found.values())
 
     def _tidied(self, regions: Iterable[int]) -> Regions:
         return self._nesting.tidied(dict.fromkeys(regions, ()))
