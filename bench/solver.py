@@ -1,6 +1,6 @@
 """The solver against its rivals, on graphs of 10^2 to 10^5 ops, at ten budgets each.
 
-    python bench/solver.py [--quick] [--milp-seconds 60] [--out FOLDER] [names ...]
+    python bench/solver.py [--quick] [--milp-seconds 60] [--repeats 3] [--out FOLDER] [names ...]
 
 Steps are traced on fake tensors for an H100, so all slowdowns are predicted. Budgets go from the smallest that the
 solver can meet up to the plain peak, which is left out. Rivals: the MILP of `checkmate.py`, the knapsacks of
@@ -32,6 +32,7 @@ from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 
 _NUM_BUDGETS = 10
+_TIME_LIMIT_S = 60  # of our solver: no plan is cut short because the machine is busy
 _MOST_OPS_MILP = 1_000
 _MOST_OPS_THOROUGH = 20_000
 _TOLERANCE = 1e-6  # of the step's time: less is equal
@@ -106,7 +107,7 @@ def solved(graph: StepGraph, budget: int, repeats: int) -> tuple[Plan, float]:
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
-        plan = lowtide.solve(graph, budget)
+        plan = lowtide.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)
         seconds.append(time.perf_counter() - started)
     judged = lowtide.simulate(graph, plan)
     assert judged.peak_bytes <= budget and judged.extra_s == plan.extra_s, "the plan is not what it says it is"
@@ -117,7 +118,7 @@ def milp_task(graph: StepGraph, budget: int, time_limit_s: float) -> Answer:
     return Checkmate(graph, lowtide.simulate(graph)).solve(budget, time_limit_s)
 
 
-def run(name: str, workers: ProcessPoolExecutor, milp_seconds: float) -> Result:
+def run(name: str, workers: ProcessPoolExecutor, milp_seconds: float, repeats: int) -> Result:
     job = GRAPHS[name]()
     started = time.perf_counter()
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="fake", device="H100")
@@ -125,7 +126,7 @@ def run(name: str, workers: ProcessPoolExecutor, milp_seconds: float) -> Result:
     floor, plain = lowtide.sweep(graph, budgets=()).floor_bytes, lowtide.simulate(graph)
     budgets = [floor + (plain.peak_bytes - floor) * step // _NUM_BUDGETS for step in range(_NUM_BUDGETS)]
     is_small = len(graph.ops) <= _MOST_OPS_THOROUGH
-    rows = [Row(budget, *solved(graph, budget, repeats=3 if is_small else 1)) for budget in budgets]
+    rows = [Row(budget, *solved(graph, budget, repeats=repeats if is_small else 1)) for budget in budgets]
     paths = [path for path in find_regions(job.model, job.blocks) if path in graph.calls_by_path]
     blocks = [call for path in paths for call in graph.calls_by_path[path]]
     chain = chain_of(graph, plain, blocks)
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller graphs, 5 s for each MILP")
     parser.add_argument("--milp-seconds", type=float)
+    parser.add_argument("--repeats", type=int, default=3, help="how often each of our plans is solved for, to time it")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     milp_seconds = options.milp_seconds or (5.0 if options.quick else 60.0)
@@ -248,7 +250,7 @@ def main() -> None:
     started, results = time.perf_counter(), []
     with ProcessPoolExecutor(max_workers=1) as workers:
         for name in names:
-            results.append(run(name, workers, milp_seconds))
+            results.append(run(name, workers, milp_seconds, options.repeats))
             print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         for result in results:
             collect(result)
@@ -257,8 +259,9 @@ def main() -> None:
         "",
         f"{versions()}. Steps traced for an H100, bf16. Slowdowns are predicted, as shares of the plain step's time, "
         f"and judged by `lowtide.simulate`; `-` is no plan that fits. `solve s` is one call of `lowtide.solve`, the "
-        f"best of three (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest budget. Gaps are those of the plans' "
-        f"own certificates. The MILP has {milp_seconds:g} s for each budget, on graphs of up to {_MOST_OPS_MILP:,} "
+        f"best of {options.repeats} (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest budget; it may take "
+        f"{_TIME_LIMIT_S} s. Gaps are those of the plans' own certificates. "
+        f"The MILP has {milp_seconds:g} s for each budget, on graphs of up to {_MOST_OPS_MILP:,} "
         "ops; rotor needs a chain of blocks. What rotor's whole programme claims for itself is in the last column: "
         "nothing here can run it, so it is not judged. "
         f"Seconds are wall time; the load average was {os.getloadavg()[0]:.1f}.",

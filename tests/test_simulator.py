@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ import lowtide
 from graphs import chain, random_graph, random_plan, repeated_blocks, with_floats
 from lowtide import Plan, PlanError, StepGraph, simulate
 from lowtide.codings import Form, form_of
+from lowtide.eagerstep import EagerStep
 from lowtide.graph import Hardware, Op, Value
 from lowtide.plans import Move, Recompute
 from lowtide.simulator import KINDS, PHASES
@@ -88,6 +90,31 @@ def test_the_random_codecs_exercise_the_rules() -> None:
         seen["input of a region"] += bool(inputs & set(forms)) and "decompression" in phases
         seen["lossless"] += any(move.codec == "lossless" for move in moves.values())
     assert all(count >= CASES // 40 for count in seen.values()), seen
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
+    """Without moves nothing is played op by op. Both ways give the same books, to the byte and the last bit."""
+    for seed in range(batch * CASES // 4, (batch + 1) * CASES // 4):
+        graph = step(seed)
+        calls, hardware = graph.calls, graph.hardware
+        if seed % 3 == 1:
+            hardware = replace(hardware, region_bytes=3, dispatch_s=1 / 8)
+        if seed % 5 < 2:  # regions that are not given what they read
+            calls = tuple(replace(call, inputs=call.inputs[1 : 1 + index % 2]) for index, call in enumerate(calls))
+        graph = replace(graph, calls=calls, hardware=hardware)
+        for nth in range(3):
+            plan = replace(random_plan(7 * seed + nth, graph), moves=())
+            told, played = simulate(graph, plan), EagerStep(graph, plan)
+            played.play()
+            for name, column in played.columns().items():
+                assert np.array_equal(getattr(told, name), column), f"{name}, graph {seed}, {plan}"
+            event = (31 * seed) % len(told.ops)
+            again = EagerStep(graph, plan)
+            again.watch([event], None)
+            assert told.live_at(event) == again.snapshots[event]
+            if seed % 3 != 1 and seed % 5 >= 2:
+                assert told.total_bytes.tolist() == replay(graph, plan).events, f"graph {seed}, {plan}"
 
 
 def test_the_random_cases_exercise_the_rules() -> None:

@@ -31,6 +31,12 @@ def traced(name: str) -> StepGraph:
     return lowtide.trace(job.model, job.loss_fn, *job.batch, device="H100")
 
 
+@cache
+def searched(name: str, host: int = 0) -> Search:
+    """A search that several tests share: it knows nothing of the budgets that it was asked for before."""
+    return Search(traced(name), host, time_limit_s=1e6)
+
+
 def tiny(seed: int) -> StepGraph:
     """A step for brute force: some with ops that make indices, regions that read what they were not given, or watching
     that costs something."""
@@ -77,7 +83,7 @@ def test_the_referee_agrees_on_random_steps(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again", "unet"])
 def test_the_referee_agrees_on_models(name: str) -> None:
-    search = Search(traced(name))
+    search = searched(name)
     for budget in budgets_of(search, 3):
         assert_refereed(search.graph, search.plan(budget))
 
@@ -127,14 +133,13 @@ def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
             best = min(extra_s for peak, extra_s in costs if peak <= budget)
             num_plans += 1
             num_best += search.plan(budget).extra_s <= best + 1e-9
-    assert num_floors >= 0.9 * num_graphs
-    assert num_best >= 0.8 * num_plans
+    assert num_floors >= 0.95 * num_graphs
+    assert num_best >= 0.98 * num_plans
 
 
 def test_the_bound_counts_what_the_link_carries_while_a_plan_loses_time() -> None:
     """Every plan with moves of the whole search is above the bound for its peak."""
-    graph = traced("gpt_dropout")
-    search = Search(graph, host=1 << 30)
+    search = searched("gpt_dropout", host=1 << 30)
     for budget in budgets_of(search, 8):
         plan = search.plan(budget)
         assert search.lower_bound_s(plan.peak_bytes) <= plan.extra_s + 1e-12
@@ -159,17 +164,17 @@ def test_monotone_on_random_steps(seed: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_monotone_on_models(name: str) -> None:
-    assert_monotone(Search(traced(name)))
+    assert_monotone(searched(name))
 
 
 def test_monotone_with_host_memory() -> None:
-    assert_monotone(Search(traced("gpt_dropout"), host=1 << 20, time_limit_s=100))
+    assert_monotone(searched("gpt_dropout", host=1 << 20))
 
 
 def test_a_search_for_many_budgets_finds_what_one_for_each_does() -> None:
-    search = Search(traced("gpt_dropout"))
-    for budget in budgets_of(search, 5):
-        assert search.plan(budget) == lowtide.solve(search.graph, budget)
+    search = searched("block_called_again")
+    for budget in budgets_of(search, 4)[:3]:
+        assert search.plan(budget) == lowtide.solve(search.graph, budget, time_limit_s=1e6)
 
 
 # The ends
@@ -224,17 +229,16 @@ def test_an_empty_step() -> None:
 _ELSEWHERE = """
 import sys, lowtide
 graph = lowtide.StepGraph.from_json(sys.stdin.read())
-print(lowtide.solve(graph, int(sys.argv[1]), host=int(sys.argv[2])).to_json())
+print(lowtide.solve(graph, int(sys.argv[1]), host=int(sys.argv[2]), time_limit_s=1e6).to_json())
 """
 
 
 @pytest.mark.parametrize("host", [0, 1 << 20])
 def test_the_same_plan_in_another_process(host: int) -> None:
-    graph = traced("gpt_dropout")
-    plain = simulate(graph).peak_bytes
-    budget = int(plain * 0.95)
-    first = lowtide.solve(graph, budget, host=host).to_json()
-    assert lowtide.solve(graph, budget, host=host).to_json() == first
+    graph = traced("block_called_again")
+    budget = budgets_of(searched("block_called_again", host), 3)[1]
+    first = lowtide.solve(graph, budget, host=host, time_limit_s=1e6).to_json()
+    assert searched("block_called_again", host).plan(budget).to_json() == first
     source = str(Path(lowtide.__file__).parents[1])
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": source}
     command = [sys.executable, "-c", _ELSEWHERE, str(budget), str(host)]
@@ -249,7 +253,7 @@ def test_the_same_plan_in_another_process(host: int) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_tiny_time_limit_gives_a_plan_all_the_same(share: float) -> None:
-    search = Search(traced("gpt_dropout"))
+    search = searched("gpt_dropout")
     floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
     budget = int(floor + share * (plain - floor))
     plan = lowtide.solve(search.graph, budget, time_limit_s=1e-9)
@@ -269,10 +273,9 @@ def test_no_time_at_all(seconds: float) -> None:
 
 @pytest.mark.parametrize("host", ["64KiB", "1MiB", "1GiB"])
 def test_host_memory_is_kept_to_and_makes_nothing_slower(host: str) -> None:
-    graph = traced("gpt_dropout")
-    without, most = Search(graph), lowtide.units.parse_bytes(host)
+    graph, without, most = traced("gpt_dropout"), searched("gpt_dropout"), lowtide.units.parse_bytes(host)
     for budget in budgets_of(without, 5):
-        plan = lowtide.solve(graph, budget, host=host)
+        plan = searched("gpt_dropout", most).plan(budget)
         assert plan.host_bytes <= most
         assert plan.extra_s <= without.plan(budget).extra_s
         assert_refereed(graph, plan)
@@ -352,9 +355,8 @@ def test_sweep() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_never_slower_than_what_people_do_by_hand(name: str) -> None:
-    graph = traced(name)
-    for reference in lowtide.sweep(graph, []).references:
-        plan = lowtide.solve(graph, reference.peak_bytes)
+    for reference in lowtide.sweep(traced(name), []).references:
+        plan = searched(name).plan(reference.peak_bytes)
         assert plan.extra_s <= reference.extra_s, reference.name
 
 

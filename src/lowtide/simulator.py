@@ -1,6 +1,7 @@
 """`simulate`: what a plan costs, event by event. The one referee of plans.
 
-`eagerstep` plays module regions that are replayed, `compiledstep` the values of a compiled graph that are recomputed.
+`eagerlives` plays module regions that are replayed and `eagerstep` moves beside them; `compiledstep` plays the values
+of a compiled graph that are recomputed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import numpy as np
 
 from lowtide import compiledstep
 from lowtide.copies import Copy
+from lowtide.eagerlives import EagerLives
 from lowtide.eagerstep import EagerStep
 from lowtide.graph import StepGraph
+from lowtide.lives import largest
 from lowtide.plans import Plan
 from lowtide.units import format_bytes, format_seconds
 
@@ -90,6 +93,10 @@ class Timeline:
         if self.plan.engine == "compiled" and not self.plan.is_plain:
             compiled = compiledstep.play(self.graph, self.plan.kept_ops(self.graph))
             return [compiled.live_at(event, most) for event in events]
+        if not self.plan.moves:
+            lives = EagerLives(self.graph, self.plan.held_ops(self.graph))
+            found = [lives.live_at(event) for event in events]
+            return found if most is None else [largest(sizes, most) for sizes in found]
         step = EagerStep(self.graph, self.plan)
         step.watch(events, most)
         return [step.snapshots.get(event, {}) for event in events]
@@ -119,6 +126,8 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
         raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
     if plan.engine == "compiled" and not plan.is_plain:
         return Timeline(graph, plan, **compiledstep.play(graph, plan.kept_ops(graph)).columns())
+    if not plan.moves:
+        return Timeline(graph, plan, **EagerLives(graph, plan.held_ops(graph)).columns())
     step = EagerStep(graph, plan)
     step.play()
     return Timeline(graph, plan, **step.columns())

@@ -22,6 +22,7 @@ from lowtide.errors import GraphError
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lowtide.graph.arrays import StepArrays
     from lowtide.graph.needs import Needs
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
@@ -243,6 +244,13 @@ class StepGraph:
         from lowtide.graph.needs import Needs
 
         return Needs(self)
+
+    @cached_property
+    def arrays(self) -> StepArrays:
+        """The graph's facts as arrays, for playing eager steps."""
+        from lowtide.graph.arrays import StepArrays
+
+        return StepArrays(self)
 
     def path_of(self, op: int) -> str:
         """The module in which op `op` runs (a backward op: its forward op), `""` for the model itself or none."""

@@ -242,6 +242,10 @@ class Plan:
             found[call] = region
         return found
 
+    def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
+        """The recomputed calls of `graph`, and for each the ops, counted from its first, whose outputs are kept."""
+        return {call: region.keep_ops for call, region in self.calls(graph).items()}
+
     def kept_ops(self, graph: StepGraph) -> tuple[int, ...]:
         """The ops of a compiled plan whose outputs are saved. Raises `PlanError` where the graph has no such op."""
         if any(not 0 <= op < graph.num_forward for op in self.keeps):

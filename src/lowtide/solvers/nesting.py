@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.chain import Regions
@@ -27,10 +28,10 @@ class Nesting:
         self._must_keep = must_keep
         sums = np.concatenate([[0], np.cumsum(must_keep)])
         self._is_bound = [bool(sums[call.end] > sums[call.first]) for call in graph.calls]
-        self._children: list[list[int]] = [[] for _ in graph.calls]
+        self.children: list[list[int]] = [[] for _ in graph.calls]
         for index, call in enumerate(graph.calls):
             if call.parent >= 0:
-                self._children[call.parent].append(index)
+                self.children[call.parent].append(index)
 
     def tidied(self, regions: Regions) -> Regions:
         """`regions` less those that cannot be, each holding what it must, and nothing else where others are inside."""
@@ -45,27 +46,27 @@ class Nesting:
             found[call] = tuple(sorted({*more, *self._must_hold(call)})) if outer < 0 else ()
         return found
 
-    def deeper(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+    def deeper(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
             found |= {inner: () for inner in self._next_level(region, regions)}
         return self.tidied(found)
 
-    def apart(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+    def apart(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions`, those at work above `level` replaced by the calls inside them; the same if none is left.
 
         Cheaper in time than regions inside regions, for nothing is replayed twice; but more inputs are held.
         """
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
-            inside = [child for child in self._children[region] if self._replayable[child]]
+            inside = [child for child in self.children[region] if self._replayable[child]]
             if inside:
                 del found[region]
                 found |= {child: () for child in inside}
         return self.tidied(found)
 
-    def wider(self, regions: Regions, timeline: Timeline, level: float) -> Regions:
+    def wider(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions` and more around them where the timeline is above `level` outside of all; the same if none is.
 
         With a whole trunk as one region the backward of what follows it runs before anything inside is held again.
@@ -82,7 +83,7 @@ class Nesting:
         first, end = self._graph.calls[call].first, self._graph.calls[call].end
         return [int(op) for op in np.flatnonzero(self._must_keep[first:end])] if self._is_bound[call] else []
 
-    def _at_work(self, timeline: Timeline, level: float) -> list[int]:
+    def _at_work(self, timeline: Timeline | EagerLives, level: float) -> list[int]:
         ops = {int(timeline.ops[event]) for event in np.flatnonzero(timeline.total_bytes > level)} - {-1}
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
 
@@ -105,7 +106,7 @@ class Nesting:
         """The outermost calls inside a region that are not regions yet; nothing, once all are."""
         level = [region]
         while level:
-            inside = [child for call in level for child in self._children[call]]
+            inside = [child for call in level for child in self.children[call]]
             allowed = [child for child in inside if self._replayable[child] and not self._is_bound[child]]
             missing = [child for child in allowed if child not in regions]
             if missing:

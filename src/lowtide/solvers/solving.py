@@ -5,10 +5,10 @@ every price of a byte, which lie on a convex hull; `chain` fills in the plans be
 found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
 for links used to various shares. Where codecs are allowed there are chains more, in which values may be encoded
-(`pressing`). Beside these there are `standing` plans; the fastest of all is taken. The hull is also a lower bound on
-what any plan costs.
+(`pressing`). Beside these there are `standing` plans, and for smaller steps those that `exploring` finds; the fastest
+of all is taken. The hull is also a lower bound on what any plan costs.
 
-Neither chains, nested or not, nor standing plans depend on the budget; each by itself gives no slower plan for a larger
+Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
 """
 
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 
+from lowtide.eagerlives import EagerLives
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import ENGINES, Plan
@@ -30,6 +32,8 @@ from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
+from lowtide.solvers.exploring import MOST_OPS, Exploring
+from lowtide.solvers.found import Found
 from lowtide.solvers.moments import Moment, moment_at
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
@@ -46,6 +50,9 @@ _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded ta
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
+_NUM_SEEDS = 32
+
+_Item = TypeVar("_Item")
 
 
 def solve(
@@ -110,18 +117,7 @@ def check_graph(graph: object) -> None:
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A plan's decisions, and what they cost. `share` is how much of the link its moves may use."""
-
-    regions: Regions
-    share: float
-    codecs: Codecs
-    peak_bytes: int
-    extra_s: float
-
-
-def _peak_op(timeline: Timeline, phase: int) -> int:
+def _peak_op(timeline: Timeline | EagerLives, phase: int) -> int:
     """The op at which a phase of a step peaks, -1 if it has none."""
     events = np.flatnonzero(timeline.phases == phase)
     return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1
@@ -158,7 +154,7 @@ class Search:
         self._mover = Mover(graph, host, disk, self._press)
         self._movable_bytes = host + disk
         self._found: dict[tuple[object, ...], Found] = {}
-        self._recent: dict[tuple[object, ...], Timeline] = {}
+        self._recent: dict[tuple[object, ...], Timeline | EagerLives] = {}
 
     @cached_property
     def plain(self) -> Timeline:
@@ -170,7 +166,7 @@ class Search:
         ops = [op for op in (_peak_op(self.plain, 2), _peak_op(self.plain, 0)) if op >= 0]
         moments = [moment_at(self.graph, self.plain, op, self._press) for op in dict.fromkeys(ops)]
         if moments:
-            late = _peak_op(self._timeline(moments[0].hull.choices[-1].regions, 0.0), 2)
+            late = _peak_op(self._played(moments[0].hull.choices[-1].regions, 0.0), 2)
             if late >= 0 and late not in ops:
                 moments.append(moment_at(self.graph, self.plain, late, self._press))
         return moments
@@ -241,6 +237,8 @@ class Search:
             if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
                 standing = self._cost(regions, 0.0, codecs)
                 fastest = _faster(fastest, standing if standing.peak_bytes <= budget else None)
+        if fastest is None or "_explored" in vars(self) or not self._is_late():
+            fastest = _faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
         return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
@@ -298,7 +296,7 @@ class Search:
         regions, apart = chain.regions(number), splits
         best = self._cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
-            timeline = self._timeline(regions, share, codecs)
+            timeline = self._played(regions, share, codecs)
             best = min(best, self._cost(regions, share, codecs), key=lambda found: (found.peak_bytes, found.extra_s))
             if timeline.peak_bytes <= level - timeline.host_bytes:
                 break
@@ -315,23 +313,45 @@ class Search:
         self._nested_found[key] = best
         return best
 
+    @cached_property
+    def _explored(self) -> list[Found]:
+        """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
+        if not self._moments or len(self.graph.ops) > MOST_OPS:
+            return []
+        if self._movable_bytes or self._press is not None:  # the same as without: to be allowed more costs nothing
+            return Search(self.graph, time_limit_s=max(self._deadline - time.monotonic(), 1e-9))._explored
+        pricing, floor = self._moments[0].pricing, self.floor
+        exploring = Exploring(self.graph, pricing, self._nesting, floor.peak_bytes, self.plain.peak_bytes)
+        seeds: list[Regions] = [{}, *(regions for _, regions, _ in self._standing)]
+        for moment, discount, narrow, _, coded in self._kinds_of_chains:
+            chain = self._chain(moment, discount, narrow, coded)
+            seeds += [chain.regions(stop) for stop in _some(chain.stops)]
+        seeds += [self._nested(*station[2:]).regions for station in _some(self._stations)]
+        exploring.explore([*seeds, floor.plan.held_ops(self.graph)], self._is_late)
+        found = exploring.plans(lambda regions: self._cost(regions, 0.0), self._is_late)
+        return [plan for plan in found if plan.peak_bytes >= floor.peak_bytes]
+
     def _cost(self, regions: Regions, share: float, codecs: Codecs = ()) -> Found:
         key = (share, codecs, *sorted(regions.items()))
         if key not in self._found:
-            self._timeline(regions, share, codecs)
+            self._played(regions, share, codecs)
         return self._found[key]
 
-    def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
+    def _played(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline | EagerLives:
         key = (share, codecs, *sorted(regions.items()))
         if key in self._recent:
             return self._recent[key]
-        plan = Plan(regions=recomputes(self.graph, regions), moves=self._mover.moves(regions, share, codecs))
-        timeline = simulate(self.graph, plan)
-        self._found[key] = Found(regions, share, codecs, timeline.peak_bytes, timeline.extra_s)
-        self._recent[key] = timeline
+        has_moves = bool(share or codecs)
+        played = self._timeline(regions, share, codecs) if has_moves else EagerLives(self.graph, regions)
+        self._found[key] = Found(regions, share, played.peak_bytes, played.extra_s, codecs)
+        self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
-        return timeline
+        return played
+
+    def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
+        moves = self._mover.moves(regions, share, codecs)
+        return simulate(self.graph, Plan(regions=recomputes(self.graph, regions), moves=moves))
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -368,6 +388,11 @@ class Search:
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
+
+
+def _some(items: Sequence[_Item]) -> Sequence[_Item]:
+    """Of many, some that are evenly spaced."""
+    return items[:: -(-len(items) // _NUM_SEEDS)] if items else items
 
 
 def _faster(*candidates: Found | None) -> Found | None:

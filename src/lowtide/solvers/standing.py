@@ -28,7 +28,7 @@ def standing_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regi
     plans += [_at_depths(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
     found: dict[tuple[object, ...], tuple[float, Regions]] = {}
     for plan in plans:
-        regions = nesting.tidied({call: region.keep_ops for call, region in plan.calls(graph).items()})
+        regions = nesting.tidied(plan.held_ops(graph))
         if regions:
             found.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
     return sorted(found.values(), key=lambda pair: pair[0])

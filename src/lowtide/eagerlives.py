@@ -1,0 +1,357 @@
+"""A step as the eager engine runs it, without moves: every life at once, as an interval, instead of op by op.
+
+The rules are those of `eagerstep`, which plays op by op and also knows copies; `tests/test_simulator.py` holds the two
+against each other. What makes intervals possible: without copies, when a region is replayed, entered and left depends
+on the graph and the regions alone, never on what lives. So the step is a row of **ticks**, the moments between ops: one
+for each position of the forward, one for each position of each replay, and two for each position of the backward,
+before and after what is replayed there. An op may run after a tick. Each value made in the forward or in a replay is a
+life: from its op's tick to the tick at which Python drops it, or the last that holds it, a save or a region. At one
+tick, all holding comes before all letting go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+
+_NEVER = 1 << 62
+_FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
+
+
+class EagerLives:
+    """One step in which `regions` (calls, and the ops of each whose outputs it holds) are replayed."""
+
+    host_bytes = 0
+
+    def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
+        self.graph, self.facts = graph, graph.arrays
+        self._set_regions(regions)
+        self._set_ticks()
+        self._set_lives()
+
+    def _set_regions(self, regions: Mapping[int, Sequence[int]]) -> None:
+        """Regions by their rank: where each begins and stops, when it is replayed and when it is left."""
+        facts = self.facts
+        self._calls = np.array(sorted(regions), dtype=np.int64)
+        num = len(self._calls)
+        owner = np.full(len(self.graph.calls) + 1, -1, dtype=np.int64)  # at the end, of no call
+        for rank, call in enumerate(self._calls.tolist()):
+            owner[call : facts.after[call]] = rank
+        self._outer = owner[facts.parent[self._calls]]
+        self._owner = owner[facts.save_call]
+        self._first = facts.first[self._calls]
+        self._stop = np.zeros(num, dtype=np.int64)
+        self._ends, last_read = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64)
+        trigger = np.full(num, _NEVER, dtype=np.int64)  # the first read, and which save of those that are read there
+        self._has_saves = np.zeros(num, dtype=bool)
+        inside = np.flatnonzero(self._owner >= 0)
+        owners, reads = self._owner[inside], facts.save_read[inside]
+        np.maximum.at(self._stop, owners, facts.save_made[inside])
+        np.maximum.at(self._ends, owners, facts.save_released[inside])
+        np.maximum.at(last_read, owners, reads)
+        np.minimum.at(trigger, owners, np.where(reads >= 0, reads * len(facts.save_read) + inside, _NEVER))
+        self._has_saves[owners] = True
+        for rank in np.flatnonzero(self._outer >= 0)[::-1].tolist():  # inner ones first
+            if self._has_saves[rank]:
+                outer = self._outer[rank]
+                self._has_saves[outer] = True
+                self._stop[outer] = max(self._stop[outer], self._first[rank])
+                self._ends[outer] = max(self._ends[outer], self._ends[rank])
+                last_read[outer] = max(last_read[outer], last_read[rank])
+                trigger[outer] = min(trigger[outer], trigger[rank])
+        self._is_last_read_at_end = last_read == self._ends
+        self._set_kept(regions)
+        replayed = np.flatnonzero(trigger < _NEVER)
+        self._order = replayed[np.argsort(trigger[replayed], kind="stable")]  # outer ones first
+        self._replayed_at = trigger[self._order] // max(len(facts.save_read), 1)
+
+    def _set_kept(self, regions: Mapping[int, Sequence[int]]) -> None:
+        graph = self.graph
+        self._keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)  # of each op, the region that keeps it
+        kept_ops: list[int] = []
+        kept_by: list[int] = []
+        num_watched = 0
+        for rank, call in enumerate(self._calls.tolist()):
+            if not regions[call]:
+                continue
+            first, end = graph.calls[call].first, graph.calls[call].end
+            if self._outer[rank] >= 0:
+                raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
+            num_watched += end - first + max(0, int(self._stop[rank]) - first)
+            if self._has_saves[rank]:
+                ops = sorted({first + op for op in regions[call]})
+                kept_ops += ops
+                kept_by += [rank] * len(ops)
+        self._kept_ops, self._kept_by = np.array(kept_ops, dtype=np.int64), np.array(kept_by, dtype=np.int64)
+        self._keeper[self._kept_ops] = self._kept_by
+        self.watched_s = num_watched * graph.hardware.dispatch_s
+
+    def _set_ticks(self) -> None:
+        """Number the ticks, and the events: ops that run after them."""
+        facts, forward = self.facts, self.facts.num_forward
+        lengths = (self._stop - self._first)[self._order] + 1
+        ends = np.cumsum(lengths)
+        begun = ends - lengths
+        positions = np.arange(forward, facts.num_ops + 1)
+        all_ends = np.concatenate([[0], ends])
+        doubled = forward + 1 + 2 * (positions - forward)
+        self._before = doubled + all_ends[np.searchsorted(self._replayed_at, positions, side="left")]
+        self._behind = doubled + 1 + all_ends[np.searchsorted(self._replayed_at, positions, side="right")]
+        begins = forward + 2 + 2 * (self._replayed_at - forward) + begun
+        self._begin = np.full(len(self._calls), -1, dtype=np.int64)  # of each replay: its first tick
+        self._begin[self._order] = begins
+        self._num_ticks = int(self._behind[-1]) + 1
+        inner = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(begun, lengths)
+        replay_ticks = np.repeat(begins, lengths) + inner
+        replay_ops = np.repeat(self._first[self._order], lengths) + inner
+        runs = (inner < np.repeat(lengths, lengths) - 1) & (self._keeper[replay_ops] != np.repeat(self._order, lengths))
+        op_at = np.full(self._num_ticks, -2, dtype=np.int64)
+        phase_at = np.full(self._num_ticks, _FORWARD, dtype=np.int64)
+        op_at[:forward] = np.arange(forward)
+        op_at[replay_ticks[runs]], phase_at[replay_ticks[runs]] = replay_ops[runs], _REPLAY
+        op_at[self._behind[:-1]], phase_at[self._behind[:-1]] = np.arange(forward, facts.num_ops), _BACKWARD
+        op_at[self._behind[-1]], phase_at[self._behind[-1]] = -1, _OPTIMIZER
+        has_event = op_at > -2
+        self.ops, self.phases = op_at[has_event], phase_at[has_event]
+        self._event = np.zeros(self._num_ticks + 1, dtype=np.int64)  # the next one from each tick on
+        np.cumsum(has_event, out=self._event[1:])
+
+    def _set_lives(self) -> None:
+        """All lives: those of all ops first, at their places, then those of each replay in turn."""
+        facts, forward, order = self.facts, self.facts.num_forward, self._order
+        drops = np.full(len(facts.dropped), self._num_ticks, dtype=np.int64)
+        early, late = facts.dropped <= forward, (facts.dropped > forward) & (facts.dropped < facts.num_ops)
+        early &= facts.dropped < facts.num_ops
+        drops[early] = facts.dropped[early]
+        drops[late] = self._before[facts.dropped[late] - forward]
+        births = np.where(facts.maker < forward, facts.maker, self._behind[np.maximum(facts.maker - forward, 0)])
+        low, high = facts.starts[self._first[order]], facts.starts[self._stop[order]]
+        counts = high - low
+        begun = np.cumsum(counts) - counts
+        self._low, self._high = np.zeros_like(self._first), np.zeros_like(self._first)
+        self._low[order], self._high[order] = low, high
+        self._life_of_low = np.zeros_like(self._first)
+        self._life_of_low[order] = len(facts.sizes) + begun
+        inner = np.arange(int(counts.sum())) - np.repeat(begun, counts)
+        places = np.repeat(low, counts) + inner
+        base = np.repeat(self._begin[order] - self._first[order], counts)  # the tick of position 0
+        exists = self._keeper[facts.maker[places]] != np.repeat(order, counts)  # else it is found as it was kept
+        self._place = np.concatenate([np.arange(len(facts.sizes)), places])
+        self._size = np.concatenate([facts.sizes, facts.sizes[places] * exists])
+        self._exists = np.concatenate([np.ones(len(facts.sizes), dtype=bool), exists])
+        self._birth = np.concatenate([births, base + facts.maker[places]])
+        dropped = base + np.minimum(facts.dropped[places], np.repeat(self._stop[order], counts))
+        self._drop = np.concatenate([drops, dropped])
+        self._set_holds()
+
+    def _set_holds(self) -> None:
+        """Which life is held from which tick to which: by saves, by regions as their input, by regions that keep it."""
+        facts, owner = self.facts, self._owner
+        ends_at = np.where((owner >= 0) & (facts.save_used >= 0), facts.save_used, facts.save_released)
+        ends = self._either(ends_at, facts.save_read >= ends_at)
+        is_own = owner < 0
+        born = facts.save_place >= 0
+        held = np.flatnonzero(is_own & born)
+        found = [(facts.save_place[held], facts.save_made[held], ends[held])]
+        again = np.flatnonzero(~is_own & born)
+        again = again[self._begin[owner[again]] >= 0]
+        starts = self._tick(owner[again], facts.save_made[again])
+        lives = self._find(facts.save_place[again], owner[again], facts.save_made[again])
+        found.append((lives, starts, ends[again]))
+        left = self._either(self._ends, self._is_last_read_at_end)
+        entered, entry = self._entries(left)
+        self._region_spans = entry[entered], left[entered]
+        found.append(self._inputs(entered, entry, left))
+        done = np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
+        counts = facts.starts[self._kept_ops + 1] - facts.starts[self._kept_ops]
+        inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        kept = np.repeat(facts.starts[self._kept_ops], counts) + inner
+        kept_until = np.repeat(done[self._kept_by], counts)
+        life, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        valid = (life >= 0) & (end > start) & (self._birth[life] < start)
+        life, start, end = life[valid], start[valid], end[valid]
+        self._hold_life = np.concatenate([life, kept])
+        self._hold_start = np.concatenate([start, self._birth[kept]])
+        self._hold_end = np.concatenate([end, kept_until])
+        self._drop_stale_holds()
+        self._end = self._drop.copy()
+        np.maximum.at(self._end, self._hold_life, self._hold_end)
+
+    def _either(self, positions: np.ndarray, behind: np.ndarray) -> np.ndarray:
+        """The tick of each position of the backward: that behind its replays, or that before them."""
+        at = np.maximum(positions - self.facts.num_forward, 0)
+        return np.where(behind, self._behind[at], self._before[at])
+
+    def _tick(self, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
+        return self._begin[rank] + position - self._first[rank]
+
+    def _entries(self, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The regions that are entered, in the forward or in the replay of the one around, and the tick for each."""
+        outer = self._outer
+        entry = np.where(outer < 0, self._first, self._begin[outer] + self._first - self._first[outer])
+        happens = self._has_saves & ((outer < 0) | ((self._begin[outer] >= 0) & (entry < left)))
+        return np.flatnonzero(happens), entry
+
+    def _inputs(
+        self, entered: np.ndarray, entry: np.ndarray, left: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        facts, calls = self.facts, self._calls[entered]
+        counts = facts.input_starts[calls + 1] - facts.input_starts[calls]
+        inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        rank = np.repeat(entered, counts)
+        places = facts.inputs[np.repeat(facts.input_starts[calls], counts) + inner]
+        there = np.flatnonzero(places >= 0)
+        rank, places = rank[there], places[there]
+        return self._find(places, self._outer[rank], self._first[rank]), entry[rank], left[rank]
+
+    def _find(self, places: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """The life of each value as seen from inside a region's replay (-1: the forward) that has got to a position."""
+        facts, lives, rank = self.facts, places.copy(), rank.copy()
+        upto = facts.starts[position]
+        open_ = np.flatnonzero(rank >= 0)
+        while len(open_):
+            at, place = rank[open_], places[open_]
+            high = np.minimum(self._high[at], upto[open_])
+            inside = (self._low[at] <= place) & (place < high) & (self._keeper[facts.maker[place]] != at)
+            lives[open_[inside]] = self._life_of_low[at[inside]] + place[inside] - self._low[at[inside]]
+            open_ = open_[~inside]
+            rank[open_] = self._outer[rank[open_]]
+            upto[open_] = _NEVER  # what is around has been replayed as a whole
+            open_ = open_[rank[open_] >= 0]
+        return lives
+
+    def _drop_stale_holds(self) -> None:
+        """Leave out holds of lives that are over: a region may ask for what it was not given, and nobody has."""
+        late = self._hold_start > self._drop[self._hold_life]
+        if not late.any():
+            return
+        is_suspect = np.zeros(len(self._drop), dtype=bool)
+        is_suspect[self._hold_life[late]] = True
+        among = np.flatnonzero(is_suspect[self._hold_life])
+        order = among[np.lexsort((self._hold_start[among], self._hold_life[among]))]
+        before, is_first = _ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
+        is_stale = (self._hold_start[order] > before).astype(np.int64)
+        count = np.cumsum(is_stale)
+        count_before_life = np.maximum.accumulate(np.where(is_first, count - is_stale, 0))
+        keep = np.ones(len(self._hold_life), dtype=bool)
+        keep[order[count > count_before_life]] = False  # once a life is over it stays so
+        self._hold_life, self._hold_start = self._hold_life[keep], self._hold_start[keep]
+        self._hold_end = self._hold_end[keep]
+
+    # What it comes to.
+
+    @cached_property
+    def total_bytes(self) -> np.ndarray:
+        """Live bytes at each event."""
+        num = len(self.ops)
+        changes = np.bincount(self._event[self._birth], weights=self._size, minlength=num + 1)[: num + 1]
+        changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[: num + 1]
+        static = self.facts.static_bytes + self.facts.static_gradient_bytes
+        made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64)
+        return made + self.facts.workspaces[self.ops] + static
+
+    def _region_changes(self) -> np.ndarray:
+        num = len(self.ops)
+        begun, left = (np.bincount(self._event[ticks], minlength=num + 1)[:num] for ticks in self._region_spans)
+        return self.graph.hardware.region_bytes * (begun - left)
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.total_bytes.max())
+
+    def keeping(self, may_keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What holding outputs of replayed ops that `may_keep` would add: op, bytes, and from which event to which.
+
+        An op has several such rows, some of no length. A value that is held lives on between the forward and the
+        replay, and until the replay has ended, where a replayed one would go. Held values do not change each other's
+        rows. Regions that have others inside are left out: those would drop what they hold.
+        """
+        facts, event = self.facts, self._event
+        num = np.arange(len(facts.sizes), len(self._place))
+        rank = np.repeat(self._order, (self._high - self._low)[self._order])
+        has_inner = np.zeros(len(self._calls) + 1, dtype=bool)
+        has_inner[self._outer] = True  # at the end, of none
+        wanted = (
+            (self._outer[rank] < 0) & ~has_inner[rank] & self._exists[num] & may_keep[facts.maker[self._place[num]]]
+        )
+        lives, rank = num[wanted], rank[wanted]
+        place = self._place[lives]
+        ends = event[(self._begin + self._stop - self._first)[rank]]
+        starts = np.concatenate([event[self._end[place]], event[self._end[lives]]])
+        stops = np.concatenate([event[self._birth[lives]], ends])
+        ops, sizes = np.tile(facts.maker[place], 2), np.tile(self._size[lives], 2)
+        return ops, sizes, starts, np.maximum(starts, stops)
+
+    @cached_property
+    def replayed_s(self) -> float:
+        seconds = self.facts.seconds[self.ops[self.phases == _REPLAY]]
+        return float(np.cumsum(seconds)[-1]) if len(seconds) else 0.0
+
+    @property
+    def extra_s(self) -> float:
+        return self.replayed_s + self.watched_s
+
+    def live_at(self, event: int) -> dict[int, int]:
+        """Bytes of each value that lives at an event."""
+        lives = np.flatnonzero((self._event[self._birth] <= event) & (event < self._event[self._end]) & self._exists)
+        found: dict[int, int] = {}
+        for life in lives.tolist():
+            value = int(self.facts.value[self._place[life]])
+            found[value] = found.get(value, 0) + int(self._size[life])
+        return found
+
+    def _kept_bytes(self) -> np.ndarray:
+        """Bytes at each event of activations that a save or a region holds."""
+        num = len(self.ops)
+        order = np.lexsort((self._hold_start, self._hold_life))
+        life, start, end = self._hold_life[order], self._hold_start[order], self._hold_end[order]
+        nothing = np.zeros(len(self._drop), dtype=np.int64)
+        start = np.maximum(start, _ends_before(life, end, nothing, self._num_ticks)[0])  # held already
+        counted = (end > start) & ~self.facts.is_gradient[self._place[life]]
+        life, start, end = life[counted], start[counted], end[counted]
+        changes = np.bincount(self._event[start], weights=self._size[life], minlength=num + 1)[:num]
+        changes -= np.bincount(self._event[end], weights=self._size[life], minlength=num + 1)[:num]
+        return np.cumsum(changes + self._region_changes()).astype(np.int64)
+
+    def _gradient_bytes(self) -> np.ndarray:
+        num = len(self.ops)
+        sizes = self._size * self.facts.is_gradient[self._place]
+        changes = np.bincount(self._event[self._birth], weights=sizes, minlength=num + 1)[:num]
+        changes -= np.bincount(self._event[self._end], weights=sizes, minlength=num + 1)[:num]
+        return np.cumsum(changes).astype(np.int64) + self.facts.static_gradient_bytes
+
+    def columns(self) -> dict[str, Any]:
+        """What a timeline is made of."""
+        live = np.zeros((len(self.ops), 5), dtype=np.int64)
+        live[:, 0] = self.facts.static_bytes
+        live[:, 1] = self._kept_bytes()
+        live[:, 3] = self._gradient_bytes()
+        live[:, 2] = self.total_bytes - live[:, 0] - live[:, 1] - live[:, 3]
+        return {
+            "live_bytes": live,
+            "ops": self.ops,
+            "phases": self.phases,
+            "starts_s": np.concatenate([[0.0], np.cumsum(self.facts.seconds[self.ops[:-1]])]),
+            "replayed_s": self.replayed_s,
+            "stalled_s": 0.0,
+            "watched_s": self.watched_s,
+            "host_bytes": 0,
+            "copied_out_s": 0.0,
+            "copied_in_s": 0.0,
+        }
+
+
+def _ends_before(
+    lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For holds sorted by life and start: when the life's holds before it end, `floor` at least; and if it is first."""
+    is_first = np.concatenate([[True], lives[1:] != lives[:-1]]) if len(lives) else np.zeros(0, dtype=bool)
+    unit = num_ticks + 1
+    latest = np.maximum.accumulate(lives * unit + np.maximum(ends, floor[lives])) - lives * unit
+    return np.where(is_first, floor[lives], np.concatenate([[0], latest[:-1]])[: len(lives)]), is_first

@@ -1,0 +1,67 @@
+"""A graph's facts as arrays, so that playing a plan needs no loop over ops. `graph.arrays` is the one to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lowtide.graph import StepGraph
+
+
+class StepArrays:
+    """Ops, the values that they make, saves and calls of a graph.
+
+    Values that the step makes stand in the order of their ops: `places[v]` is where value `v` stands (-1: it is there
+    before the step), and the outputs of op `o` stand at `starts[o]` up to `starts[o + 1]`. Sizes are exact in floats:
+    they are integers far below 2**53. `seconds` and `workspaces` have an entry for the optimizer's step at their end.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.num_forward, self.num_ops = graph.num_forward, len(graph.ops)
+        self.seconds = np.array([*(op.seconds for op in graph.ops), 0.0])
+        self.workspaces = _ints([*(op.workspace_bytes for op in graph.ops), graph.optimizer_workspace_bytes])
+        made = [value for op in graph.ops for value in op.outputs]
+        self.starts = _starts([len(op.outputs) for op in graph.ops])
+        self.maker = np.repeat(np.arange(self.num_ops), np.diff(self.starts))
+        self.places = np.full(len(graph.values), -1, dtype=np.int64)
+        self.places[made] = np.arange(len(made))
+        values = [graph.values[value] for value in made]
+        self.value = _ints(made)
+        self.sizes = np.array([value.bytes for value in values], dtype=np.float64)
+        self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
+        self.dropped = _ints(value.dropped for value in values)
+        self.save_place = self.places[_ints(save.value for save in graph.saves)]
+        self.save_call = _ints(save.call for save in graph.saves)
+        self.save_made = _ints(save.made for save in graph.saves)
+        self.save_read = _ints(save.read for save in graph.saves)
+        self.save_released = _ints(save.released for save in graph.saves)
+        self.save_used = _ints(save.used for save in graph.saves)
+        self.first = _ints(call.first for call in graph.calls)
+        self.parent = _ints(call.parent for call in graph.calls)
+        self.after = self._after(graph)
+        self.input_starts = _starts([len(call.inputs) for call in graph.calls])
+        self.inputs = self.places[_ints(value for call in graph.calls for value in call.inputs)]
+        there = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
+        self.static_gradient_bytes = sum(value.bytes for value in there if value.kind == "gradient")
+        self.static_bytes = sum(value.bytes for value in there) - self.static_gradient_bytes
+        self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
+
+    def _after(self, graph: StepGraph) -> list[int]:
+        """For each call, the number of the first call behind it that is not inside it."""
+        after = list(range(1, len(graph.calls) + 1))
+        for index in range(len(graph.calls) - 1, -1, -1):
+            parent = graph.calls[index].parent
+            if parent >= 0:
+                after[parent] = max(after[parent], after[index])
+        return after
+
+
+def _ints(items: Iterable[int]) -> np.ndarray:
+    return np.array(list(items), dtype=np.int64)
+
+
+def _starts(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,170 @@
+"""Other regions than those on the chains, for steps with few layers: there each single choice weighs.
+
+Which regions to take is searched by steps from one set of regions to another: a region less, one more, one in place of
+those inside it or the other way around. What outputs a set of regions holds is not part of that search, for the best is
+known within a little for every budget at once (`Filling.reached_s`). So each set is played once, without held outputs,
+and tells what it comes to at each of some **stations**, budgets from the floor to the plain peak. Sets that are
+best at some station are gone on from. In the end the outputs to hold are chosen, for each station and the sets that
+promise most there. Nothing here depends on the budget that is solved for.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from lowtide.eagerlives import EagerLives
+from lowtide.graph import StepGraph
+from lowtide.solvers.chain import Regions
+from lowtide.solvers.filling import Filling, roughly_least_s
+from lowtide.solvers.found import Found
+from lowtide.solvers.nesting import Nesting
+from lowtide.solvers.pricing import Pricing
+
+MOST_OPS = 3_000  # beyond it there are layers enough to choose from
+_NUM_STATIONS = 60
+_MOST_VISITED_OPS = 1_000_000  # ops of all sets of regions played
+_MOST_VISITS = 2_000
+_MOST_FILLED = 12  # sets for which outputs are chosen, at each station
+_MOST_CHOICES = 250  # of outputs, for all of these
+_LESS = 1 - 1e-9
+_FAR = 1.1  # times the fastest known, with outputs held in a simple order: no hope
+
+_Key = tuple[int, ...]
+
+
+class Exploring:
+    """Sets of regions of a graph, and what they could come to at the stations between `floor` and `plain` bytes."""
+
+    def __init__(self, graph: StepGraph, pricing: Pricing, nesting: Nesting, floor: int, plain: int) -> None:
+        self._graph, self._nesting = graph, nesting
+        self._replayable = [call for call, can in enumerate(pricing.replayable) if can]
+        self._may_keep = pricing.may_keep & ~pricing.must_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
+        self.stations = [floor + (plain - floor) * step // _NUM_STATIONS for step in range(_NUM_STATIONS)]
+        self._budgets = np.array(self.stations, dtype=np.float64)
+        self._least: dict[_Key, np.ndarray] = {}  # by set, seconds at each station
+        self._reached: dict[_Key, np.ndarray] = {}
+        self._best_s = np.full(_NUM_STATIONS, np.inf)
+        self._best: list[_Key | None] = [None] * _NUM_STATIONS
+        self._fillings: dict[_Key, Filling] = {}
+
+    def explore(self, seeds: Iterable[Regions], is_late: Callable[[], bool]) -> None:
+        """Visit the sets of `seeds`, and from the best of them others, until none is left or there were enough."""
+        most = min(_MOST_VISITS, _MOST_VISITED_OPS // max(len(self._graph.ops), 1))
+        for seed in seeds:
+            self._visit(seed)
+        expanded: set[_Key] = set()
+        is_enough = False
+        while not is_enough:
+            best = dict.fromkeys(key for key in reversed(self._best) if key is not None)
+            todo = [key for key in best if key not in expanded]
+            for key in todo:
+                if key in self._best:  # and has not been outdone by one before it
+                    expanded.add(key)
+                    for regions in self._neighbours(key):
+                        self._visit(regions)
+                        is_enough = len(self._least) >= most or is_late()
+                        if is_enough:
+                            return
+            is_enough = not todo
+
+    def _visit(self, regions: Iterable[int]) -> None:
+        tidied = self._tidied(regions)
+        key = tuple(tidied)
+        if key in self._least:
+            return
+        played = EagerLives(self._graph, tidied)
+        least = self._least[key] = roughly_least_s(played, self._may_keep, self._budgets)
+        if not (least < self._best_s * _LESS).any():
+            return
+        self._fillings[key] = filling = Filling(played, self._may_keep)
+        self._least[key] = np.maximum(least, filling.least_s(self._budgets))
+        reached = self._reached[key] = filling.reached_s(self._budgets)
+        for station in np.flatnonzero(reached < self._best_s * _LESS).tolist():
+            self._best_s[station], self._best[station] = reached[station], key
+
+    def _neighbours(self, key: _Key) -> Iterator[Iterable[int]]:
+        """Sets that differ by a call, the first or last of those alike and treated alike so far, or by all of these."""
+        after, children = self._graph.arrays.after, self._nesting.children
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for call in self._replayable:
+            structure = self._graph.calls[call].structure
+            around = self._around(call, key)
+            inside = bisect_left(key, after[call]) - bisect_right(key, call)
+            kind = (structure if structure >= 0 else ~call, call in key, around, inside)
+            alike.setdefault(kind, []).append(call)
+        for calls in alike.values():
+            for some in dict.fromkeys(((calls[0],), (calls[-1],), tuple(calls))):
+                without = [region for region in key if region not in some]
+                spans = [(call, after[call]) for call in some]
+                outside = [region for region in without if not any(call < region < end for call, end in spans)]
+                if some[0] not in key:
+                    yield [*outside, *some]
+                else:
+                    yield without
+                    yield [*outside, *(child for call in some for child in children[call])]
+
+    def _around(self, call: int, key: _Key) -> int:
+        """How many regions a call lies in."""
+        count = 0
+        while (call := self._graph.calls[call].parent) >= 0:
+            count += call in key
+        return count
+
+    def plans(self, cost: Callable[[Regions], Found], is_late: Callable[[], bool]) -> list[Found]:
+        """Plans for all stations: of the sets that promise most there, with outputs to hold chosen for the station."""
+        found: list[Found] = []
+        fastest: Found | None = None  # that fits the station: also what fits one below
+        for station, budget in enumerate(self.stations):
+            num_filled = num_choices = 0
+            for likely_s, key in self._promising(station):
+                is_far = fastest is not None and likely_s > _FAR * fastest.extra_s
+                if is_far or is_late() or num_filled == _MOST_FILLED or num_choices > _MOST_CHOICES:
+                    break
+                if fastest is not None and self._least[key][station] >= fastest.extra_s * _LESS:
+                    continue
+                num_filled += 1
+                num_choices += len(self._fillings[key].ops)
+                new = [cost(regions) for regions in self._filled(key, budget)]
+                found += new
+                fitting = [plan for plan in (*new, fastest) if plan is not None and plan.peak_bytes <= budget]
+                fastest = min(fitting, key=lambda plan: (plan.extra_s, plan.peak_bytes), default=None)
+        return found
+
+    def _promising(self, station: int) -> list[tuple[float, _Key]]:
+        """What sets are likely to come to at a station, the best first: between what is simply reached and the least.
+
+        Of sets that look the same, as those do that differ in which of several layers they take, the first.
+        """
+        found: dict[str, tuple[float, _Key]] = {}
+        for key, reached in self._reached.items():
+            reached_s, least_s = float(reached[station]), float(self._least[key][station])
+            if reached_s < math.inf:
+                found.setdefault(f"{reached_s:.9e} {least_s:.9e}", ((reached_s + least_s) / 2, key))
+        return sorted(found.values())
+
+    def _tidied(self, regions: Iterable[int]) -> Regions:
+        return self._nesting.tidied(dict.fromkeys(regions, ()))
+
+    def _filled(self, key: _Key, budget: int) -> Iterator[Regions]:
+        """A set of regions with the outputs to hold, and one without those that are not worth watching their region."""
+        calls, ops = self._graph.calls, self._graph.ops
+        regions = self._tidied(key)
+        held = {call: set(kept) for call, kept in regions.items()}
+        outermost = [call for call in key if not self._around(call, key)]
+        starts = [calls[call].first for call in outermost]
+        for op in self._fillings[key].best(budget):
+            call = outermost[bisect_right(starts, op) - 1]
+            held[call].add(op - calls[call].first)
+        yield {call: tuple(sorted(kept)) for call, kept in held.items()}
+        dispatch_s = self._graph.hardware.dispatch_s
+        if dispatch_s:
+            for call, kept in regions.items():
+                first, end = calls[call].first, calls[call].end
+                saved_s = sum(ops[first + op].seconds for op in held[call])
+                if not kept and saved_s < 2 * (end - first) * dispatch_s:
+                    held[call] = set()
+            yield {call: tuple(sorted(kept)) for call, kept in held.items()}

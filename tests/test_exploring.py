@@ -1,0 +1,125 @@
+"""Regions explored on small steps, and the outputs that they hold: against the simulator and against brute force."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+import zoo
+
+import lowtide
+from graphs import random_graph, repeated_blocks
+from lowtide import StepGraph
+from lowtide.eagerlives import EagerLives
+from lowtide.solvers import solving
+from lowtide.solvers.filling import Filling, roughly_least_s
+from lowtide.solvers.pricing import keepable
+from lowtide.solvers.solving import Search
+
+
+def step(seed: int) -> StepGraph:
+    return repeated_blocks(seed, num_blocks=3) if seed % 2 else random_graph(seed, num_ops=40)
+
+
+def some_regions(graph: StepGraph, seed: int) -> list[int]:
+    """Calls of which none is inside another, and that can be replayed."""
+    found: list[int] = []
+    for index, call in enumerate(graph.calls):
+        is_inside = any(outer < index < graph.arrays.after[outer] for outer in found)
+        if call.end > call.first and not is_inside and (index + seed) % 3:
+            found.append(index)
+    return found
+
+
+def may_keep(graph: StepGraph) -> np.ndarray:
+    return keepable(graph)[0] & (graph.arrays.seconds[: graph.num_forward] > 0)
+
+
+def with_kept(graph: StepGraph, regions: list[int], ops: tuple[int, ...]) -> EagerLives:
+    spans = {call: (graph.calls[call].first, graph.calls[call].end) for call in regions}
+    return EagerLives(
+        graph, {call: tuple(op - first for op in ops if first <= op < end) for call, (first, end) in spans.items()}
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_holding_outputs_adds(seed: int) -> None:
+    """Rows of several held ops add up to what is played with them held; events of their replays are no more."""
+    graph = step(seed)
+    regions = some_regions(graph, seed)
+    played = with_kept(graph, regions, ())
+    ops, sizes, starts, stops = played.keeping(may_keep(graph))
+    chosen = tuple(sorted(set(ops.tolist()))[seed % 2 :: 2])
+    expected = played.total_bytes.copy()
+    for op, size, start, stop in zip(ops, sizes, starts, stops, strict=True):
+        expected[start:stop] += int(size) if op in chosen else 0
+    still_there = ~((played.phases == 1) & np.isin(played.ops, chosen))
+    held = with_kept(graph, regions, chosen)
+    assert held.ops.tolist() == played.ops[still_there].tolist()
+    assert (held.total_bytes <= expected[still_there]).all()  # less where a replay would make what still lives
+    if seed % 2:
+        assert held.total_bytes.tolist() == expected[still_there].tolist()
+    assert held.extra_s == pytest.approx(played.extra_s - sum(graph.ops[op].seconds for op in chosen))
+
+
+def best_by_brute_force(filling: Filling, budget: int) -> float:
+    room = budget - filling.used
+    most = 0.0
+    for size in range(len(filling.ops) + 1):
+        for picks in combinations(range(len(filling.ops)), size):
+            if (filling.weights[:, picks].sum(axis=1) <= room).all():
+                most = max(most, float(filling.seconds[list(picks)].sum()))
+    return filling.extra_s - most
+
+
+def test_the_best_outputs_to_hold() -> None:
+    num_tried = num_not_greedy = 0
+    for seed in range(120):
+        graph = step(seed)
+        filling = Filling(with_kept(graph, some_regions(graph, seed), ()), may_keep(graph))
+        if not 3 <= len(filling.ops) <= 10:
+            continue
+        full = filling.peak_bytes + int(filling.weights.sum(axis=1).max())
+        for budget in np.linspace(filling.peak_bytes, full, 5).astype(int).tolist():
+            held = filling.best(budget)
+            taken_s = filling.extra_s - sum(graph.ops[op].seconds for op in held)
+            best_s = best_by_brute_force(filling, budget)
+            one = np.array([float(budget)])
+            assert taken_s == pytest.approx(best_s, abs=1e-9), f"graph {seed}, budget {budget}"
+            assert filling.least_s(one)[0] <= best_s + 1e-9 <= filling.reached_s(one)[0] + 2e-9
+            num_tried += 1
+            num_not_greedy += filling.reached_s(one)[0] > best_s + 1e-9
+    assert num_tried > 100 and num_not_greedy > 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rough_bound_is_no_higher_than_the_better_one(seed: int) -> None:
+    graph = step(seed)
+    played = with_kept(graph, some_regions(graph, seed), ())
+    budgets = np.linspace(played.peak_bytes - 10, 1.5 * played.peak_bytes, 20)
+    rough = roughly_least_s(played, may_keep(graph), budgets)
+    assert (rough <= Filling(played, may_keep(graph)).least_s(budgets) + 1e-9).all()
+    assert (np.isinf(rough) == (budgets < played.peak_bytes)).all()
+
+
+@cache
+def traced(name: str) -> StepGraph:
+    job = zoo.make(name)
+    return lowtide.trace(job.model, job.loss_fn, *job.batch, mode="fake", device="H100")
+
+
+@pytest.mark.parametrize("name", ["hf_resnet"])
+def test_a_model_of_few_layers_gains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan is slower than without exploring; some are faster by more than a percent of the step."""
+    graph = traced(name)
+    explored = Search(graph, time_limit_s=1e6)
+    floor, plain = explored.floor.peak_bytes, explored.plain.peak_bytes
+    budgets = [floor + (plain - floor) * step // 12 for step in range(12)]
+    plans = [explored.plan(budget) for budget in budgets]
+    monkeypatch.setattr(solving, "MOST_OPS", 0)
+    without = Search(graph, time_limit_s=1e6)
+    gains = [without.plan(budget).extra_s - plan.extra_s for budget, plan in zip(budgets, plans, strict=True)]
+    assert without.floor.peak_bytes == floor
+    assert min(gains) >= 0 and max(gains) > 0.01 * graph.step_s
