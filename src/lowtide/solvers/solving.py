@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
@@ -31,7 +29,7 @@ from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
-from lowtide.solvers.exploring import MOST_OPS, Exploring
+from lowtide.solvers.exploring import MOST_OPS, Exploring, some
 from lowtide.solvers.found import Found
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
@@ -46,9 +44,6 @@ _DISCOUNTS = (0.0, 0.3, 0.6, 0.9)
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
-_NUM_SEEDS = 32
-
-_Item = TypeVar("_Item")
 
 
 def solve(
@@ -285,18 +280,20 @@ class Search:
     @cached_property
     def _explored(self) -> list[Found]:
         """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
-        if not self._moments or len(self.graph.ops) > MOST_OPS:
+        smallest = self._smallest(moves=False) if self._moments and len(self.graph.ops) <= MOST_OPS else None
+        if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
-        pricing, floor = self._moments[0].pricing, self.floor
-        exploring = Exploring(self.graph, pricing, self._nesting, floor.peak_bytes, self.plain.peak_bytes)
+        pricing, floor, plain = self._moments[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
+        exploring = Exploring(self.graph, pricing, self._nesting, floor, plain)
         seeds: list[Regions] = [{}, *(regions for _, regions in self._standing)]
-        for moment, discount, narrow, share in self._kinds_of_chains:
+        for moment, discount, narrow, share in self._kinds_of_chains:  # the same with host memory and without it
             chain = self._chain(moment, discount, narrow)
-            seeds += [chain.regions(stop) for stop in _some(chain.stops)] if not share else []
-        seeds += [self._nested(number, share, splits).regions for _, _, number, share, splits in _some(self._stations)]
-        exploring.explore([*seeds, floor.plan.held_ops(self.graph)], self._is_late)
+            seeds += [chain.regions(stop) for stop in some(chain.stops)] if not share else []
+        nested = [(number, splits) for _, _, number, share, splits in self._stations if not share]
+        seeds += [self._nested(number, 0.0, splits).regions for number, splits in some(nested)]
+        exploring.explore([*seeds, smallest.regions], self._is_late)
         found = exploring.plans(lambda regions: self._cost(regions, 0.0), self._is_late)
-        return [plan for plan in found if plan.peak_bytes >= floor.peak_bytes]
+        return [plan for plan in found if plan.peak_bytes >= floor]
 
     def _cost(self, regions: Regions, share: float) -> Found:
         key = (share, *sorted(regions.items()))
@@ -357,25 +354,23 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        candidates = [self._cost(regions, 0.0) for _, regions in self._standing]
-        for moment, discount, narrow, share in self._kinds_of_chains:
-            candidates += self._at_stops(self._chain(moment, discount, narrow), share)
-        for least_bytes, least_s, number, share, splits in self._stations:
-            if not least_bytes and self._nested(number, share, splits).extra_s >= least_s:
-                candidates.append(self._nested(number, share, splits))
-        best = min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+        best = self._smallest(moves=True)
         if best is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
         return self._timeline(best.regions, best.share)
 
+    def _smallest(self, *, moves: bool) -> Found | None:
+        candidates = [self._cost(regions, 0.0) for _, regions in self._standing]
+        for moment, discount, narrow, share in self._kinds_of_chains:
+            candidates += self._at_stops(self._chain(moment, discount, narrow), share) if moves or not share else []
+        for least_bytes, least_s, number, share, splits in self._stations:
+            if not least_bytes and (moves or not share) and self._nested(number, share, splits).extra_s >= least_s:
+                candidates.append(self._nested(number, share, splits))
+        return min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
-
-
-def _some(items: Sequence[_Item]) -> Sequence[_Item]:
-    """Of many, some that are evenly spaced."""
-    return items[:: -(-len(items) // _NUM_SEEDS)] if items else items
 
 
 def _faster(*candidates: Found | None) -> Found | None:
