@@ -19,6 +19,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
+from lowtide.lives import largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -297,14 +298,14 @@ class EagerLives:
     def extra_s(self) -> float:
         return self.replayed_s + self.watched_s
 
-    def live_at(self, event: int) -> dict[int, int]:
-        """Bytes of each value that lives at an event."""
+    def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
+        """Bytes of each value that lives at an event: all of it, or the `most` largest."""
         lives = np.flatnonzero((self._event[self._birth] <= event) & (event < self._event[self._end]) & self._exists)
         found: dict[int, int] = {}
         for life in lives.tolist():
             value = int(self.facts.value[self._place[life]])
             found[value] = found.get(value, 0) + int(self._size[life])
-        return found
+        return found if most is None else largest(found, most)
 
     def _kept_bytes(self) -> np.ndarray:
         """Bytes at each event of activations that a save or a region holds."""

@@ -17,7 +17,6 @@ from lowtide.copies import Copy
 from lowtide.eagerlives import EagerLives
 from lowtide.eagerstep import EagerStep
 from lowtide.graph import StepGraph
-from lowtide.lives import largest
 from lowtide.plans import Plan
 from lowtide.units import format_bytes, format_seconds
 
@@ -95,8 +94,7 @@ class Timeline:
             return [compiled.live_at(event, most) for event in events]
         if not self.plan.moves:
             lives = EagerLives(self.graph, self.plan.held_ops(self.graph))
-            found = [lives.live_at(event) for event in events]
-            return found if most is None else [largest(sizes, most) for sizes in found]
+            return [lives.live_at(event, most) for event in events]
         step = EagerStep(self.graph, self.plan)
         step.watch(events, most)
         return [step.snapshots.get(event, {}) for event in events]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from lowtide.solvers.pricing import Pricing
 
 MOST_OPS = 3_000  # beyond it there are layers enough to choose from
 _NUM_STATIONS = 60
+_NUM_SEEDS = 32
 _MOST_VISITED_OPS = 1_000_000  # ops of all sets of regions played
 _MOST_VISITS = 2_000
 _MOST_FILLED = 12  # sets for which outputs are chosen, at each station
@@ -34,6 +36,12 @@ _LESS = 1 - 1e-9
 _FAR = 1.1  # times the fastest known, with outputs held in a simple order: no hope
 
 _Key = tuple[int, ...]
+_Item = TypeVar("_Item")
+
+
+def some(items: Sequence[_Item]) -> Sequence[_Item]:
+    """Of many to begin from, some that are evenly spaced."""
+    return items[:: -(-len(items) // _NUM_SEEDS)] if items else items
 
 
 class Exploring:

@@ -10,10 +10,10 @@ from lowtide.solvers.pressing import Codecs
 
 @dataclass(frozen=True)
 class Found:
-    """A plan's decisions, and what they cost: `share` of the link for its moves, and values in `codecs`."""
+    """A plan's decisions, and what they cost. `share` is how much of the link moves use, `codecs` what is encoded."""
 
     regions: Regions
     share: float
+    codecs: Codecs
     peak_bytes: int
     extra_s: float
-    codecs: Codecs = ()

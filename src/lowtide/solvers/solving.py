@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
-from typing import TypeVar
 
 import numpy as np
 
@@ -32,7 +30,7 @@ from lowtide.solvers.chain import Chain, Regions, first_past_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
-from lowtide.solvers.exploring import MOST_OPS, Exploring
+from lowtide.solvers.exploring import MOST_OPS, Exploring, some
 from lowtide.solvers.found import Found
 from lowtide.solvers.moments import Moment, moment_at
 from lowtide.solvers.moving import Mover
@@ -50,9 +48,6 @@ _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded ta
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
-_NUM_SEEDS = 32
-
-_Item = TypeVar("_Item")
 
 
 def solve(
@@ -316,20 +311,23 @@ class Search:
     @cached_property
     def _explored(self) -> list[Found]:
         """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
-        if not self._moments or len(self.graph.ops) > MOST_OPS:
+        smallest = self._smallest(regions_only=True) if self._moments and len(self.graph.ops) <= MOST_OPS else None
+        if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
-        if self._movable_bytes or self._press is not None:  # the same as without: to be allowed more costs nothing
-            return Search(self.graph, time_limit_s=max(self._deadline - time.monotonic(), 1e-9))._explored
-        pricing, floor = self._moments[0].pricing, self.floor
-        exploring = Exploring(self.graph, pricing, self._nesting, floor.peak_bytes, self.plain.peak_bytes)
-        seeds: list[Regions] = [{}, *(regions for _, regions, _ in self._standing)]
-        for moment, discount, narrow, _, coded in self._kinds_of_chains:
-            chain = self._chain(moment, discount, narrow, coded)
-            seeds += [chain.regions(stop) for stop in _some(chain.stops)]
-        seeds += [self._nested(*station[2:]).regions for station in _some(self._stations)]
-        exploring.explore([*seeds, floor.plan.held_ops(self.graph)], self._is_late)
+        pricing, floor, plain = self._moments[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
+        exploring = Exploring(self.graph, pricing, self._nesting, floor, plain)
+        seeds: list[Regions] = [{}, *(regions for _, regions, codecs in self._standing if not codecs)]
+        for moment, discount, narrow, share, coded in self._kinds_of_chains:  # the same whatever else is allowed
+            if not share and not coded:
+                chain = self._chain(moment, discount, narrow, coded)
+                seeds += [chain.regions(stop) for stop in some(chain.stops)]
+        nested = [
+            (number, splits) for _, _, number, share, splits, codecs in self._stations if not share and not codecs
+        ]
+        seeds += [self._nested(number, 0.0, splits, ()).regions for number, splits in some(nested)]
+        exploring.explore([*seeds, smallest.regions], self._is_late)
         found = exploring.plans(lambda regions: self._cost(regions, 0.0), self._is_late)
-        return [plan for plan in found if plan.peak_bytes >= floor.peak_bytes]
+        return [plan for plan in found if plan.peak_bytes >= floor]
 
     def _cost(self, regions: Regions, share: float, codecs: Codecs = ()) -> Found:
         key = (share, codecs, *sorted(regions.items()))
@@ -343,7 +341,7 @@ class Search:
             return self._recent[key]
         has_moves = bool(share or codecs)
         played = self._timeline(regions, share, codecs) if has_moves else EagerLives(self.graph, regions)
-        self._found[key] = Found(regions, share, played.peak_bytes, played.extra_s, codecs)
+        self._found[key] = Found(regions, share, codecs, played.peak_bytes, played.extra_s)
         self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
@@ -374,25 +372,27 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        candidates = [self._cost(regions, 0.0, codecs) for _, regions, codecs in self._standing]
-        for moment, discount, narrow, share, coded in self._kinds_of_chains:
-            candidates += self._at_stops(self._chain(moment, discount, narrow, coded), share)
-        for least_bytes, least_s, number, share, splits, codecs in self._stations:
-            if not least_bytes and self._nested(number, share, splits, codecs).extra_s >= least_s:
-                candidates.append(self._nested(number, share, splits, codecs))
-        best = min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+        best = self._smallest()
         if best is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
         return self._timeline(best.regions, best.share, best.codecs)
 
+    def _smallest(self, *, regions_only: bool = False) -> Found | None:
+        """The plan with the smallest peak; of all, or of those that neither move nor encode values."""
+        standing = [(regions, codecs) for _, regions, codecs in self._standing if not (regions_only and codecs)]
+        candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in standing]
+        for moment, discount, narrow, share, coded in self._kinds_of_chains:
+            if not (regions_only and (share or coded)):
+                candidates += self._at_stops(self._chain(moment, discount, narrow, coded), share)
+        for least_bytes, least_s, number, share, splits, codecs in self._stations:
+            if not least_bytes and not (regions_only and (share or codecs)):
+                nested = self._nested(number, share, splits, codecs)
+                candidates += [nested] if nested.extra_s >= least_s else []
+        return min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
-
-
-def _some(items: Sequence[_Item]) -> Sequence[_Item]:
-    """Of many, some that are evenly spaced."""
-    return items[:: -(-len(items) // _NUM_SEEDS)] if items else items
 
 
 def _faster(*candidates: Found | None) -> Found | None:
