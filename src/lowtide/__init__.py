@@ -1,5 +1,6 @@
 """lowtide: train inside a memory budget."""
 
+from lowtide.engines.compiled import compile, explain_compiled
 from lowtide.engines.eager import Applied, apply
 from lowtide.engines.fitting import fit, max_batch, plan
 from lowtide.errors import (
@@ -76,7 +77,9 @@ __all__ = [
     "UnitError",
     "apply",
     "checkpoint",
+    "compile",
     "estimate",
+    "explain_compiled",
     "fit",
     "is_recomputing",
     "max_batch",

@@ -227,3 +227,59 @@ def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
         return _default_to_fused_or_foreach(parameters, group.get("differentiable", False), use_fused=False)[1]
 
     return uses_foreach
+
+
+def is_tensor_value(value: Any) -> bool:
+    """Whether what a node of a graph gives is a tensor, fake or not."""
+    return isinstance(value, Tensor)
+
+
+def hinted_numel(value: Tensor) -> int:
+    """Elements of a fake tensor; a symbolic size counts as what it was when the graph was made.
+
+    Obsolete when `torch.export` or `torch.compiler` shows the hints of symbolic sizes.
+    """
+    return int(hint(value.numel()) or 0)
+
+
+def node_flops(node: Any) -> int:
+    """FLOPs of one node of a graph by torch's own formulas; 0 for what has none."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(op_packet(node.target))
+    if formula is None:
+        return 0
+    args, kwargs = node_arguments(node, lambda value: value)
+    try:
+        return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # sizes that are not known
+        return 0
+
+
+def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The arguments of a node, with each node among them replaced by what `change` makes of its value."""
+    from torch.fx.node import map_arg
+
+    def value(each: Any) -> Any:
+        return change(each.meta.get("val"))
+
+    return map_arg(node.args, value), map_arg(node.kwargs, value)
+
+
+def hint(size: Any) -> Any:
+    """What a symbolic size was when the graph was made; other things as they are. Obsolete like `hinted_numel`."""
+    node = getattr(size, "node", None)
+    return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+@contextlib.contextmanager
+def real_world() -> Iterator[None]:
+    """A block in which tensors are real, in the middle of a compiler's pass over fake ones.
+
+    Obsolete when `torch.compiler` lets a backend run an op.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield

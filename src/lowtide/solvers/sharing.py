@@ -1,0 +1,193 @@
+"""Compiled graphs that share one budget: which variant each of them runs.
+
+A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
+the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
+graph's fastest. What an instance saves is held from its forward to its backward, so all of it is there when the
+backward begins. For a price per byte each instance decides for itself; so from everything saved, instances take the step
+with the least seconds per byte next, early ones first, until the *whole* chain fits at each of its moments. The steps
+do not depend on the budget: a larger one never ends at a slower choice, a smaller one never at a larger peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan
+from lowtide.simulator import Timeline, simulate
+from lowtide.solvers.cutting import Moment
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a compiled graph: which ops' outputs it keeps (None: as torch's own partitioner decides).
+
+    `saved_bytes` are held from its forward to its backward; `forward_bytes` and `backward_bytes` are the most that its
+    two directions need on top, what it hands out left aside.
+    """
+
+    keeps: tuple[int, ...] | None
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    extra_s: float
+
+
+def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ...]:
+    """The variants of a graph worth running, each smaller and slower than the one before.
+
+    The first is `default`, the ops whose outputs torch's own partitioner saves; nothing counts as faster than it. The
+    others are the best choices for all prices of a byte.
+    """
+    needs = graph.needs
+    default_s = needs.seconds_of(needs.derive(frozenset(default)))
+    best = [variant_of(graph, None, default, default_s)]
+    if graph.num_forward < len(graph.ops):
+        every = frozenset(range(graph.num_forward))
+        points = (needs.derive(every - choice.recomputed) for choice in Moment(graph, graph.num_forward).hull)
+        found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
+        for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
+            if variant.saved_bytes < best[-1].saved_bytes:
+                best.append(variant)
+    return _convex(best)
+
+
+def variant_of(graph: StepGraph, keeps: tuple[int, ...] | None, saved: tuple[int, ...], default_s: float) -> Variant:
+    """The variant that saves the outputs of the ops `saved`, against one that takes `default_s` to recompute."""
+    timeline = simulate(graph, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+    derived = graph.needs.derive(frozenset(saved))
+    saved_bytes = sum(graph.values[value].bytes for value in derived.saved)
+    handed_out = sum(
+        value.bytes for value in graph.values if 0 <= value.born < graph.num_forward < value.dropped
+    )
+    return Variant(
+        keeps,
+        saved_bytes,
+        max(0, _most(timeline, (0,)) - saved_bytes),
+        max(0, _most(timeline, (1, 2)) - saved_bytes - handed_out),
+        max(0.0, graph.needs.seconds_of(derived) - default_s),
+    )
+
+
+def _most(timeline: Timeline, phases: tuple[int, ...]) -> int:
+    events = np.isin(timeline.phases, phases)
+    return int(timeline.total_bytes[events].max()) if events.any() else 0
+
+
+def _convex(variants: list[Variant]) -> tuple[Variant, ...]:
+    """Those on the lower convex hull of seconds over saved bytes."""
+    found: list[Variant] = []
+    for variant in variants:
+        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], variant):
+            found.pop()
+        found.append(variant)
+    return tuple(found)
+
+
+def _price(fast: Variant, small: Variant) -> float:
+    return (small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Bytes that are there whatever the instances save: when each one's forward and backward begins, and the most in
+    between (the loss) and elsewhere (the optimizer's step). Inputs of instances, which are held too, count here.
+    """
+
+    forward_bytes: tuple[int, ...]
+    between_bytes: int
+    backward_bytes: tuple[int, ...]
+    elsewhere_bytes: int = 0
+
+    @staticmethod
+    def flat(num_instances: int, base_bytes: int) -> Surroundings:
+        """The same bytes at all times."""
+        return Surroundings((base_bytes,) * num_instances, base_bytes, (base_bytes,) * num_instances, base_bytes)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What each instance runs, as a number among its variants, with the predicted peak and seconds."""
+
+    chosen: tuple[int, ...]
+    peak_bytes: int
+    extra_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class SharedBudget:
+    """Instances in the order of the forward, each with its variants, and what surrounds them."""
+
+    instances: Sequence[tuple[Variant, ...]]
+    surroundings: Surroundings
+
+    def choose(self, budget: int) -> Shared | None:
+        """The first choice along the steps whose peak fits; None where not even the last one does."""
+        low, high = 0, len(self._steps)
+        if self.peak_bytes(self._chosen_after(high)) > budget:
+            fits = [n for n in range(high + 1) if self.peak_bytes(self._chosen_after(n)) <= budget]
+            if not fits:
+                return None
+            low = high = fits[0]
+        while low < high:  # the peak falls along the steps, as good as always; what is found is checked
+            middle = (low + high) // 2
+            if self.peak_bytes(self._chosen_after(middle)) <= budget:
+                high = middle
+            else:
+                low = middle + 1
+        return self._shared(self._chosen_after(high), budget)
+
+    @property
+    def floor(self) -> Shared:
+        """The choice with the smallest peak."""
+        numbers = range(len(self._steps) + 1)
+        best = min(numbers, key=lambda n: (self.peak_bytes(self._chosen_after(n)), n))
+        chosen = self._chosen_after(best)
+        return self._shared(chosen, self.peak_bytes(chosen))
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        """Which instance takes its next variant, step by step."""
+        found = [
+            (_price(fast, small), index, step)
+            for index, variants in enumerate(self.instances)
+            for step, (fast, small) in enumerate(pairwise(variants))
+        ]
+        return [index for _, index, _ in sorted(found)]
+
+    def _chosen_after(self, num_steps: int) -> tuple[int, ...]:
+        counts = np.bincount(np.array(self._steps[:num_steps], dtype=np.int64), minlength=len(self.instances))
+        return tuple(counts.tolist())
+
+    def peak_bytes(self, chosen: Sequence[int]) -> int:
+        """The most bytes at any moment of the step."""
+        running = [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
+        around, held, most = self.surroundings, 0, self.surroundings.elsewhere_bytes
+        for variant, base in zip(running, around.forward_bytes, strict=True):
+            most = max(most, base + held + variant.saved_bytes + variant.forward_bytes)
+            held += variant.saved_bytes
+        most = max(most, around.between_bytes + held)
+        for variant, base in zip(running[::-1], around.backward_bytes[::-1], strict=True):
+            most = max(most, base + held + variant.backward_bytes)
+            held -= variant.saved_bytes
+        return most
+
+    def _shared(self, chosen: tuple[int, ...], budget: int) -> Shared:
+        extra_s = sum(variants[number].extra_s for variants, number in zip(self.instances, chosen, strict=True))
+        return Shared(chosen, self.peak_bytes(chosen), extra_s, min(extra_s, self.lower_bound_s(budget)))
+
+    def lower_bound_s(self, budget: int) -> float:
+        """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
+        allowed = budget - self.surroundings.between_bytes
+        prices = {_price(fast, small) for variants in self.instances for fast, small in pairwise(variants)}
+        least_s = sum(variants[0].extra_s for variants in self.instances)
+        for price in prices:
+            duals = (min(v.extra_s + price * v.saved_bytes for v in variants) for variants in self.instances)
+            least_s = max(least_s, sum(duals) - price * allowed)
+        return least_s
