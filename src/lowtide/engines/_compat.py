@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +51,15 @@ def compile_with_inductor(
 
     patches = {**options, "custom_partitioner_fn": _as_partitioner(partition)}
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(module, inputs, config_patches=patches)
+        return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches))
 
 
 def compile_without_kernels(
     module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """The same with every op run as it is: for looking at graphs, and for tests. Obsolete likewise."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
 
     def run(graph: Any, _: Any) -> Any:
         return make_boxed_func(graph.forward)
@@ -83,6 +83,9 @@ def _as_partitioner(partition: Callable[..., Any]) -> Any:
 
         def uuid(self) -> Any:
             return "lowtide"  # what it does shows in the graphs, which are part of the key
+
+        def __reduce__(self) -> Any:  # inductor pickles its options for the key
+            return str, ("lowtide",)
 
     return Partitioner()
 

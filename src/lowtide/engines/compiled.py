@@ -23,15 +23,17 @@ from lowtide.units import parse_bytes
 
 logger = logging.getLogger("lowtide")
 
-_OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s")
+_OWN_OPTIONS = ("budget", "optimizer", "host", "mode", "time_limit_s")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _by_options: dict[int, tuple[Any, Session]] = {}
 
 
-def backend(module: Any, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Any:
+def backend(
+    module: Any, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Any:
     """The Dynamo backend named "lowtide": inductor, with what the backward needs saved or recomputed within a budget.
 
-    `options` are `budget` (bytes, `"12GiB"`, `"80%"`), `optimizer`, `mode` (as `torch.compile`'s) and any of inductor's.
+    `options` are `budget` (bytes, `"12GiB"`, `"80%"`), `optimizer`, `mode` (as of `torch.compile`) and inductor's own.
     """
     if not options or "budget" not in options:
         raise LowtideError(
@@ -39,7 +41,12 @@ def backend(module: Any, inputs: list[Any], *, options: Mapping[str, Any] | None
         )
     if id(options) not in _by_options:
         _check_options(options)
-        session = Session(options["budget"], options.get("optimizer"), time_limit_s=options.get("time_limit_s", 10.0))
+        session = Session(
+            options["budget"],
+            options.get("optimizer"),
+            parse_bytes(options.get("host", 0)),
+            time_limit_s=options.get("time_limit_s", 10.0),
+        )
         _sessions.add(session)
         _by_options[id(options)] = options, session
     session = _by_options[id(options)][1]
@@ -51,6 +58,7 @@ def compile(
     *,
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
+    host: int | str = 0,
     regional: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -60,7 +68,8 @@ def compile(
     """Compile a model in place, by inductor, so that a training step's peak stays within `budget` bytes.
 
     With `regional=True`, the default where blocks repeat, each repeated block is a graph of its own: compiled once for
-    all of them, as fast as the whole and far sooner. The rest of the model then runs as it is. `mode`, `dynamic`,
+    all of them, as fast as the whole and far sooner. The rest of the model then runs as it is, and up to `host` bytes
+    of what blocks save may wait in host memory, copied out and in beside the compute. `mode`, `dynamic`,
     `fullgraph` and `options` are those of `torch.compile`.
 
     The first forward plans; a step later the measured peak is looked at (on an accelerator, where torch's peak
@@ -72,7 +81,15 @@ def compile(
     given = {"budget": budget, "optimizer": optimizer, "mode": mode, **(options or {})}
     _check_options(given)
     blocks = _blocks(model, regional)
-    session = Session(budget, optimizer, num_blocks=max(1, len(blocks)))
+    host_bytes = parse_bytes(host)
+    if host_bytes and not torch.cuda.is_available():
+        raise LowtideError(f"host={host!r} was given, and there is no accelerator here to move values from")
+    if host_bytes and not blocks:
+        raise LowtideError(
+            "host= needs blocks that are compiled one by one (regional=True): what one whole graph saves is only "
+            "handed out when its forward has ended, too late to be away at the peak"
+        )
+    session = Session(budget, optimizer, host_bytes, num_blocks=max(1, len(blocks)))
     _sessions.add(session)
     run = functools.partial(_graph, session, _compiler(given, mode, dynamic))
     for module in blocks or [model]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowtide.engines import _compat
 from lowtide.engines.tagging import tag
 from lowtide.graph import StepGraph
+from lowtide.graph.needs import recompute_s
 from lowtide.solvers.sharing import Variant, variants_of
 from lowtide.tracing.devices import present_device
 from lowtide.tracing.joint import JointStep, joint_step
@@ -53,10 +54,17 @@ class PlannedGraph:
         if self._plain is not None:
             return self._plain(*args)
         self.parameter_ids.update(id(arg) for arg in args if isinstance(arg, nn.Parameter))
-        variant = self.session.next_variant(self)
+        variant, context = self.session.next_run(self)
         if variant.keeps not in self._compiled:
             self._compiled[variant.keeps] = self._compile(variant.keeps)
-        return self._compiled[variant.keeps](*args)
+        with context:
+            return self._compiled[variant.keeps](*args)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds that one forward is predicted to take."""
+        assert self.step is not None
+        return sum(map(recompute_s, self.step.ops[: self.step.num_forward]))
 
     @property
     def num_compiled(self) -> int:

@@ -8,25 +8,37 @@ difference variants are chosen again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from lowtide.engines.blockoffload import BlockOffload
 from lowtide.engines.plannedgraphs import PlannedGraph
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph import StepGraph
+from lowtide.memory.store import ActivationStore
 from lowtide.solvers.compiled import CompiledSearch
-from lowtide.solvers.sharing import SharedBudget, Surroundings, Variant, variant_of
-from lowtide.tracing.devices import block_bytes, present_device
+from lowtide.solvers.sharing import Shared, SharedBudget, Surroundings, Variant, variant_of
+from lowtide.tracing.devices import block_bytes, link_bytes_per_s, present_device
 from lowtide.tracing.optimizers import optimizer_memory
 from lowtide.units import format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
-_MOST_CORRECTIONS = 4
+_MOST_CORRECTIONS = 6
 _WORTH_A_COMPILE = 0.005  # of the step's time
+_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of the link
+# Of a copy's time, by which the compute beside it takes longer: memory is shared. 0.6 ms per GiB moved were measured on
+# an H200, whose copies take 2 x 20 ms.
+_BESIDE_COPIES = 0.015
+
+
+def _is_measurable(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @dataclass
@@ -34,10 +46,12 @@ class Choice:
     """What the instances of a step run, and what is predicted of it."""
 
     variants: list[Variant]
+    moved: tuple[tuple[int, ...], ...]  # sizes, by instance
     peak_bytes: int
     extra_s: float
     lower_bound_s: float
     is_within: bool = True
+    peak_key: Any = None  # the variant that runs at the peak; None where the peak is elsewhere
 
 
 @dataclass
@@ -54,6 +68,7 @@ class Session:
 
     budget: int | str
     optimizer: Any = None
+    host_bytes: int = 0
     num_blocks: int = 1
     surroundings: Surroundings | None = None
     time_limit_s: float = 10.0
@@ -66,8 +81,9 @@ class Session:
         self._choice: Choice | None = None
         self._error: InfeasibleBudgetError | None = None
         self._base_bytes: int | None = None
-        self._correction_bytes = 0
+        self._errors: dict[Any, int] = {}  # measured less predicted, by the variant that runs at the peak
         self._is_clean = self._is_settled = False
+        self._store: ActivationStore | None = None
 
     # What graphs ask.
 
@@ -76,21 +92,27 @@ class Session:
         self.graphs.append(graph)
         left = max(1, self.num_blocks - len(self._called))
         self._plan([*self._called, *[graph] * left])
-        assert self._choice is not None
-        return self._choice.variants[len(self._called)]
+        return self._current.variants[len(self._called)]
 
-    def next_variant(self, graph: PlannedGraph) -> Variant:
-        """What a graph that is called now shall run."""
+    def next_run(self, graph: PlannedGraph) -> tuple[Variant, contextlib.AbstractContextManager[Any]]:
+        """What a graph that is called now shall run, and in what context."""
         if self._error is not None:
             raise self._error
         if graph is self.graphs[0] and self.num_blocks == 1:
             self.begin_forward()
         position = len(self._called)
         self._called.append(graph)
-        assert self._choice is not None
-        if position < len(self._instances) and self._instances[position] is graph:
-            return self._choice.variants[position]
-        return graph.variants[-1]  # more calls than planned for: the smallest
+        if position >= len(self._instances) or self._instances[position] is not graph:
+            return graph.variants[-1], contextlib.nullcontext()  # more calls than planned for: the smallest
+        return self._current.variants[position], self._moving(self._current.moved[position])
+
+    def _moving(self, moved: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
+        if not moved or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        if self._store is None:
+            in_flight = 2 * max(map(sum, self._current.moved))
+            self._store = ActivationStore(host=self.host_bytes, in_flight=in_flight)
+        return BlockOffload(self._store, moved)
 
     def is_compiling(self) -> None:
         """Peaks that are measured while something compiles are no step's."""
@@ -107,7 +129,7 @@ class Session:
             self._plan(called)
             self._is_clean = False
         device = called[0].device
-        if self._is_settled or device.type != "cuda":
+        if self._is_settled or not _is_measurable(device):
             return
         if self._is_clean:
             self._judge(torch.cuda.max_memory_allocated(device))
@@ -115,31 +137,41 @@ class Session:
         self._is_clean = True
 
     def _judge(self, measured: int) -> None:
-        choice = self._choice
-        assert choice is not None
-        self.measurements.append(Measurement(measured, choice.peak_bytes))
-        self._correction_bytes += measured - choice.peak_bytes
-        before = choice.variants
+        before = self._current
+        self.measurements.append(Measurement(measured, before.peak_bytes))
+        self._errors[before.peak_key] = self._error_of(before.peak_key) + measured - before.peak_bytes
         self._plan(self._instances)
-        now = self._choice
-        assert now is not None
         step_s = sum(graph.step.step_s for graph in self._instances if graph.step is not None)
-        gain_s = choice.extra_s - now.extra_s
+        gain_s = before.extra_s - self._current.extra_s
         if measured <= self.budget_bytes and gain_s < _WORTH_A_COMPILE * step_s:
-            self._choice = replace(choice, peak_bytes=measured)  # good as it is
-        self._is_settled = self._choice.variants == before or len(self.measurements) >= _MOST_CORRECTIONS
-        allowed = format_bytes(self.budget_bytes)
+            self._choice = replace(before, peak_bytes=measured)  # good as it is
+        now = self._current
+        is_same = (now.variants, now.moved) == (before.variants, before.moved)
+        self._is_settled = is_same or len(self.measurements) >= _MOST_CORRECTIONS
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),
-            format_bytes(choice.peak_bytes),
-            allowed,
-            "" if self._choice.variants == before else "; choosing again",
+            format_bytes(before.peak_bytes),
+            format_bytes(self.budget_bytes),
+            "" if is_same else "; choosing again",
         )
-        if not now.is_within and measured > self.budget_bytes:
-            logger.warning("compiled step: %s measured, and no variant holds %s", format_bytes(measured), allowed)
+        if measured > self.budget_bytes and self._is_settled:
+            self._error = self._infeasible(measured, "measured")
+
+    def _infeasible(self, floor: int, how: str) -> InfeasibleBudgetError:
+        lower = ", or compile with regional=False, which can go lower" if self.num_blocks > 1 else ""
+        return InfeasibleBudgetError(
+            f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(floor)} ({how}) that this compiled "
+            f"step needs at least. Raise the budget, make the batch smaller{lower}.",
+            floor,
+        )
 
     # Plans.
+
+    @property
+    def _current(self) -> Choice:
+        assert self._choice is not None
+        return self._choice
 
     @property
     def budget_bytes(self) -> int:
@@ -148,44 +180,87 @@ class Session:
 
     def _plan(self, instances: list[PlannedGraph]) -> None:
         self._instances = instances
-        allowed = self.budget_bytes - self._correction_bytes
-        if len(instances) == 1:
-            choice = self._single(instances[0], allowed)
-        else:
-            choice = self._shared(instances, allowed)
-        self._choice = replace(choice, peak_bytes=choice.peak_bytes + self._correction_bytes)
-        if not choice.is_within and not self.measurements and self._error is None:
-            self._error = InfeasibleBudgetError(
-                f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(choice.peak_bytes)} that this "
-                "compiled step needs at least. Raise the budget, make the batch smaller, or compile without "
-                "regional=True, which can go lower.",
-                choice.peak_bytes,
-            )
+        choice = self._single(instances[0]) if len(instances) == 1 else self._shared(instances)
+        self._choice = choice
+        if not choice.is_within and not _is_measurable(instances[0].device):
+            self._error = self._infeasible(choice.peak_bytes, "predicted")
 
-    def _shared(self, instances: list[PlannedGraph], allowed: int) -> Choice:
+    def _error_of(self, key: Any) -> int:
+        """By how much a prediction is off: as measured, or for what was not, the least that was."""
+        return self._errors.get(key, min(self._errors.values(), default=0))
+
+    def _corrected(self, graph: PlannedGraph) -> tuple[Variant, ...]:
+        """A graph's variants with what was measured of them."""
+        found = []
+        for variant in graph.variants:
+            error = self._error_of((graph.number, variant.keeps))
+            backward = max(0, variant.backward_bytes + error)
+            found.append(replace(variant, forward_bytes=variant.forward_bytes + error, backward_bytes=backward))
+        return tuple(found)
+
+    def _shared(self, instances: list[PlannedGraph]) -> Choice:
+        allowed = self.budget_bytes
         around = self.surroundings
         if around is None or len(around.forward_bytes) != len(instances):
             around = Surroundings.flat(len(instances), self._base(instances) + self._gradient_bytes(instances))
-        shared = SharedBudget([graph.variants for graph in instances], around)
-        found = shared.choose(allowed)
-        best = found if found is not None else shared.floor
-        variants = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
-        return Choice(variants, best.peak_bytes, best.extra_s, best.lower_bound_s, found is not None)
+        error = self._error_of(None)
+        around = replace(
+            around,
+            between_bytes=around.between_bytes + error,
+            elsewhere_bytes=around.elsewhere_bytes + error,
+        )
+        corrected = {graph: self._corrected(graph) for graph in dict.fromkeys(instances)}
+        variants = [corrected[graph] for graph in instances]
+        found: list[tuple[float, SharedBudget, Shared]] = []
+        for share in _SHARES if self.host_bytes else (0.0,):
+            shared = SharedBudget(variants, around, self._quotas(instances, share))
+            best = shared.choose(allowed)
+            if best is not None:
+                found.append((best.extra_s + self._moving_s(best.moved), shared, best))
+        if found:
+            _, shared, best = min(found, key=lambda each: each[0])
+        else:
+            shared = SharedBudget(variants, around, self._quotas(instances, _SHARES[-1] if self.host_bytes else 0.0))
+            best = shared.floor
+        chosen = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
+        extra_s = best.extra_s + self._moving_s(best.moved)
+        where = shared.peak(best.chosen)[1]
+        key = (instances[where].number, chosen[where].keeps) if where >= 0 else None
+        return Choice(chosen, best.moved, best.peak_bytes, extra_s, best.lower_bound_s, bool(found), key)
 
-    def _single(self, graph: PlannedGraph, allowed: int) -> Choice:
+    def _quotas(self, instances: list[PlannedGraph], share: float) -> tuple[int, ...]:
+        """Bytes that each instance may move: what `share` of the link carries while it runs its forward."""
+        if not share:
+            return (0,) * len(instances)
+        quotas = [int(share * self._link_bytes_per_s * graph.forward_s) for graph in instances]
+        quotas[-1] = 0  # needed again at once
+        shrink = min(1.0, self.host_bytes / max(sum(quotas), 1))
+        return tuple(int(quota * shrink) for quota in quotas)
+
+    def _moving_s(self, moved: tuple[tuple[int, ...], ...]) -> float:
+        num_bytes = sum(map(sum, moved))
+        return _BESIDE_COPIES * 2 * num_bytes / self._link_bytes_per_s if num_bytes else 0.0
+
+    @cached_property
+    def _link_bytes_per_s(self) -> float:
+        return link_bytes_per_s(self.graphs[0].device)
+
+    def _single(self, graph: PlannedGraph) -> Choice:
         """The step of one whole graph, as `solve` sees it."""
+        error = self._error_of(None)
+        allowed = self.budget_bytes - error
         step = self.whole_step(graph)
         search = CompiledSearch(step, self.time_limit_s)
         default = search.cost(graph.default)
         if default.peak_bytes <= allowed:
-            return Choice([graph.variants[0]], default.peak_bytes, 0.0, 0.0)
+            return Choice([graph.variants[0]], ((),), default.peak_bytes + error, 0.0, 0.0)
         try:
             plan, is_within = search.plan(allowed), True
         except InfeasibleBudgetError:
             plan, is_within = search.plan(search.floor.peak_bytes), False
         variant = variant_of(step, plan.keeps, plan.keeps, default.extra_s)
         bound_s = min(max(0.0, plan.lower_bound_s - default.extra_s), variant.extra_s)
-        return Choice([variant], plan.peak_bytes, variant.extra_s, bound_s, is_within)
+        return Choice([variant], ((),), plan.peak_bytes + error, variant.extra_s, bound_s, is_within)
 
     def whole_step(self, graph: PlannedGraph) -> StepGraph:
         """A graph's step with everything else that is on the device."""
@@ -230,6 +305,8 @@ class Session:
             f"  slower  {100 * self._choice.extra_s / max(step_s, 1e-12):.1f} % predicted, at least "
             f"{100 * self._choice.lower_bound_s / max(step_s, 1e-12):.1f} % with any choice",
         ]
+        if any(self._choice.moved):
+            lines.append(f"  moved   {format_bytes(sum(map(sum, self._choice.moved)))} to the host and back")
         runs: list[tuple[PlannedGraph, Variant, int]] = []
         for graph, variant in zip(self._instances, self._choice.variants, strict=True):
             if runs and runs[-1][:2] == (graph, variant):

@@ -41,7 +41,7 @@ class KeptHere:
         return self._tensor
 
 
-class _KeptInStore:
+class KeptInStore:
     """What autograd keeps in place of a tensor in a store. When the graph lets go of it, so does the store."""
 
     __slots__ = ("_key", "_store", "_watch")
@@ -81,7 +81,7 @@ class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks that keep in `store` what has at least `min_bytes` and does not belong to a module."""
 
     def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
-        def pack(tensor: Tensor) -> KeptHere | _KeptInStore:
+        def pack(tensor: Tensor) -> KeptHere | KeptInStore:
             return _keep(tensor, store, min_bytes, module_tensors)
 
         super().__init__(pack, _restore)
@@ -90,15 +90,15 @@ class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
 @_compat.disable_dynamo
 def _keep(
     tensor: Tensor, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None
-) -> KeptHere | _KeptInStore:
+) -> KeptHere | KeptInStore:
     alone = (
         is_left_alone(tensor) or tensor.nbytes < min_bytes or (module_tensors is not None and tensor in module_tensors)
     )
-    return KeptHere(tensor) if alone else _KeptInStore(tensor, store)
+    return KeptHere(tensor) if alone else KeptInStore(tensor, store)
 
 
 @_compat.disable_dynamo
-def _restore(kept: KeptHere | _KeptInStore) -> Tensor:
+def _restore(kept: KeptHere | KeptInStore) -> Tensor:
     return kept.restore()
 
 

@@ -77,13 +77,17 @@ class Moment:
             elif at < end:
                 in_use.add(value)
         base = graph.optimizer_state_bytes + graph.other_bytes + graph.ops[at].workspace_bytes
-        free = list(needs.is_free)
+        free, facts = list(needs.is_free), needs.facts
         for index, value in enumerate(graph.values):
             if value.kind == "elsewhere":
                 free[index] = True
                 continue
-            lives = value.born < 0 or (value.born <= at < value.dropped)
-            if lives or index in in_use or (free[index] and index in needed and value.born <= at):
+            lives = value.born < 0 or (value.born <= at < value.dropped and facts.has_bytes[index])
+            if (
+                lives
+                or (index in in_use and facts.has_bytes_again[index])
+                or (free[index] and index in needed and value.born <= at)
+            ):
                 base += value.bytes
                 free[index] = True
             free[index] = free[index] or value.kind != "activation"

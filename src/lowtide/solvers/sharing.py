@@ -3,9 +3,9 @@
 A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
 the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
 graph's fastest. What an instance saves is held from its forward to its backward, so all of it is there when the
-backward begins. For a price per byte each instance decides for itself; so from everything saved, instances take the step
-with the least seconds per byte next, early ones first, until the *whole* chain fits at each of its moments. The steps
-do not depend on the budget: a larger one never ends at a slower choice, a smaller one never at a larger peak.
+backward begins. For a price per byte each instance decides for itself; so from everything saved, instances take the
+step with the least seconds per byte next, early ones first, until the *whole* chain fits at each of its moments. The
+steps do not depend on the budget: a larger one never ends at a slower choice, a smaller one never at a larger peak.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -22,17 +22,22 @@ from lowtide.plans import Plan
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.cutting import Moment
 
+SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
+_LAG = 2  # instances that run while a copy is on its way
+
 
 @dataclass(frozen=True)
 class Variant:
     """One way to run a compiled graph: which ops' outputs it keeps (None: as torch's own partitioner decides).
 
-    `saved_bytes` are held from its forward to its backward; `forward_bytes` and `backward_bytes` are the most that its
-    two directions need on top, what it hands out left aside.
+    `saved_bytes` are held from its forward to its backward; `movable` are the sizes of those worth a copy, largest
+    first; `forward_bytes` and `backward_bytes` are the most that its two directions need on top, what it hands out left
+    aside.
     """
 
     keeps: tuple[int, ...] | None
     saved_bytes: int
+    movable: tuple[int, ...]
     forward_bytes: int
     backward_bytes: int
     extra_s: float
@@ -61,13 +66,13 @@ def variant_of(graph: StepGraph, keeps: tuple[int, ...] | None, saved: tuple[int
     """The variant that saves the outputs of the ops `saved`, against one that takes `default_s` to recompute."""
     timeline = simulate(graph, Plan(engine="compiled", keeps=saved, budget_bytes=1))
     derived = graph.needs.derive(frozenset(saved))
-    saved_bytes = sum(graph.values[value].bytes for value in derived.saved)
-    handed_out = sum(
-        value.bytes for value in graph.values if 0 <= value.born < graph.num_forward < value.dropped
-    )
+    sizes = [graph.values[value].bytes for value in derived.saved]
+    saved_bytes = sum(sizes)
+    handed_out = sum(value.bytes for value in graph.values if 0 <= value.born < graph.num_forward < value.dropped)
     return Variant(
         keeps,
         saved_bytes,
+        tuple(sorted((size for size in sizes if size >= SMALLEST_MOVED), reverse=True)),
         max(0, _most(timeline, (0,)) - saved_bytes),
         max(0, _most(timeline, (1, 2)) - saved_bytes - handed_out),
         max(0.0, graph.needs.seconds_of(derived) - default_s),
@@ -112,9 +117,10 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Shared:
-    """What each instance runs, as a number among its variants, with the predicted peak and seconds."""
+    """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds."""
 
     chosen: tuple[int, ...]
+    moved: tuple[tuple[int, ...], ...]
     peak_bytes: int
     extra_s: float
     lower_bound_s: float
@@ -122,10 +128,15 @@ class Shared:
 
 @dataclass(frozen=True)
 class SharedBudget:
-    """Instances in the order of the forward, each with its variants, and what surrounds them."""
+    """Instances in the order of the forward, each with its variants, and what surrounds them.
+
+    `quotas` are bytes that each instance may move to the host, what one leaves of it being the next one's; they are
+    away two instances later, and back two instances before they are needed.
+    """
 
     instances: Sequence[tuple[Variant, ...]]
     surroundings: Surroundings
+    quotas: tuple[int, ...] = ()
 
     def choose(self, budget: int) -> Shared | None:
         """The first choice along the steps whose peak fits; None where not even the last one does."""
@@ -167,20 +178,46 @@ class SharedBudget:
 
     def peak_bytes(self, chosen: Sequence[int]) -> int:
         """The most bytes at any moment of the step."""
+        return self.peak(chosen)[0]
+
+    def peak(self, chosen: Sequence[int]) -> tuple[int, int]:
+        """The most bytes at any moment of the step, and which instance runs then (-1: none)."""
         running = [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
-        around, held, most = self.surroundings, 0, self.surroundings.elsewhere_bytes
-        for variant, base in zip(running, around.forward_bytes, strict=True):
-            most = max(most, base + held + variant.saved_bytes + variant.forward_bytes)
-            held += variant.saved_bytes
-        most = max(most, around.between_bytes + held)
-        for variant, base in zip(running[::-1], around.backward_bytes[::-1], strict=True):
-            most = max(most, base + held + variant.backward_bytes)
-            held -= variant.saved_bytes
-        return most
+        around, last = self.surroundings, len(running) - 1
+        saved = [variant.saved_bytes for variant in running]
+        left = [size - sum(moved) for size, moved in zip(saved, self.moved(chosen), strict=True)]
+        held = [0, *accumulate(left)]  # held[i]: by instances before the i-th, what they move being away
+
+        def here_with(index: int) -> int:
+            late = max(index - _LAG, 0)
+            return held[late] + sum(saved[late : index + 1])
+
+        most, where = max(around.elsewhere_bytes, around.between_bytes + here_with(last)), -1
+        for index, variant in enumerate(running):
+            here = here_with(index)
+            forward = around.forward_bytes[index] + here + variant.forward_bytes
+            backward = around.backward_bytes[index] + here + variant.backward_bytes
+            if max(forward, backward) > most:
+                most, where = max(forward, backward), index
+        return most, where
+
+    def moved(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
+        """The sizes of what each instance moves: the largest that fit into its quota, and so on."""
+        found: list[tuple[int, ...]] = [()] * len(self.instances)
+        spare = 0
+        for index, quota in enumerate(self.quotas):
+            room, sizes = quota + min(spare, quota), []
+            for size in self.instances[index][chosen[index]].movable:
+                if size <= room:
+                    sizes.append(size)
+                    room -= size
+            found[index], spare = tuple(sizes), room
+        return found
 
     def _shared(self, chosen: tuple[int, ...], budget: int) -> Shared:
         extra_s = sum(variants[number].extra_s for variants, number in zip(self.instances, chosen, strict=True))
-        return Shared(chosen, self.peak_bytes(chosen), extra_s, min(extra_s, self.lower_bound_s(budget)))
+        moved = tuple(self.moved(chosen))
+        return Shared(chosen, moved, self.peak_bytes(chosen), extra_s, min(extra_s, self.lower_bound_s(budget)))
 
     def lower_bound_s(self, budget: int) -> float:
         """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""

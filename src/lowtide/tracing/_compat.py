@@ -205,6 +205,11 @@ def op_argument_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def is_op(target: Any) -> bool:
+    """Whether what a node calls is an op with a schema, and not Python or a graph inside the graph."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def gives_a_number(op: Any) -> bool:
     """Whether an op's result is no tensor: `item`, `equal`. Obsolete with a public schema."""
     results = [str(result.type) for result in op._schema.returns]
@@ -283,3 +288,11 @@ def real_world() -> Iterator[None]:
 
     with unset_fake_temporarily(), _disable_current_modes():
         yield
+
+
+def node_argument(node: Any, name: str) -> Any:
+    """The argument of that name in a node's call, its default where it is not given; None where there is none such."""
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None

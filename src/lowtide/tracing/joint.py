@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
-from lowtide.graph.needs import recompute_s
+from lowtide.graph.fusing import inlined
+from lowtide.graph.needs import is_own_kernel, recompute_s
 from lowtide.graph.structures import with_structures
 from lowtide.tracing import _compat
 from lowtide.tracing.modulestacks import ModuleStacks
@@ -31,7 +32,10 @@ _OWN_KERNELS = ("flex_attention",)
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What the price of one node depends on; sizes are hints where they are symbolic."""
+    """What the price of one node depends on; sizes are hints where they are symbolic.
+
+    `moved_bytes` are those that it moves to and from memory: with the flag "fused", not what stays in registers.
+    """
 
     node: fx.Node
     flags: tuple[str, ...]
@@ -99,6 +103,7 @@ class _Reader:
         num_forward = len(self._ops) if num_forward < 0 else num_forward
         self._stacks.close(num_forward)
         self._set_ends(num_forward)
+        self._set_seconds(num_forward)
         saves = self._saves(num_forward)
         calls = self._calls(num_forward)
         graph = StepGraph(
@@ -135,17 +140,11 @@ class _Reader:
         parts = tuple(user for user in node.users if user.target is operator.getitem)
         inputs = tuple(dict.fromkeys(self._values_read(node)))
         outputs = tuple(self._new_value(node, part, index, "activation") for part in _parts_of(node))
-        facts = NodeFacts(
-            node,
-            flags,
-            _compat.node_flops(node),
-            sum(_bytes(value) for each in (*node.all_input_nodes, node) for value in _tensor_values(each)),
-            next((value.dtype for value in _tensor_values(node)), None),
-        )
+        name, flops = str(node.target), _compat.node_flops(node)
+        if not is_own_kernel(name, flops, flags):
+            flags = (*flags, "fused")
         call = self._stacks.enter(node, index) if is_forward else -1
-        seconds = self._seconds_of(facts)
-        name = str(node.target)
-        self._ops.append(Op(name, call, seconds, facts.flops, inputs, outputs, flags=flags))
+        self._ops.append(Op(name, call, 0.0, flops, inputs, outputs, flags=flags))
         self._nodes.append(node)
         self._parts.append(parts)
 
@@ -183,9 +182,23 @@ class _Reader:
                 if index < num_forward or self._values[value].born >= num_forward:
                     last_use[value] = index
         handed_out = self._handed_out()
-        for index, value in enumerate(self._values):
-            end = len(self._ops) if index in handed_out or value.born < 0 else last_use.get(index, value.born) + 1
-            self._values[index] = replace(value, dropped=max(end, value.born + 1), kind=handed_out.get(index, value.kind))
+        for number, facts in enumerate(self._values):
+            end = len(self._ops) if number in handed_out or facts.born < 0 else last_use.get(number, facts.born) + 1
+            kind = handed_out.get(number, facts.kind)
+            self._values[number] = replace(facts, dropped=max(end, facts.born + 1), kind=kind)
+
+    def _set_seconds(self, num_forward: int) -> None:
+        """Prices. What a fused op reads or leaves in registers costs nothing."""
+        is_inline, _ = inlined(self._ops, self._values, num_forward)
+        for index, (op, node) in enumerate(zip(self._ops, self._nodes, strict=True)):
+            touched = {*op.inputs, *op.outputs}
+            if "fused" in op.flags:
+                moved = sum(self._values[value].bytes for value in touched if not is_inline[value])
+            else:
+                moved = sum(_bytes(value) for each in (*node.all_input_nodes, node) for value in _tensor_values(each))
+            dtype = next((value.dtype for value in _tensor_values(node)), None)
+            seconds = self._seconds_of(NodeFacts(node, op.flags, op.flops, moved, dtype))
+            self._ops[index] = replace(op, seconds=seconds)
 
     def _handed_out(self) -> dict[int, str]:
         """Values that leave the graph; the backward's outputs are gradients of its inputs, in their order."""
@@ -241,9 +254,12 @@ def _flags(node: fx.Node) -> tuple[str, ...]:
         return ("view",)
     if name in _SEEDS:
         return ("random",)
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not _compat.is_op(node.target):
         return ("custom",) if any(kernel in name for kernel in _OWN_KERNELS) else ("opaque",)
-    return facts_of(node.target).flags
+    flags = facts_of(node.target).flags
+    if "random" in flags and _compat.node_argument(node, "dropout_p") == 0.0:
+        return tuple(flag for flag in flags if flag != "random")  # attention that draws nothing
+    return flags
 
 
 def _tensor_values(node: fx.Node) -> Iterator[Any]:

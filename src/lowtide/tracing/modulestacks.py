@@ -11,7 +11,10 @@ _ROOTS = re.compile(r"^L\[['\"](\w+)['\"]\]|^L__(\w+?)___")
 
 
 class ModuleStacks:
-    """Calls that are open while the nodes of a forward go by, and those that were. A node without a stack goes along."""
+    """Calls that are open while the nodes of a forward go by, and those that were.
+
+    A node without a stack belongs to the call that is open.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

@@ -15,21 +15,22 @@ from torch import Tensor
 
 from lowtide.graph import Hardware
 from lowtide.tracing import _compat
+from lowtide.tracing.devices import MEMORY_EFFICIENCY
 from lowtide.tracing.joint import NodeFacts
 from lowtide.tracing.records import RawOp
 from lowtide.tracing.timing import clock_for, predicted_s
 
 _ROUNDS = 5
-_KERNELS = ("attention", "convolution")
-_measured: dict[tuple[Any, ...], float] = {}
+_measured: dict[tuple[str, ...], float] = {}
 
 
 def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts], float]:
     """Seconds of a node on a device."""
 
     def seconds(facts: NodeFacts) -> float:
-        is_kernel = facts.flops or any(kernel in str(facts.node.target) for kernel in _KERNELS)
-        if device.type != "cpu" and is_kernel and not {"random", "opaque", "collective"} & set(facts.flags):
+        if "fused" in facts.flags:
+            return facts.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        if device.type != "cpu" and not {"random", "opaque", "collective"} & set(facts.flags):
             found = _measured_s(facts, device)
             if found is not None:
                 return found
@@ -40,15 +41,13 @@ def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts]
 
 def _as_op(facts: NodeFacts) -> RawOp:
     name = str(facts.node.target)
-    return RawOp(
-        name, None, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1
-    )
+    return RawOp(name, None, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
 
 
 def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:
     """A node's seconds, or None where it cannot run on its own, for lack of memory say."""
-    key = (str(facts.node.target), str(device), *_compat.node_arguments(facts.node, _described))
-    key = tuple(map(str, key))
+    parts = (facts.node.target, device, *_compat.node_arguments(facts.node, _described))
+    key = tuple(map(str, parts))
     if key not in _measured:
         try:
             with _compat.real_world(), torch.random.fork_rng([device], device_type=device.type), torch.no_grad():
