@@ -257,7 +257,7 @@ def node_flops(node: Any) -> int:
     args, kwargs = node_arguments(node, lambda value: value)
     try:
         return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
-    except (TypeError, ValueError, AttributeError, RuntimeError):  # sizes that are not known
+    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):  # sizes that a formula does not know
         return 0
 
 
