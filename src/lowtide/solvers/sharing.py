@@ -54,7 +54,10 @@ def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ..
     best = [variant_of(graph, None, default, default_s)]
     if graph.num_forward < len(graph.ops):
         every = frozenset(range(graph.num_forward))
-        points = (needs.derive(every - choice.recomputed) for choice in Moment(graph, graph.num_forward).hull)
+        points = (
+            needs.derive(every - choice.recomputed)
+            for choice in Moment(graph, graph.num_forward - 1, is_over=True).hull
+        )
         found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
         for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
             if variant.saved_bytes < best[-1].saved_bytes:
