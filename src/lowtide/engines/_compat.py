@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lowtide._compat import BOOKKEEPING_OPS, version_of, without_modes
+from lowtide._compat import BOOKKEEPING_OPS, current_hooks, version_of, without_modes
 
 __all__ = ["BOOKKEEPING_OPS", "version_of", "without_modes"]
 
@@ -117,6 +117,29 @@ def static_inputs(module: Any) -> list[bool]:
             facts = node.meta.get("tensor_dict") or {}
             found.append("_dynamo_static_input_type" in facts)
     return found
+
+
+def fake_inputs(module: Any, inputs: list[Any]) -> list[Any]:
+    """Tensors without bytes that stand for the inputs of a graph of Dynamo's: those that Dynamo traced it with.
+
+    Obsolete when Dynamo gives backends such inputs itself.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    found = [node.meta.get("example_value") for node in nodes]
+    return inputs if any(each is None for each in found) else found
+
+
+def is_replayed() -> bool:
+    """Whether what runs now is, or may be, run again by a checkpoint: under saved-tensor hooks, or in a backward.
+
+    Obsolete with a public way to ask for either.
+    """
+    return current_hooks() is not None or torch._C._current_graph_task_id() != -1
+
+
+def uncompile(module: nn.Module) -> None:
+    """Take back `module.compile()`. Obsolete when modules can do so themselves."""
+    module._compiled_call_impl = None
 
 
 class TracingContext:

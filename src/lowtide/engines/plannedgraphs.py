@@ -7,7 +7,8 @@ asks its session what to run this time; a variant is compiled when it is first n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 Keeps = tuple[int, ...] | None
 _numbers = itertools.count()
+_CPU = torch.device("cpu")
 
 
 class PlannedGraph:
@@ -38,9 +40,16 @@ class PlannedGraph:
         self.step: StepGraph | None = None
         self.variants: tuple[Variant, ...] = ()
         self.default: tuple[int, ...] = ()
-        self.parameter_ids: set[int] = set()
-        self._module, self._inputs, self._compiler = _compat.copied_module(module), inputs, compiler
+        self._module, self._compiler = _compat.copied_module(module), compiler
+        # Stand-ins: the real ones are a step's own, and this graph outlives it.
+        self._inputs = _compat.fake_inputs(module, inputs)
         self._is_static = _compat.static_inputs(module)
+        tensors = [each if isinstance(each, Tensor) else None for each in inputs]
+        self.device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), _CPU)
+        sizes = [0 if each is None else each.nbytes for each in tensors]
+        self.static_bytes = sum(itertools.compress(sizes, self._is_static))  # parameters and buffers
+        self.batch_bytes = sum(sizes) - self.static_bytes
+        self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
         self._context = _compat.TracingContext()
         self._compiled: dict[Keeps, Callable[..., Any]] = {}
         self._plain: Callable[..., Any] | None = None
@@ -53,12 +62,22 @@ class PlannedGraph:
     def __call__(self, *args: Any) -> Any:
         if self._plain is not None:
             return self._plain(*args)
-        self.parameter_ids.update(id(arg) for arg in args if isinstance(arg, nn.Parameter))
-        variant, context = self.session.next_run(self)
-        if variant.keeps not in self._compiled:
-            self._compiled[variant.keeps] = self._compile(variant.keeps)
-        with context:
-            return self._compiled[variant.keeps](*args)
+        for arg in args:
+            if isinstance(arg, nn.Parameter) and id(arg) not in self._seen:
+                self._seen[id(arg)] = weakref.ref(arg)
+        run = self.session.next_run(self)
+        keeps = run.variant.keeps
+        if keeps not in self._compiled:
+            self._compiled[keeps] = self._compile(keeps)
+        with run.context:
+            outputs = self._compiled[keeps](*args)
+        run.end(outputs)
+        return outputs
+
+    def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one of these was ever among its inputs."""
+        known = ((self._seen.get(id(each)), each) for each in parameters)
+        return any(found is not None and found() is each for found, each in known)
 
     @property
     def forward_s(self) -> float:
@@ -67,18 +86,20 @@ class PlannedGraph:
         return sum(map(recompute_s, self.step.ops[: self.step.num_forward]))
 
     @property
-    def num_compiled(self) -> int:
-        return len(self._compiled)
-
-    def static_bytes(self) -> int:
-        """Bytes of the parameters and buffers among the inputs."""
-        sizes = zip(self._inputs, self._is_static, strict=False)
-        return sum(each.nbytes for each, is_static in sizes if is_static and isinstance(each, Tensor))
+    def step_s(self) -> float:
+        """Seconds that forward and backward are predicted to take, with nothing recomputed."""
+        return 0.0 if self.step is None else self.step.step_s
 
     @property
-    def device(self) -> torch.device:
-        tensors = [each for each in self._inputs if isinstance(each, Tensor)]
-        return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
+    def handed_out_bytes(self) -> int:
+        """Bytes of what the forward gives to whoever called it."""
+        assert self.step is not None
+        num = self.step.num_forward
+        return sum(value.bytes for value in self.step.values if 0 <= value.born < num < value.dropped)
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
 
     # Compiling.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FUSED_SHARE = 0.25
 
 _NEVER_AGAIN = ("random", "collective", "index", "mutates", "opaque")
-_UNFUSED = ("custom", "opaque", "collective")
+_UNFUSED = ("custom", "opaque", "collective", "index")
 _PRODUCTS = ("attention", "convolution")  # kernels of their own, also where nobody counted their FLOPs
 
 

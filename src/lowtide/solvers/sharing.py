@@ -142,42 +142,35 @@ class SharedBudget:
     quotas: tuple[int, ...] = ()
 
     def choose(self, budget: int) -> Shared | None:
-        """The first choice along the steps whose peak fits; None where not even the last one does."""
-        low, high = 0, len(self._steps)
-        if self.peak_bytes(self._chosen_after(high)) > budget:
-            fits = [n for n in range(high + 1) if self.peak_bytes(self._chosen_after(n)) <= budget]
-            if not fits:
-                return None
-            low = high = fits[0]
-        while low < high:  # the peak falls along the steps, as good as always; what is found is checked
-            middle = (low + high) // 2
-            if self.peak_bytes(self._chosen_after(middle)) <= budget:
-                high = middle
-            else:
-                low = middle + 1
-        return self._shared(self._chosen_after(high), budget)
+        """The first choice along the steps whose peak fits; None where none does."""
+        number = next((number for number, peak in enumerate(self._peaks) if peak <= budget), None)
+        return None if number is None else self._shared(self._path[number], budget)
 
     @property
     def floor(self) -> Shared:
-        """The choice with the smallest peak."""
-        numbers = range(len(self._steps) + 1)
-        best = min(numbers, key=lambda n: (self.peak_bytes(self._chosen_after(n)), n))
-        chosen = self._chosen_after(best)
-        return self._shared(chosen, self.peak_bytes(chosen))
+        """The choice along the steps with the smallest peak."""
+        smallest = min(self._peaks)
+        return self._shared(self._path[self._peaks.index(smallest)], smallest)
 
     @cached_property
-    def _steps(self) -> list[int]:
-        """Which instance takes its next variant, step by step."""
-        found = [
-            (_price(fast, small), index, step)
+    def _path(self) -> list[tuple[int, ...]]:
+        """Choices from everything saved, step by step; each step takes one instance to its next variant."""
+        steps = sorted(
+            (_price(fast, small), index, number)
             for index, variants in enumerate(self.instances)
-            for step, (fast, small) in enumerate(pairwise(variants))
-        ]
-        return [index for _, index, _ in sorted(found)]
+            for number, (fast, small) in enumerate(pairwise(variants), 1)
+        )
+        chosen = [0] * len(self.instances)
+        found = [tuple(chosen)]
+        for _, index, number in steps:
+            chosen[index] = number
+            found.append(tuple(chosen))
+        return found
 
-    def _chosen_after(self, num_steps: int) -> tuple[int, ...]:
-        counts = np.bincount(np.array(self._steps[:num_steps], dtype=np.int64), minlength=len(self.instances))
-        return tuple(counts.tolist())
+    @cached_property
+    def _peaks(self) -> list[int]:
+        """Of each choice. They need not fall along the path: what is not saved is held while it is recomputed."""
+        return [self.peak_bytes(chosen) for chosen in self._path]
 
     def peak_bytes(self, chosen: Sequence[int]) -> int:
         """The most bytes at any moment of the step."""

@@ -296,3 +296,19 @@ def node_argument(node: Any, name: str) -> Any:
         if argument.name == name:
             return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
     return None
+
+
+def written_inputs(joint: Any) -> list[Any]:
+    """The inputs of a joint graph that its forward changes: in the graph, or by what runs it, from an output.
+
+    Obsolete when AOTAutograd's descriptions of inputs and outputs are public.
+    """
+    nodes = list(joint.nodes)
+    described = nodes[-1].meta.get("desc") or ()
+    changed = [each.mutated_input for each in described if hasattr(each, "mutated_input")]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    found = [node for node in inputs if node.meta.get("desc") in changed]
+    for node in nodes:
+        if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs:
+            found.append(node.args[0])
+    return found

@@ -87,6 +87,7 @@ class _Reader:
         nodes = list(joint.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
         self._output = nodes[-1]
+        self._written = set(_compat.written_inputs(joint))
         self._called = [node for node in nodes if node.op == "call_function"]
         self._is_backward = _downstream([node for node in self._inputs if "tangents" in str(node.target)])
 
@@ -94,6 +95,7 @@ class _Reader:
         for node in self._inputs:
             if _compat.is_tensor_value(node.meta.get("val")):
                 self._new_value(node, None, -1, "elsewhere")
+        self._written_values = {self._value_of[node, None] for node in self._written}
         num_forward = -1
         for node in self._called:
             if num_forward < 0 and node in self._is_backward:
@@ -144,7 +146,9 @@ class _Reader:
         if not is_own_kernel(name, flops, flags):
             flags = (*flags, "fused")
         call = self._stacks.enter(node, index) if is_forward else -1
-        self._ops.append(Op(name, call, 0.0, flops, inputs, outputs, flags=flags))
+        # Whoever reads what the forward changes, reads it before: BatchNorm its running statistics, say.
+        mutates = tuple(value for value in inputs if value in self._written_values)
+        self._ops.append(Op(name, call, 0.0, flops, inputs, outputs, mutates, flags=flags))
         self._nodes.append(node)
         self._parts.append(parts)
 
