@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import lowtide
 from lowtide.engines import _compat
 from lowtide.engines.compiled import _by_model
 from lowtide.engines.regions import find_regions
@@ -28,8 +26,20 @@ class Split:
     saved: list[torch.fx.Node]
 
     @property
+    def made(self) -> list[torch.fx.Node]:
+        """What is saved and not simply there: neither an input nor a view of one."""
+        return [node for node in self.saved if looked_at(node).op != "placeholder"]
+
+    @property
     def saved_bytes(self) -> int:
-        return sum(node.meta["val"].nbytes for node in self.saved if node.op != "placeholder")
+        return sum(node.meta["val"].nbytes for node in self.made)
+
+
+def looked_at(node: torch.fx.Node) -> torch.fx.Node:
+    """What a view is a view of; other nodes are themselves."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.args[0]
+    return node
 
 
 @dataclass
@@ -83,12 +93,23 @@ def assert_equal(expected: dict[str, Any], actual: dict[str, Any]) -> None:
         assert value is None or torch.equal(value, actual[name]), name
 
 
-def floor_of(model: nn.Module, step: Callable[[nn.Module], Tensor], **options: Any) -> int:
-    """The smallest budget that a compiled step of a copy of the model is predicted to meet."""
-    model = lowtide.compile(copy.deepcopy(model), budget=PLENTY, **options)
-    for _ in range(2):  # in the first step, calls that come later are not known
-        step(model).backward()
+def floor_of(model: nn.Module) -> int:
+    """The smallest budget that a model's compiled step is predicted to meet; it has run before."""
     session = session_of(model)
     session._end_step()
     instances = [session._graphs[number] for number in session._course.numbers]
     return session.chooser.choose(instances, 0).peak_bytes
+
+
+def squeeze(model: nn.Module, budget: int) -> None:
+    """Another budget for a compiled model, without tracing it again."""
+    session = session_of(model)
+    session._end_step()
+    session.budget = budget
+    session._course = session._known(session._course.numbers)
+    session._courses = {session._course.numbers: session._course}
+
+
+def running(model: nn.Module) -> list[Any]:
+    """The variants that the calls of a step run."""
+    return session_of(model)._course.choice.variants

@@ -126,12 +126,12 @@ class Chooser:
         return Choice(chosen, best.moved, best.peak_bytes, extra_s, best.lower_bound_s, bool(found), key)
 
     def _corrected(self, graph: PlannedGraph) -> tuple[Variant, ...]:
-        """A graph's variants with what was measured of them."""
+        """A graph's variants with what was measured of them, of all that was there: what is left may be negative."""
         found = []
         for variant in graph.variants:
             error = self._error_of((graph.number, variant.keeps))
-            backward = max(0, variant.backward_bytes + error)
-            found.append(replace(variant, forward_bytes=variant.forward_bytes + error, backward_bytes=backward))
+            forward, backward = variant.forward_bytes + error, variant.backward_bytes + error
+            found.append(replace(variant, forward_bytes=forward, backward_bytes=backward))
         return tuple(found)
 
     def _around(self, instances: list[PlannedGraph]) -> Surroundings:

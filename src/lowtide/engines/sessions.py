@@ -106,6 +106,8 @@ class Session:
         called = self._calls.numbers
         left = max(1, self.num_blocks - len(called))
         self._course = self._planned((*called, *[graph.number] * left))
+        if self._meter is None:  # the rest is a guess, and no reason to refuse
+            self._course.error = self._known((*called, graph.number)).error
         return self._course.choice.variants[len(called)]
 
     def next_run(self, graph: PlannedGraph) -> Run:
@@ -152,9 +154,13 @@ class Session:
         return None
 
     def _planned(self, numbers: tuple[int, ...]) -> Course:
-        """A course with what it shall run. Without a way to measure, a predicted peak above the budget is an error."""
+        """A course with what it shall run."""
         instances = [self._graphs[number] for number in numbers]
-        course = Course(numbers, self.chooser.choose(instances, self.budget_bytes))
+        return Course(numbers, self.chooser.choose(instances, self.budget_bytes))
+
+    def _known(self, numbers: tuple[int, ...]) -> Course:
+        """Likewise, of calls that a step makes; an error if the prediction is too large and nothing can be measured."""
+        course = self._planned(numbers)
         if not course.choice.is_within and self._meter is None:
             course.error = self._infeasible(course.choice.peak_bytes, "predicted")
         return course
@@ -170,8 +176,10 @@ class Session:
             self._course, self._is_clean = None, False
             return
         if self._course is None or self._course.numbers != called:
-            self._course = self._courses.get(called) or self._planned(called)
+            self._course = self._courses.get(called) or self._known(called)
             self._is_clean = False
+        elif called not in self._courses:  # guessed right
+            self._course.error = self._known(called).error if self._meter is None else None
         self._courses.pop(called, None)
         self._courses[called] = self._course  # the last one seen, last
         self._measure(self._course)

@@ -256,7 +256,8 @@ def node_flops(node: Any) -> int:
         return 0
     args, kwargs = node_arguments(node, lambda value: value)
     try:
-        return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        # As hinted: a symbolic number that is asked for its value would be a constant of the graph from then on.
+        return int(hint(formula(*args, **kwargs, out_val=node.meta.get("val"))))
     except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):  # sizes that a formula does not know
         return 0
 

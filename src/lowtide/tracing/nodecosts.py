@@ -21,7 +21,7 @@ from lowtide.tracing.records import RawOp
 from lowtide.tracing.timing import clock_for, predicted_s
 
 _ROUNDS = 5
-_measured: dict[tuple[str, ...], float] = {}
+_measured: dict[tuple[str, ...], float | None] = {}
 
 
 def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts], float]:
@@ -53,7 +53,7 @@ def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:
             with _compat.real_world(), torch.random.fork_rng([device], device_type=device.type), torch.no_grad():
                 _measured[key] = _run(facts, device)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            return None
+            _measured[key] = None
     return _measured[key]
 
 
