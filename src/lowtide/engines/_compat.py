@@ -137,6 +137,12 @@ def is_replayed() -> bool:
     return current_hooks() is not None or torch._C._current_graph_task_id() != -1
 
 
+def hooks_of(model: nn.Module) -> list[Any]:
+    """The hooks on a model's modules. Obsolete with a public way to list them."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
+
+
 def uncompile(module: nn.Module) -> None:
     """Take back `module.compile()`. Obsolete when modules can do so themselves."""
     module._compiled_call_impl = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.engines import _compat
 from lowtide.engines.choosing import Chooser
 from lowtide.engines.surrounding import surroundings_of
 from lowtide.solvers.sharing import Surroundings
@@ -53,7 +54,10 @@ def _look_at_nothing(model: nn.Module, args: Any, kwargs: Any) -> None:
 def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, optimizer: Any) -> Surroundings | None:
     """What else is on the device while blocks run, from a trace on fake tensors; None where there is none to be had."""
 
-    def loss_fn(args: Any, kwargs: Any) -> Tensor:
+    hooks = _compat.hooks_of(model)
+
+    # Named here, so that a trace knows of what hooks count or collect, and puts it back.
+    def loss_fn(args: Any, kwargs: Any, hooks: Any = hooks) -> Tensor:
         return _as_loss(model(*args, **kwargs))
 
     names = {module: name for name, module in model.named_modules()}

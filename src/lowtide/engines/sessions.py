@@ -196,6 +196,7 @@ class Session:
     def _measure(self, course: Course) -> None:
         meter = self._meter
         if meter is None or all(each.is_settled for each in self._courses.values()):
+            self._is_clean = False
             return
         if self._is_clean and not course.is_settled:
             self._judge(course, meter.peak_bytes())
