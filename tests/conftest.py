@@ -5,11 +5,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernelless import Compiler
+from lowtide.engines import _compat
+
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """In place of inductor: graphs split as they would be, every op run as it is."""
+    torch._dynamo.reset()
+    made = Compiler()
+    monkeypatch.setattr(_compat, "compile_with_inductor", made)
+    yield made
+    torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """lowtide: train inside a memory budget."""
 
 from lowtide.engines.batches import max_batch
+from lowtide.engines.compiled import compile, explain_compiled
 from lowtide.engines.eager import Applied, apply
 from lowtide.engines.fitting import fit, plan
 from lowtide.errors import (
@@ -77,7 +78,9 @@ __all__ = [
     "UnitError",
     "apply",
     "checkpoint",
+    "compile",
     "estimate",
+    "explain_compiled",
     "fit",
     "is_recomputing",
     "max_batch",

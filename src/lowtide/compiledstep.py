@@ -121,6 +121,9 @@ def play(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledStep:
     until_need = np.where(np.array(needs.is_free)[values], events, np.maximum(events, made_again[values]))
     lives.append(np.stack([values, events, until_need, np.full(len(anew), _TRANSIENT)], axis=1))
     table = np.concatenate(lives)
+    has_bytes = np.concatenate(
+        [facts.has_bytes[made] | (kind != _TRANSIENT), np.full(len(left[0]), True), facts.has_bytes_again[values]]
+    )
 
     seconds = facts.seconds[ops]
     seconds[again_at] = np.array(needs.seconds)[again]
@@ -133,7 +136,7 @@ def play(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledStep:
         static_gradient_bytes=facts.static_gradient_bytes,
         workspace_bytes=facts.workspaces[ops],
         value=table[:, 0],
-        bytes=facts.sizes[table[:, 0]],
+        bytes=facts.sizes[table[:, 0]] * has_bytes,
         start=table[:, 1],
         last=table[:, 2],
         kind=table[:, 3],

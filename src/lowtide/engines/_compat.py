@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,3 +130,150 @@ def bare_twin(module: nn.Module, twins: dict[nn.Module, nn.Module], tensors: dic
             name: None if child is None else bare_twin(child, twins, tensors) for name, child in children
         }
     return twins[module]
+
+
+def compile_with_inductor(
+    module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """A graph of Dynamo's, compiled by inductor, its joint graph split by `partition`.
+
+    Whole steps are not cached by AOTAutograd, whose key knows nothing of plans; the kernels' own cache goes by the
+    graphs that came out of the partitioner, so that a changed plan is never served another's.
+    Obsolete when `torch.compile` takes a partitioner.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**options, "custom_partitioner_fn": _as_partitioner(partition)}
+    with functorch_config.patch(enable_autograd_cache=False):
+        return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches))
+
+
+def compile_without_kernels(
+    module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """The same with every op run as it is: for looking at graphs, and for tests. Obsolete likewise."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def run(graph: Any, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(module, inputs)
+
+
+def torch_partition(joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
+    """torch's own split of a joint graph in two, which goes by the tags on its nodes. Obsolete likewise."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **facts)
+
+
+def _as_partitioner(partition: Callable[..., Any]) -> Any:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+        def __call__(self, gm: Any, joint_inputs: Any, **facts: Any) -> Any:
+            return partition(gm, joint_inputs, **facts)
+
+        def uuid(self) -> Any:
+            return "lowtide"  # what it does shows in the graphs, which are part of the key
+
+        def __reduce__(self) -> Any:  # inductor pickles its options for the key
+            return str, ("lowtide",)
+
+    return Partitioner()
+
+
+def copied_module(module: Any) -> Any:
+    """A graph module whose graph is its own and whose tensors are shared."""
+    from torch.fx import Graph, GraphModule
+
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copied = next(node for node in reversed(graph.nodes) if node.op == "output")
+    copied.meta = dict(next(node for node in reversed(module.graph.nodes) if node.op == "output").meta)
+    made = GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made
+
+
+def saved_names(forward: Any, num_outputs: int) -> list[str]:
+    """The nodes that a forward graph hands to its backward, behind its own outputs. Obsolete likewise."""
+    results = next(node for node in reversed(forward.graph.nodes) if node.op == "output").args[0]
+    return [node.name for node in results[num_outputs:] if hasattr(node, "name")]
+
+
+def static_inputs(module: Any) -> list[bool]:
+    """Which inputs of a graph of Dynamo's are parameters or buffers. Obsolete when Dynamo says so publicly."""
+    found = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            facts = node.meta.get("tensor_dict") or {}
+            found.append("_dynamo_static_input_type" in facts)
+    return found
+
+
+def fake_inputs(module: Any, inputs: list[Any]) -> list[Any]:
+    """Tensors without bytes that stand for the inputs of a graph of Dynamo's: those that Dynamo traced it with.
+
+    Obsolete when Dynamo gives backends such inputs itself.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    found = [node.meta.get("example_value") for node in nodes]
+    return inputs if any(each is None for each in found) else found
+
+
+def is_replayed() -> bool:
+    """Whether what runs now is, or may be, run again by a checkpoint: under saved-tensor hooks, or in a backward.
+
+    Obsolete with a public way to ask for either.
+    """
+    return current_hooks() is not None or torch._C._current_graph_task_id() != -1
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """The hooks on a model's modules. Obsolete with a public way to list them."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
+
+
+def uncompile(module: nn.Module) -> None:
+    """Take back `module.compile()`. Obsolete when modules can do so themselves."""
+    module._compiled_call_impl = None
+
+
+class TracingContext:
+    """What Dynamo knows while it compiles a graph, for compiling the same graph again later. Obsolete likewise."""
+
+    def __init__(self) -> None:
+        from torch._guards import TracingContext as Context
+
+        self._context = Context.try_get()
+
+    def __enter__(self) -> None:
+        from torch._guards import TracingContext as Context
+        from torch._guards import tracing
+
+        self._entered = None
+        if self._context is not None and Context.try_get() is None:
+            self._entered = tracing(self._context)
+            self._entered.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(*exception)
+
+
+def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's options for one of `torch.compile`'s modes. Public as `torch._inductor.list_mode_options`."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic)) if mode not in (None, "default") else {}
+
+
+def is_inductor_option(name: str) -> bool:
+    """Whether inductor knows an option of that name. Public as `torch._inductor.list_options`."""
+    from torch._inductor import list_options
+
+    return name.replace("-", "_") in list_options()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
 VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
-FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque")
+FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque", "fused")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lowtide.graph.fusing import inlined
+
 if TYPE_CHECKING:
     from lowtide.graph import Op, StepGraph
 
@@ -25,14 +27,21 @@ if TYPE_CHECKING:
 FUSED_SHARE = 0.25
 
 _NEVER_AGAIN = ("random", "collective", "index", "mutates", "opaque")
-_UNFUSED = ("custom", "opaque", "collective")
+_UNFUSED = ("custom", "opaque", "collective", "index")
 _PRODUCTS = ("attention", "convolution")  # kernels of their own, also where nobody counted their FLOPs
 
 
 def recompute_s(op: Op) -> float:
-    """Seconds that recomputing an op takes in compiled code: all of its own, or its share where it is fused."""
-    is_own_kernel = op.flops or any(flag in op.flags for flag in _UNFUSED) or any(p in op.name for p in _PRODUCTS)
-    return op.seconds if is_own_kernel else FUSED_SHARE * op.seconds
+    """Seconds that recomputing an op takes in compiled code: all of its own, or its share where it will be fused.
+
+    An op with the flag "fused" was timed as part of what it is fused with.
+    """
+    return op.seconds if "fused" in op.flags or is_own_kernel(op.name, op.flops, op.flags) else FUSED_SHARE * op.seconds
+
+
+def is_own_kernel(name: str, flops: int, flags: tuple[str, ...]) -> bool:
+    """Whether an op is a kernel by itself in compiled code too."""
+    return bool(flops) or any(flag in flags for flag in _UNFUSED) or any(product in name for product in _PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,9 @@ class Derived:
 class Facts:
     """What playing a compiled step needs of a graph, as arrays: of values `made` in the step, and of all ops.
 
-    `sizes` is indexed by value; `seconds` and `workspaces` by op, with an entry for the optimizer's step at the end.
+    `sizes` is indexed by value, and so are `has_bytes` and `has_bytes_again`: whether a value that is not saved is
+    written to memory at all, where it is made and where it is recomputed. `seconds` and `workspaces` are indexed by op,
+    with an entry for the optimizer's step at the end.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -65,6 +76,9 @@ class Facts:
         self.static_gradient_bytes = sum(value.bytes for value in static if value.kind == "gradient")
         self.static_bytes = sum(value.bytes for value in static) - self.static_gradient_bytes
         self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
+        made_inline, again_inline = inlined(graph.ops, graph.values, graph.num_forward)
+        self.has_bytes = ~np.array(made_inline, dtype=bool)
+        self.has_bytes_again = ~np.array(again_inline, dtype=bool)
 
 
 class Needs:

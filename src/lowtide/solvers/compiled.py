@@ -77,8 +77,8 @@ class CompiledSearch:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, of whatever plan."""
-        ends = [self._cost(self._point(family.recomputed(len(family) - 1))) for family in self._families]
-        found = [self._cost(self._point(frozenset())), *self._references, *ends]
+        ends = [self.cost(self._point(family.recomputed(len(family) - 1))) for family in self._families]
+        found = [self.cost(self._point(frozenset())), *self._references, *ends]
         best = min(found, key=lambda each: (each.peak_bytes, each.extra_s))
         return self._timeline(best.keeps)
 
@@ -112,19 +112,19 @@ class CompiledSearch:
     def _family(self, moment: Moment) -> Family:
         """The corners of a hull and the mixes between, up to the corner with the smallest peak."""
         corners = list(dict.fromkeys(choice.recomputed for choice in moment.hull))
-        peaks = [self._cost(self._point(corner)).peak_bytes for corner in corners]
+        peaks = [self.cost(self._point(corner)).peak_bytes for corner in corners]
         return Family(corners[: peaks.index(min(peaks)) + 1])
 
     @cached_property
     def _references(self) -> list[Found]:
         """What people do by hand: no plan of ours may be slower than theirs."""
         plans = [plan for plan in compiled_references(self.graph).values() if plan.keeps]
-        return [self._cost(plan.keeps) for plan in plans]
+        return [self.cost(plan.keeps) for plan in plans]
 
     def _fastest_in(self, family: Family, budget: int) -> Found | None:
         @cache
         def cost(number: int) -> Found:
-            return self._cost(self._point(family.recomputed(number)))
+            return self.cost(self._point(family.recomputed(number)))
 
         last = len(family) - 1
         if cost(last).peak_bytes > budget:
@@ -142,7 +142,7 @@ class CompiledSearch:
     def _all_ops(self) -> frozenset[int]:
         return frozenset(range(self.graph.num_forward))
 
-    def _cost(self, keeps: tuple[int, ...]) -> Found:
+    def cost(self, keeps: tuple[int, ...]) -> Found:
         if keeps not in self._found:
             timeline = self._timeline(keeps)
             self._found[keeps] = Found(keeps, timeline.peak_bytes, timeline.extra_s)

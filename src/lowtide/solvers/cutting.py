@@ -51,10 +51,13 @@ class Choice:
 
 
 class Moment:
-    """What is to be decided for the moment at which op `at` runs. `anchors` are ops whose outputs are saved anyway."""
+    """What is to be decided for the moment at which op `at` runs, or with `is_over` has just run and nothing does.
 
-    def __init__(self, graph: StepGraph, at: int, anchors: Container[int] = ()) -> None:
-        self.graph, self.at = graph, at
+    `anchors` are ops whose outputs are saved anyway.
+    """
+
+    def __init__(self, graph: StepGraph, at: int, anchors: Container[int] = (), *, is_over: bool = False) -> None:
+        self.graph, self.at, self._is_over = graph, at, is_over
         self._needs = graph.needs
         needed_later, self.base_bytes, lives_anyway = self._at_the_moment()
         born_late = [value.born > at for value in graph.values]
@@ -76,14 +79,20 @@ class Moment:
                 needed.add(value)
             elif at < end:
                 in_use.add(value)
-        base = graph.optimizer_state_bytes + graph.other_bytes + graph.ops[at].workspace_bytes
-        free = list(needs.is_free)
+        last = at + 1 if self._is_over else at
+        base = graph.optimizer_state_bytes + graph.other_bytes
+        base += 0 if self._is_over else graph.ops[at].workspace_bytes
+        free, facts = list(needs.is_free), needs.facts
         for index, value in enumerate(graph.values):
             if value.kind == "elsewhere":
                 free[index] = True
                 continue
-            lives = value.born < 0 or (value.born <= at < value.dropped)
-            if lives or index in in_use or (free[index] and index in needed and value.born <= at):
+            lives = value.born < 0 or (value.born <= at and last < value.dropped and facts.has_bytes[index])
+            if (
+                lives
+                or (index in in_use and facts.has_bytes_again[index])
+                or (free[index] and index in needed and value.born <= at)
+            ):
                 base += value.bytes
                 free[index] = True
             free[index] = free[index] or value.kind != "activation"

@@ -205,6 +205,11 @@ def op_argument_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def is_op(target: Any) -> bool:
+    """Whether what a node calls is an op with a schema, and not Python or a graph inside the graph."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def gives_a_number(op: Any) -> bool:
     """Whether an op's result is no tensor: `item`, `equal`. Obsolete with a public schema."""
     results = [str(result.type) for result in op._schema.returns]
@@ -227,3 +232,84 @@ def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
         return _default_to_fused_or_foreach(parameters, group.get("differentiable", False), use_fused=False)[1]
 
     return uses_foreach
+
+
+def is_tensor_value(value: Any) -> bool:
+    """Whether what a node of a graph gives is a tensor, fake or not."""
+    return isinstance(value, Tensor)
+
+
+def hinted_numel(value: Tensor) -> int:
+    """Elements of a fake tensor; a symbolic size counts as what it was when the graph was made.
+
+    Obsolete when `torch.export` or `torch.compiler` shows the hints of symbolic sizes.
+    """
+    return int(hint(value.numel()) or 0)
+
+
+def node_flops(node: Any) -> int:
+    """FLOPs of one node of a graph by torch's own formulas; 0 for what has none."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(op_packet(node.target))
+    if formula is None:
+        return 0
+    args, kwargs = node_arguments(node, lambda value: value)
+    try:
+        # As hinted: a symbolic number that is asked for its value would be a constant of the graph from then on.
+        return int(hint(formula(*args, **kwargs, out_val=node.meta.get("val"))))
+    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):  # sizes that a formula does not know
+        return 0
+
+
+def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The arguments of a node, with each node among them replaced by what `change` makes of its value."""
+    from torch.fx.node import map_arg
+
+    def value(each: Any) -> Any:
+        return change(each.meta.get("val"))
+
+    return map_arg(node.args, value), map_arg(node.kwargs, value)
+
+
+def hint(size: Any) -> Any:
+    """What a symbolic size was when the graph was made; other things as they are. Obsolete like `hinted_numel`."""
+    node = getattr(size, "node", None)
+    return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+@contextlib.contextmanager
+def real_world() -> Iterator[None]:
+    """A block in which tensors are real, in the middle of a compiler's pass over fake ones.
+
+    Obsolete when `torch.compiler` lets a backend run an op.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+def node_argument(node: Any, name: str) -> Any:
+    """The argument of that name in a node's call, its default where it is not given; None where there is none such."""
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def written_inputs(joint: Any) -> list[Any]:
+    """The inputs of a joint graph that its forward changes: in the graph, or by what runs it, from an output.
+
+    Obsolete when AOTAutograd's descriptions of inputs and outputs are public.
+    """
+    nodes = list(joint.nodes)
+    described = nodes[-1].meta.get("desc") or ()
+    changed = [each.mutated_input for each in described if hasattr(each, "mutated_input")]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    found = [node for node in inputs if node.meta.get("desc") in changed]
+    for node in nodes:
+        if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs:
+            found.append(node.args[0])
+    return found

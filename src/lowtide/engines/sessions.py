@@ -1,0 +1,282 @@
+"""Compiled graphs of one model that share one budget: what each of them runs, and whether the peak holds.
+
+A step calls graphs one after the other; those of equal blocks are one graph that is called again and again. In the
+first step the session guesses what is to come (as many calls as the model has blocks); from then on it knows the
+**course** that a step takes, one of several where batches have several shapes. When a step went by with nothing
+compiled in it, its measured peak corrects what was predicted, and where that makes a difference variants are chosen
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide.engines import _compat
+from lowtide.engines.blockoffload import BlockOffload
+from lowtide.engines.choosing import Choice, Chooser
+from lowtide.engines.peakmeters import PeakMeter, meter_of
+from lowtide.engines.plannedgraphs import PlannedGraph
+from lowtide.engines.stepcalls import StepCalls
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.memory.store import ActivationStore
+from lowtide.solvers.sharing import Variant
+from lowtide.tracing.devices import present_device
+from lowtide.units import format_bytes, parse_bytes
+
+logger = logging.getLogger("lowtide")
+
+_MOST_CORRECTIONS = 6
+_MOST_COURSES = 16
+_WORTH_A_COMPILE = 0.005  # of the step's time
+_numbers = itertools.count()
+
+
+@dataclass
+class Course:
+    """Graphs in the order in which a step calls them, by their numbers, and what they run."""
+
+    numbers: tuple[int, ...]
+    choice: Choice
+    error: InfeasibleBudgetError | None = None
+    is_settled: bool = False
+    measured: list[tuple[Choice, int]] = field(default_factory=list)
+
+    def begins_with(self, numbers: tuple[int, ...]) -> bool:
+        return self.numbers[: len(numbers)] == numbers
+
+
+@dataclass
+class Run:
+    """How a graph shall run this time; `end` is called with what it gave."""
+
+    variant: Variant
+    context: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    end: Callable[[Any], None] = lambda outputs: None
+
+
+class Session:
+    """One budget, and the compiled graphs that keep it. `num_blocks` is how many calls the first step expects.
+
+    Steps of one session are to run one after the other, not in several threads at once.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        chooser: Chooser | None = None,
+        num_blocks: int = 1,
+        meter_of: Callable[[torch.device], PeakMeter | None] = meter_of,
+    ) -> None:
+        self.number = next(_numbers)
+        self.options: Any = None  # what a backend was given
+        self.budget = budget
+        self.chooser = chooser or Chooser()
+        self.num_blocks = num_blocks
+        self._meter_of = meter_of
+        # Dynamo holds graphs as long as it may call them. What it has let go of is not planned for any more.
+        self._graphs: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
+        self._calls = StepCalls()
+        self._courses: dict[tuple[int, ...], Course] = {}
+        self._course: Course | None = None
+        self._is_clean = False
+        self._store: ActivationStore | None = None
+
+    @property
+    def graphs(self) -> list[PlannedGraph]:
+        """Those that train, in the order in which they were compiled."""
+        return [self._graphs[number] for number in sorted(self._graphs)]
+
+    # What graphs ask.
+
+    def first_variant(self, graph: PlannedGraph) -> Variant:
+        """What a graph that is being compiled for the first time shall run."""
+        self._graphs[graph.number] = graph
+        if _compat.is_replayed():
+            return graph.variants[0]
+        self._end_step()
+        called = self._calls.numbers
+        left = max(1, self.num_blocks - len(called))
+        self._course = self._planned((*called, *[graph.number] * left))
+        if self._meter is None:  # the rest is a guess, and no reason to refuse
+            self._course.error = self._known((*called, graph.number)).error
+        return self._course.choice.variants[len(called)]
+
+    def next_run(self, graph: PlannedGraph) -> Run:
+        """What a graph that is called now shall run, and in what context."""
+        if _compat.is_replayed():
+            # A checkpoint around the block decides what lives. It compares what is saved now with what is saved when it
+            # replays, so both run the same.
+            return Run(graph.variants[0])
+        self._end_step()
+        called = self._calls.numbers
+        course = self._course_of((*called, graph.number))
+        if course is None:  # calls that were not foreseen: the smallest, until the step is known
+            return Run(graph.variants[-1], end=self._calls.begin(graph.number))
+        if course.error is not None:
+            raise course.error.with_traceback(None)
+        choice, position = course.choice, len(called)
+        context = self._moving(choice, position)
+        return Run(choice.variants[position], context, self._calls.begin(graph.number))
+
+    def _moving(self, choice: Choice, position: int) -> contextlib.AbstractContextManager[Any]:
+        moved = choice.moved[position]
+        if not moved:
+            return contextlib.nullcontext()
+        if self._store is None:
+            in_flight = 2 * max(map(sum, choice.moved))
+            self._store = ActivationStore(host=self.chooser.host_bytes, in_flight=in_flight)
+        return BlockOffload(self._store, moved)
+
+    def is_compiling(self) -> None:
+        """Peaks that are measured while something compiles are no step's."""
+        self._is_clean = False
+
+    # Courses.
+
+    def _course_of(self, numbers: tuple[int, ...]) -> Course | None:
+        """The course that a step is on which has called these graphs."""
+        if self._course is not None and self._course.begins_with(numbers):
+            return self._course
+        for course in reversed(self._courses.values()):
+            if course.begins_with(numbers):
+                self._is_clean &= len(numbers) == 1  # else it began as another
+                self._course = course
+                return course
+        return None
+
+    def _planned(self, numbers: tuple[int, ...]) -> Course:
+        """A course with what it shall run."""
+        instances = [self._graphs[number] for number in numbers]
+        return Course(numbers, self.chooser.choose(instances, self.budget_bytes))
+
+    def _known(self, numbers: tuple[int, ...]) -> Course:
+        """Likewise, of calls that a step makes; an error if the prediction is too large and nothing can be measured."""
+        course = self._planned(numbers)
+        if not course.choice.is_within and self._meter is None:
+            course.error = self._infeasible(course.choice.peak_bytes, "predicted")
+        return course
+
+    def _end_step(self) -> None:
+        """If the last step's backward has begun: what it called is known now, and its peak."""
+        if not self._calls.is_over:
+            return
+        called = self._calls.take()
+        alive = {numbers: course for numbers, course in self._courses.items() if self._is_alive(numbers)}
+        self._courses = dict(list(alive.items())[-_MOST_COURSES:])
+        if not called or not self._is_alive(called):
+            self._course, self._is_clean = None, False
+            return
+        if self._course is None or self._course.numbers != called:
+            self._course = self._courses.get(called) or self._known(called)
+            self._is_clean = False
+        elif called not in self._courses:  # guessed right
+            self._course.error = self._known(called).error if self._meter is None else None
+        self._courses.pop(called, None)
+        self._courses[called] = self._course  # the last one seen, last
+        self._measure(self._course)
+
+    def _is_alive(self, numbers: tuple[int, ...]) -> bool:
+        return all(number in self._graphs for number in numbers)
+
+    # Measuring.
+
+    @property
+    def _meter(self) -> PeakMeter | None:
+        return self._meter_of(self._device)
+
+    def _measure(self, course: Course) -> None:
+        meter = self._meter
+        if meter is None or all(each.is_settled for each in self._courses.values()):
+            self._is_clean = False
+            return
+        if self._is_clean and not course.is_settled:
+            self._judge(course, meter.peak_bytes())
+        meter.reset()
+        self._is_clean = True
+
+    def _judge(self, course: Course, measured: int) -> None:
+        before, budget = course.choice, self.budget_bytes
+        course.measured.append((before, measured))
+        self.chooser.learn(before, measured)
+        instances = [self._graphs[number] for number in course.numbers]
+        now = self.chooser.choose(instances, budget)
+        step_s = sum(graph.step_s for graph in instances)
+        if measured <= budget and before.extra_s - now.extra_s < _WORTH_A_COMPILE * step_s:
+            now = before  # good as it is
+        course.is_settled = now.is_like(before) or len(course.measured) >= _MOST_CORRECTIONS
+        if course.is_settled:
+            held = [choice for choice, peak in course.measured if peak <= budget]
+            if held:
+                now = min(held, key=lambda choice: choice.extra_s)
+            else:
+                course.error = self._infeasible(min(peak for _, peak in course.measured), "measured")
+        course.choice = now
+        logger.info(
+            "compiled step: peak %s measured, %s predicted, within %s%s",
+            format_bytes(measured),
+            format_bytes(before.peak_bytes),
+            format_bytes(budget),
+            "" if now.is_like(before) else "; choosing again",
+        )
+
+    def _infeasible(self, floor: int, how: str) -> InfeasibleBudgetError:
+        lower = ", or compile with regional=False, which can go lower" if self.num_blocks > 1 else ""
+        return InfeasibleBudgetError(
+            f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(floor)} ({how}) that this compiled "
+            f"step needs at least. Raise the budget, make the batch smaller{lower}.",
+            floor,
+        )
+
+    # Facts.
+
+    @property
+    def _device(self) -> torch.device:
+        return next((graph.device for graph in self.graphs), torch.device("cpu"))
+
+    @property
+    def budget_bytes(self) -> int:
+        return parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
+
+    def describe(self) -> str:
+        """What each graph runs, in words."""
+        course = self._course
+        if course is None or not self._is_alive(course.numbers):
+            return NOTHING_YET
+        choice, instances = course.choice, [self._graphs[number] for number in course.numbers]
+        step_s = max(sum(graph.step_s for graph in instances), 1e-12)
+        peaks = [peak for measured, peak in course.measured if measured.is_like(choice)]
+        num_graphs = len(set(course.numbers))
+        lines = [
+            f"{_count(len(instances), 'call')} of {_count(num_graphs, 'compiled graph')} within "
+            f"{format_bytes(self.budget_bytes)}",
+            f"  peak    {format_bytes(choice.peak_bytes)} predicted"
+            + (f", {format_bytes(peaks[-1])} measured" if peaks else ""),
+            f"  slower  {100 * choice.extra_s / step_s:.1f} % predicted, at least "
+            f"{100 * choice.lower_bound_s / step_s:.1f} % with any choice",
+        ]
+        if any(choice.moved):
+            lines.append(f"  moved   {format_bytes(sum(map(sum, choice.moved)))} to the host and back")
+        names = {number: index for index, number in enumerate(dict.fromkeys(course.numbers))}
+        calls = zip(course.numbers, choice.variants, strict=True)
+        for (number, variant), run in itertools.groupby(calls):
+            what = "as torch decides" if variant.keeps is None else f"{_count(len(variant.keeps), 'op')} kept"
+            lines.append(
+                f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
+            )
+        return "\n".join(lines)
+
+
+NOTHING_YET = "nothing compiled for training yet: run a step first"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")

@@ -1,0 +1,30 @@
+"""A compiled plan as tags on a joint graph, which torch's own partitioner carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lowtide.tracing.joint import JointStep
+
+TAG = "recompute"
+
+
+def tag(step: JointStep, keeps: Container[int]) -> None:
+    """Mark each forward node as saved or recomputed. A user's own checkpoint regions keep their marks.
+
+    Views are never saved: those of a value that is, are made again from it.
+    """
+    recomputable = step.graph.needs.recomputable
+    for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):
+        is_saved = index in keeps or not recomputable[index]
+        for each in (node, *parts):
+            _mark(each, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
+    for view in step.views:
+        _mark(view, CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:
+    node.meta.setdefault(TAG, policy)

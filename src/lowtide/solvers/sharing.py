@@ -1,0 +1,226 @@
+"""Compiled graphs that share one budget: which variant each of them runs.
+
+A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
+the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
+graph's fastest. What an instance saves is held from its forward to its backward, so all of it is there when the
+backward begins. For a price per byte each instance decides for itself; so from everything saved, instances take the
+step with the least seconds per byte next, early ones first, until the *whole* chain fits at each of its moments. The
+steps do not depend on the budget: a larger one never ends at a slower choice, a smaller one never at a larger peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan
+from lowtide.simulator import Timeline, simulate
+from lowtide.solvers.cutting import Moment
+
+SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
+_LAG = 2  # instances that run while a copy is on its way
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a compiled graph: which ops' outputs it keeps (None: as torch's own partitioner decides).
+
+    `saved_bytes` are held from its forward to its backward; `movable` are the sizes of those worth a copy, largest
+    first; `forward_bytes` and `backward_bytes` are the most that its two directions need on top, what it hands out left
+    aside.
+    """
+
+    keeps: tuple[int, ...] | None
+    saved_bytes: int
+    movable: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+    extra_s: float
+
+
+def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ...]:
+    """The variants of a graph worth running, each smaller and slower than the one before.
+
+    The first is `default`, the ops whose outputs torch's own partitioner saves; nothing counts as faster than it. The
+    others are the best choices for all prices of a byte.
+    """
+    needs = graph.needs
+    default_s = needs.seconds_of(needs.derive(frozenset(default)))
+    best = [variant_of(graph, None, default, default_s)]
+    if graph.num_forward < len(graph.ops):
+        every = frozenset(range(graph.num_forward))
+        points = (
+            needs.derive(every - choice.recomputed)
+            for choice in Moment(graph, graph.num_forward - 1, is_over=True).hull
+        )
+        found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
+        for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
+            if variant.saved_bytes < best[-1].saved_bytes:
+                best.append(variant)
+    return _convex(best)
+
+
+def variant_of(graph: StepGraph, keeps: tuple[int, ...] | None, saved: tuple[int, ...], default_s: float) -> Variant:
+    """The variant that saves the outputs of the ops `saved`, against one that takes `default_s` to recompute."""
+    timeline = simulate(graph, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+    derived = graph.needs.derive(frozenset(saved))
+    sizes = [graph.values[value].bytes for value in derived.saved]
+    saved_bytes = sum(sizes)
+    handed_out = sum(value.bytes for value in graph.values if 0 <= value.born < graph.num_forward < value.dropped)
+    return Variant(
+        keeps,
+        saved_bytes,
+        tuple(sorted((size for size in sizes if size >= SMALLEST_MOVED), reverse=True)),
+        max(0, _most(timeline, (0,)) - saved_bytes),
+        max(0, _most(timeline, (1, 2)) - saved_bytes - handed_out),
+        max(0.0, graph.needs.seconds_of(derived) - default_s),
+    )
+
+
+def _most(timeline: Timeline, phases: tuple[int, ...]) -> int:
+    events = np.isin(timeline.phases, phases)
+    return int(timeline.total_bytes[events].max()) if events.any() else 0
+
+
+def _convex(variants: list[Variant]) -> tuple[Variant, ...]:
+    """Those on the lower convex hull of seconds over saved bytes."""
+    found: list[Variant] = []
+    for variant in variants:
+        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], variant):
+            found.pop()
+        found.append(variant)
+    return tuple(found)
+
+
+def _price(fast: Variant, small: Variant) -> float:
+    return (small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Bytes that are there whatever the instances save: when each one's forward and backward begins, and the most in
+    between (the loss) and elsewhere (the optimizer's step). Inputs of instances, which are held too, count here.
+    """
+
+    forward_bytes: tuple[int, ...]
+    between_bytes: int
+    backward_bytes: tuple[int, ...]
+    elsewhere_bytes: int = 0
+
+    @staticmethod
+    def flat(num_instances: int, base_bytes: int) -> Surroundings:
+        """The same bytes at all times."""
+        return Surroundings((base_bytes,) * num_instances, base_bytes, (base_bytes,) * num_instances, base_bytes)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds."""
+
+    chosen: tuple[int, ...]
+    moved: tuple[tuple[int, ...], ...]
+    peak_bytes: int
+    extra_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class SharedBudget:
+    """Instances in the order of the forward, each with its variants, and what surrounds them.
+
+    `quotas` are bytes that each instance may move to the host, what one leaves of it being the next one's; they are
+    away two instances later, and back two instances before they are needed.
+    """
+
+    instances: Sequence[tuple[Variant, ...]]
+    surroundings: Surroundings
+    quotas: tuple[int, ...] = ()
+
+    def choose(self, budget: int) -> Shared | None:
+        """The first choice along the steps whose peak fits; None where none does."""
+        number = next((number for number, peak in enumerate(self._peaks) if peak <= budget), None)
+        return None if number is None else self._shared(self._path[number], budget)
+
+    @property
+    def floor(self) -> Shared:
+        """The choice along the steps with the smallest peak."""
+        smallest = min(self._peaks)
+        return self._shared(self._path[self._peaks.index(smallest)], smallest)
+
+    @cached_property
+    def _path(self) -> list[tuple[int, ...]]:
+        """Choices from everything saved, step by step; each step takes one instance to its next variant."""
+        steps = sorted(
+            (_price(fast, small), index, number)
+            for index, variants in enumerate(self.instances)
+            for number, (fast, small) in enumerate(pairwise(variants), 1)
+        )
+        chosen = [0] * len(self.instances)
+        found = [tuple(chosen)]
+        for _, index, number in steps:
+            chosen[index] = number
+            found.append(tuple(chosen))
+        return found
+
+    @cached_property
+    def _peaks(self) -> list[int]:
+        """Of each choice. They need not fall along the path: what is not saved is held while it is recomputed."""
+        return [self.peak_bytes(chosen) for chosen in self._path]
+
+    def peak_bytes(self, chosen: Sequence[int]) -> int:
+        """The most bytes at any moment of the step."""
+        return self.peak(chosen)[0]
+
+    def peak(self, chosen: Sequence[int]) -> tuple[int, int]:
+        """The most bytes at any moment of the step, and which instance runs then (-1: none)."""
+        running = [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
+        around, last = self.surroundings, len(running) - 1
+        saved = [variant.saved_bytes for variant in running]
+        left = [size - sum(moved) for size, moved in zip(saved, self.moved(chosen), strict=True)]
+        held = [0, *accumulate(left)]  # held[i]: by instances before the i-th, what they move being away
+
+        def here_with(index: int) -> int:
+            late = max(index - _LAG, 0)
+            return held[late] + sum(saved[late : index + 1])
+
+        most, where = max(around.elsewhere_bytes, around.between_bytes + here_with(last)), -1
+        for index, variant in enumerate(running):
+            here = here_with(index)
+            forward = around.forward_bytes[index] + here + variant.forward_bytes
+            backward = around.backward_bytes[index] + here + variant.backward_bytes
+            if max(forward, backward) > most:
+                most, where = max(forward, backward), index
+        return most, where
+
+    def moved(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
+        """The sizes of what each instance moves: the largest that fit into its quota, and so on."""
+        found: list[tuple[int, ...]] = [()] * len(self.instances)
+        spare = 0
+        for index, quota in enumerate(self.quotas):
+            room, sizes = quota + min(spare, quota), []
+            for size in self.instances[index][chosen[index]].movable:
+                if size <= room:
+                    sizes.append(size)
+                    room -= size
+            found[index], spare = tuple(sizes), room
+        return found
+
+    def _shared(self, chosen: tuple[int, ...], budget: int) -> Shared:
+        extra_s = sum(variants[number].extra_s for variants, number in zip(self.instances, chosen, strict=True))
+        moved = tuple(self.moved(chosen))
+        return Shared(chosen, moved, self.peak_bytes(chosen), extra_s, min(extra_s, self.lower_bound_s(budget)))
+
+    def lower_bound_s(self, budget: int) -> float:
+        """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
+        allowed = budget - self.surroundings.between_bytes
+        prices = {_price(fast, small) for variants in self.instances for fast, small in pairwise(variants)}
+        least_s = sum(variants[0].extra_s for variants in self.instances)
+        for price in prices:
+            duals = (min(v.extra_s + price * v.saved_bytes for v in variants) for variants in self.instances)
+            least_s = max(least_s, sum(duals) - price * allowed)
+        return least_s

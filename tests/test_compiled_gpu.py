@@ -1,0 +1,95 @@
+"""The compiled engine on a GPU: measured peaks hold, gradients are those of a plain compile, moved values come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import lowtide
+from kernelless import PLENTY, session_of, squeeze
+from test_compiled import MLP, Stack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # whatever inductor has to say
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+
+
+def step(model: nn.Module, batch: Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    model(batch).float().square().mean().backward()
+
+
+def peak_bytes(model: nn.Module, batch: Tensor) -> int:
+    """Of a step after another one."""
+    step(model, batch)
+    torch.cuda.reset_peak_memory_stats()
+    step(model, batch)
+    return torch.cuda.max_memory_allocated()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.float().clone() for parameter in model.parameters()]
+
+
+def test_budgets_hold_and_gradients_are_close_to_the_plain_compile() -> None:
+    model = Stack(*(zoo.Block(512, 8, 0.0) for _ in range(6))).to("cuda", torch.bfloat16)
+    batch = torch.randn(8, 512, 512, device="cuda", dtype=torch.bfloat16)
+    lowtide.compile(model, budget=PLENTY)
+    for _ in range(4):
+        step(model, batch)
+    plain, expected = peak_bytes(model, batch), gradients(model)
+    model.zero_grad(set_to_none=True)
+    static = torch.cuda.memory_allocated() + sum(p.nbytes for p in model.parameters())
+    peaks = []
+    for share in (0.8, 0.6, 0.45):
+        budget = int(static + share * (plain - static))
+        squeeze(model, budget)
+        for _ in range(10):
+            step(model, batch)
+        peaks.append(peak_bytes(model, batch))
+        assert peaks[-1] <= budget < plain
+        assert "measured" in lowtide.explain_compiled(model)
+        for ours, theirs in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * theirs.abs().max().item())
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_moved_values_come_back_as_they_were() -> None:
+    model = Stack(*(MLP(1024) for _ in range(8))).to("cuda", torch.bfloat16)
+    batch = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+    lowtide.compile(model, budget=PLENTY, host="4GiB")
+    for _ in range(4):
+        step(model, batch)
+    here, expected = peak_bytes(model, batch), gradients(model)
+    course = session_of(model)._course
+    assert course is not None and not any(course.choice.moved)
+    # The largest of what each block saves, but for the last, which is needed again at once.
+    moved = tuple(variant.movable[:1] for variant in course.choice.variants[:-1])
+    assert all(moved)
+    course.choice = replace(course.choice, moved=(*moved, ()))
+    for _ in range(3):
+        step(model, batch)
+    assert all(map(torch.equal, gradients(model), expected))
+    assert peak_bytes(model, batch) < here - sum(map(sum, moved)) // 3
+    assert "to the host and back" in lowtide.explain_compiled(model)
+
+
+def test_an_infeasible_budget_is_measured_first() -> None:
+    model = Stack(*(MLP(256) for _ in range(3))).to("cuda", torch.bfloat16)
+    batch = torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16)
+    lowtide.compile(model, budget="1MiB")
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="measured") as caught:
+        for _ in range(10):
+            step(model, batch)
+    assert caught.value.floor_bytes > 1 << 20
