@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.reports import Report
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
 BATCH, CONTEXT, STEPS = 8, 128, 4
@@ -113,6 +117,7 @@ class Demonstration:
     foretold_bytes: int
     budget_bytes: int
     plan: lowtide.Plan
+    measured_peak_bytes: int | None  # by `fit`, of the whole step
     runs: dict[str, Trained]
 
     @property
@@ -128,6 +133,13 @@ class Demonstration:
         """The largest of any entry against the plain run's, after the last step."""
         pairs = zip(self.runs[PLAIN].gradients, self.runs[name].gradients, strict=True)
         return max((a - b).abs().max().item() for a, b in pairs)
+
+    def report(self, path: str | os.PathLike[str]) -> Report:
+        """Write the plan's report, with what was measured."""
+        ratio = self.runs[OURS].step_s / self.runs[PLAIN].step_s
+        return self.plan.report(
+            path, measured_peak_bytes=self.measured_peak_bytes, measured_step_s=ratio * self.plan.step_s
+        )
 
     def as_json(self) -> dict[str, Any]:
         rows = [
@@ -169,24 +181,27 @@ def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demo
     num_parameters = sum(parameter.numel() for parameter in GPT().parameters())
     stage("estimating")
     budget, foretold = half_of_the_activations()
-    plans: list[lowtide.Plan] = []
+    handles: list[lowtide.Applied] = []
 
     def per_block(model: nn.Module, *_: Any) -> None:
         lowtide.apply(model, lowtide.RecomputeAll())
 
     def within_budget(model: nn.Module, loss_fn: Any, tokens: Tensor) -> None:
-        plans.append(lowtide.fit(model, loss_fn, tokens, budget=budget).plan)
+        handles.append(lowtide.fit(model, loss_fn, tokens, budget=budget))
 
     ways: dict[str, Prepare] = {PLAIN: lambda *_: None, PER_BLOCK: per_block, OURS: within_budget}
     runs = {}
     for name, prepare in ways.items():
         stage(f"training: {name}")
         runs[name] = train(prepare)
-    return Demonstration(num_parameters, foretold, budget, plans[0], runs)
+    handle: Any = handles[0]
+    return Demonstration(num_parameters, foretold, budget, handle.plan, handle.measured_peak_bytes, runs)
 
 
-def main() -> None:
-    print(demonstrate())
+def main(report: str = "lowtide-demo.html") -> None:
+    shown = demonstrate()
+    print(shown)
+    print(f"\n{shown.report(report)}")
 
 
 if __name__ == "__main__":
