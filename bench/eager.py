@@ -4,7 +4,8 @@
 
 Peers: nothing; torch's checkpoint on each block and on every second; torch's selective checkpointing that keeps all
 matrix products, and every other one (as torchtitan does); Hugging Face's own `gradient_checkpointing` where it is one
-of theirs. Ours is `lowtide.fit` at each peer's measured peak, and at budgets between the floor and the plain peak.
+of theirs; on a GPU, everything offloaded by torch's `save_on_cpu`. Ours is `lowtide.fit` at each peer's measured peak,
+and at budgets between the floor and the plain peak; on a GPU also with host memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lowtide.engines.regions import find_regions
 
 PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+HOST = 64 << 30
 
 
 def gpt_large(device: str) -> zoo.Job:
@@ -110,6 +112,8 @@ def peers(job: zoo.Job) -> dict[str, Any]:
     }
     if hasattr(job.model, "gradient_checkpointing_enable"):
         found["Hugging Face gradient_checkpointing"] = functools.partial(hugging_face, job)
+    if next(job.model.parameters()).is_cuda:
+        found["torch save_on_cpu, everything"] = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
     return found
 
 
@@ -143,18 +147,22 @@ def compare(name: str, device: str, rounds: int) -> list[str]:
     plain_s, plain_peak = found["nothing"]
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
     floor = lowtide.sweep(graph, []).floor_bytes
-    targets = [
-        (f"at the peak of: {peer}", peak, seconds) for peer, (seconds, peak) in found.items() if peer != "nothing"
+    at_peaks = [(f"at the peak of: {peer}", peak, seconds, 0) for peer, (seconds, peak) in found.items()][1:]
+    targets = [target for target in at_peaks if "save_on_cpu" not in target[0]]
+    shares = [
+        (f"{int(100 * s)} % of the way from floor", int(floor + (plain_peak - floor) * s), 0.0, 0) for s in SHARES
     ]
-    targets += [(f"{int(100 * s)} % of the way from floor", int(floor + (plain_peak - floor) * s), 0.0) for s in SHARES]
+    targets += shares
+    if device == "cuda":
+        targets += [(f"{label}, with host memory", *rest, HOST) for label, *rest, _ in (*at_peaks, *shares)]
     lines = ["", f"## {name}: plain {1e3 * plain_s:.1f} ms, {plain_peak / 2**30:.3f} GiB", ""]
     lines += [
         "| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |",
         "|" + "---|" * 9,
     ]
-    for label, budget, seconds in targets:
+    for label, budget, seconds, host in targets:
         try:
-            handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
+            handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, host=host)
         except lowtide.InfeasibleBudgetError as error:
             lines.append(f"| {label} | {budget / 2**30:.3f} | infeasible: {str(error).splitlines()[0]} |")
             continue
