@@ -155,7 +155,8 @@ def _trace_fake(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 def _record_fake(model: Any, loss_fn: Any, args: Any, setting: _Setting, reports: bool = False) -> list[Recorder]:
     """Two recordings on fake tensors."""
     restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
-    faker = Faker(setting.device, moves_all=setting.is_foreign)
+    # A model on the meta device is nowhere yet: where it goes, its batch will go.
+    faker = Faker(setting.device, moves_all=setting.is_foreign or setting.is_on_meta)
     recorders: list[Recorder] = []
     try:
         fake_args = faker.fake_all(args)
