@@ -1,4 +1,4 @@
-"""The compiled engine on a GPU: measured peaks hold, gradients are those of the plain compile, moved values come back."""
+"""The compiled engine on a GPU: measured peaks hold, gradients are the plain compile's, moved values come back."""
 
 from __future__ import annotations
 
