@@ -137,6 +137,20 @@ def test_exceptions_leave_the_next_step_as_it_was() -> None:
     assert len(session_of(ours)._course.numbers) == 3
 
 
+def test_inside_data_parallel() -> None:
+    """Blocks compiled in place, the model wrapped later: its hooks and buckets see the same gradients."""
+    model = Stack(MLP(), MLP(), MLP())
+    expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), squared)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(tight(model))
+        for _ in range(2):
+            assert_equal(expected, left_behind(model, lambda _: squared(parallel)))
+        assert any(variant.keeps is not None for variant in running(model))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # Graphs that come and go.
 
 

@@ -152,10 +152,8 @@ def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
     if regional is False:
         return []
     try:
-        found = list(find_regions(model, None).values())
+        found = [module for module in find_regions(model, None).values() if _is_worth_a_graph(module)]
     except ValueError:
-        found = []
-    if not all(map(_is_worth_a_graph, found)):
         found = []
     if regional and not found:
         raise ValueError(
