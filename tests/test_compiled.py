@@ -185,8 +185,11 @@ MODELS = {
 }
 
 
-CASES = [(name, True) for name in MODELS]
-CASES += [(name, False) for name in ("dropout", "batch norm", "torch's checkpoint inside", "graph breaks")]
+FAST = [("dropout", True), ("routed", True), ("batch norm", True), ("graph breaks", True), ("dropout", False)]
+FAST += [("torch's checkpoint inside", True), ("called twice", True)]
+ALL = [(name, True) for name in MODELS]
+ALL += [(name, False) for name in ("dropout", "batch norm", "torch's checkpoint inside", "graph breaks")]
+CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in ALL]
 
 
 @pytest.mark.parametrize("name, regional", CASES)
@@ -203,8 +206,7 @@ def test_a_step_at_the_floor_leaves_behind_what_the_fastest_does(name: str, regi
     assert any(variant.keeps is not None for variant in running(model)), "nothing was recomputed"
 
 
-@pytest.mark.parametrize("step", [squared, autocast])
-@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+@pytest.mark.parametrize("step, regional", [(squared, False), (autocast, True)])
 def test_with_plenty_torchs_own_partition_is_untouched(step: Any, regional: bool, compiler: Compiler) -> None:
     model = Stack(MLP(dropout=0.5), MLP(dropout=0.5), MLP(dropout=0.5))
     plain = compiled_plainly(copy.deepcopy(model), regional=regional)

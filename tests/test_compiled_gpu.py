@@ -1,4 +1,4 @@
-"""The compiled engine on a GPU: measured peaks hold, gradients are those of a plain compile, moved values come back."""
+"""The compiled engine on a GPU: measured peaks hold, gradients are the plain compile's, moved values come back."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import lowtide
 from kernelless import PLENTY, session_of, squeeze
+from lowtide.tracing.devices import present_device
+from lowtide.tracing.joint import NodeFacts
+from lowtide.tracing.nodecosts import node_costs
 from test_compiled import MLP, Stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # whatever inductor has to say
@@ -93,3 +96,22 @@ def test_an_infeasible_budget_is_measured_first() -> None:
         for _ in range(10):
             step(model, batch)
     assert caught.value.floor_bytes > 1 << 20
+
+
+def test_ops_are_timed_without_a_trace() -> None:
+    """Random states are as they were; what does not fit into memory is foretold."""
+
+    def product(width: int) -> NodeFacts:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(width, width, device="meta")
+        node = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        node.meta["val"] = torch.empty(width, width, device="meta")
+        return NodeFacts(node, (), 2 * width**3, 12 * width**2, torch.float32)
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    seconds = node_costs(present_device(device), device)
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    assert 0 < seconds(product(64)) < 1
+    assert seconds(product(1 << 19)) > 1
+    assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())

@@ -201,6 +201,12 @@ def test_two_courses_are_each_measured() -> None:
     assert all(course.is_settled for course in steps.session._courses.values())
 
 
+def test_what_graphs_hand_to_one_another_counts() -> None:
+    graph = FakeGraph(1)
+    graph.handed_out_bytes, graph.batch_bytes = 5, 3
+    assert VariantsOnly(model_bytes=BASE).choose([graph] * 3, 1 << 30).peak_bytes == BASE + 3 + 3 * (40 + 5)
+
+
 def test_what_a_checkpoint_may_replay_always_runs_the_same() -> None:
     steps = Steps(BASE + 40, None)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):

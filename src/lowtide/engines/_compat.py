@@ -238,6 +238,23 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
 
 
+def compile_module(module: nn.Module, **options: Any) -> None:
+    """`module.compile()`, also for classes whose forward is torch's own (nn.Sequential, nn.TransformerEncoderLayer).
+
+    Dynamo does not begin a graph in torch's own code, and `Module.compile` would silently do nothing. Obsolete when it
+    adds a frame of its own, as `torch.compile(module)` does.
+    """
+    if not type(module).forward.__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+    call = module._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(run, **options)
+
+
 def uncompile(module: nn.Module) -> None:
     """Take back `module.compile()`. Obsolete when modules can do so themselves."""
     module._compiled_call_impl = None

@@ -77,7 +77,7 @@ def compile(
     if model in _by_model:
         _by_model.pop(model).take_off()
     for module in blocks or [model]:
-        module.compile(backend=run, dynamic=dynamic, fullgraph=fullgraph)
+        _compat.compile_module(module, backend=run, dynamic=dynamic, fullgraph=fullgraph)
     first = FirstForward(chooser, blocks).watch(model) if blocks else None
     _by_model[model] = _Put(session, blocks or [model], first)
     _sessions.add(session)
@@ -152,14 +152,20 @@ def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
     if regional is False:
         return []
     try:
-        return list(find_regions(model, None).values())
-    except ValueError as error:
-        if regional:
-            raise ValueError(
-                f"regional=True compiles repeated blocks, and {type(model).__name__} has none. Leave it out, or "
-                "compile the whole model with regional=False"
-            ) from error
-        return []
+        found = [module for module in find_regions(model, None).values() if _is_worth_a_graph(module)]
+    except ValueError:
+        found = []
+    if regional and not found:
+        raise ValueError(
+            f"regional=True compiles repeated blocks, and {type(model).__name__} has none. Leave it out, or compile "
+            "the whole model with regional=False"
+        )
+    return found
+
+
+def _is_worth_a_graph(module: nn.Module) -> bool:
+    """Not a layer of torch's own that is a kernel or two, such as nn.Linear."""
+    return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
 
 
 def _host_bytes(host: int | str, blocks: list[nn.Module]) -> int:

@@ -250,7 +250,7 @@ class Session:
         """What each graph runs, in words."""
         course = self._course
         if course is None or not self._is_alive(course.numbers):
-            return NOTHING_YET
+            return ALL_REPLAYED if self._graphs else NOTHING_YET
         choice, instances = course.choice, [self._graphs[number] for number in course.numbers]
         step_s = max(sum(graph.step_s for graph in instances), 1e-12)
         peaks = [peak for measured, peak in course.measured if measured.is_like(choice)]
@@ -275,6 +275,7 @@ class Session:
         return "\n".join(lines)
 
 
+ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which decide what lives: no plan is needed"
 NOTHING_YET = "nothing compiled for training yet: run a step first"
 
 
