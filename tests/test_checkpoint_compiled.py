@@ -48,7 +48,7 @@ def compiled_step(run: Any, **options: Any) -> tuple[list[Tensor], list[tuple[in
     return [x.grad, *(p.grad for p in model.parameters())], saved
 
 
-@pytest.mark.parametrize("options", [{}, {"context_fn": save_matmuls}, {"preserve_rng_state": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"context_fn": save_matmuls}, {"preserve_rng_state": False}], ids=" ".join)
 def test_it_compiles_whole_and_saves_what_torchs_does(options: dict[str, Any]) -> None:
     ours, our_saved = compiled_step(lowtide.checkpoint, **options)
     theirs, their_saved = compiled_step(torch_checkpoint.checkpoint, use_reentrant=False, **options)

@@ -88,7 +88,11 @@ def test_other_floats_come_back_as_they_were_typed(name: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("flat", [torch.arange(4096), torch.ones(8192, dtype=torch.bool), torch.randn(16)], ids=str)
+@pytest.mark.parametrize(
+    "flat",
+    [torch.arange(4096), torch.ones(8192, dtype=torch.bool), torch.randn(16)],
+    ids=["integers", "booleans", "too few"],
+)
 def test_what_does_not_fit_is_declined(name: str, flat: Tensor) -> None:
     assert CODECS[name].encode(flat, 128) is None
 
