@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.reports import Report
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
 BATCH, CONTEXT, STEPS = 8, 128, 4
@@ -134,12 +131,13 @@ class Demonstration:
         pairs = zip(self.runs[PLAIN].gradients, self.runs[name].gradients, strict=True)
         return max((a - b).abs().max().item() for a, b in pairs)
 
-    def report(self, path: str | os.PathLike[str]) -> Report:
-        """Write the plan's report, with what was measured."""
+    def report(self, path: str | os.PathLike[str]) -> str:
+        """Write the plan's report, with what was measured; what was done, in words."""
         ratio = self.runs[OURS].step_s / self.runs[PLAIN].step_s
-        return self.plan.report(
+        written = self.plan.report(
             path, measured_peak_bytes=self.measured_peak_bytes, measured_step_s=ratio * self.plan.step_s
         )
+        return str(written)
 
     def as_json(self) -> dict[str, Any]:
         rows = [
