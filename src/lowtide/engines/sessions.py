@@ -232,7 +232,7 @@ class Session:
         lower = ", or compile with regional=False, which can go lower" if self.num_blocks > 1 else ""
         return InfeasibleBudgetError(
             f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(floor)} ({how}) that this compiled "
-            f"step needs at least. Raise the budget, make the batch smaller{lower}.",
+            f"step needs at least. Raise the budget{', ' if lower else ' or '}make the batch smaller{lower}.",
             floor,
         )
 

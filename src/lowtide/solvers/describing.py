@@ -48,6 +48,6 @@ def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudg
         f"budget {format_bytes(budget)} is below this step's floor of {format_bytes(floor.peak_bytes)}\n"
         f"  {format_bytes(static)}  parameters, gradients, optimizer state and batch\n"
         f"  {format_bytes(floor.peak_bytes - static)}  {where}\n"
-        f"Raise the budget, make the batch smaller{advice}.",
+        f"Raise the budget{', ' if advice else ' or '}make the batch smaller{advice}.",
         floor.peak_bytes,
     )
