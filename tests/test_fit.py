@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide.plans import Move, Plan, PlannedModule, Recompute
@@ -617,3 +618,24 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(x)
+
+
+def test_what_is_held_is_not_computed_again() -> None:
+    """Products of a step under a plan, in FLOPs: the plain step's, and those of what is replayed and not held."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), nn.Linear(8, 4))
+    batch = torch.randn(6, 8)
+    graph = lowtide.trace(model, lambda x: model(x).sum(), batch, mode="fake")
+    region = graph.calls[graph.calls_by_path["0"][0]]
+    products = [op - region.first for op in range(region.first, region.end) if graph.ops[op].flops]
+    sizes = [graph.ops[region.first + op].flops for op in products]
+
+    def flops(*regions: Recompute) -> int:
+        with lowtide.apply(model, Plan(regions=regions)), FlopCounterMode(display=False) as counter:
+            model(batch).sum().backward()
+        return counter.get_total_flops()
+
+    plain = flops()
+    # The last product's output is needed by nobody, but the replay gets to it on its way to what is saved for it.
+    assert flops(Recompute("0", keep_ops=tuple(products))) == plain
+    assert flops(Recompute("0", keep_ops=(products[0],))) <= plain + sizes[1]
+    assert plain + sizes[0] <= flops(Recompute("0")) <= plain + sum(sizes)

@@ -240,7 +240,7 @@ class _Held:
 
     def __init__(self, op: Any, output: Any, kwargs: dict[str, Any]) -> None:
         self._output = _compat.detached(output)  # shares its version counter
-        self._tensors = tensors_in(self._output)
+        self._tensors = list(tensors_in(self._output))
         self._versions = [_compat.version_of(tensor) for tensor in self._tensors]
         self._random = None
         if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
