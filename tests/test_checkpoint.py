@@ -779,3 +779,23 @@ def test_dropped_graph_frees_its_inputs() -> None:
     assert ref() is not None
     del output
     assert ref() is None
+
+
+def test_a_selective_checkpoint_in_a_checkpoint_takes_what_its_own_ops_made() -> None:
+    """Its input comes from a replay of the outer one, whose products are none of its own."""
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), torch.randn(4, 8)
+
+    def inner(x: Tensor) -> Tensor:
+        return layers[3](layers[2](x).tanh()).tanh()
+
+    contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def outer(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(inner, layers[1](layers[0](x).tanh()).tanh(), context_fn=contexts)
+
+    lowtide.checkpoint(outer, x).square().sum().backward()
+    actual = [parameter.grad for parameter in layers.parameters()]
+    layers.zero_grad()
+    inner(layers[1](layers[0](x).tanh()).tanh()).square().sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(actual, layers.parameters(), strict=True))

@@ -551,6 +551,7 @@ def test_a_users_checkpoint_around_a_module_that_is_called_again(run: Any) -> No
 
     expected = left_behind(copy.deepcopy(model), step)
     calls = [(Recompute("block", nth),) for nth in range(4)]
+    calls += [(Recompute("once", keep_ops=(op,)),) for op in range(12)]
     for regions in (*calls, (Recompute("block", 0), Recompute("block", 2), Recompute("once", keep_ops=(0, 2)))):
         planned = copy.deepcopy(model)
         modules = (PlannedModule("block", "Random", 4), PlannedModule("once", "Random"))

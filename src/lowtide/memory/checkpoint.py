@@ -116,7 +116,7 @@ def _checkpoint_eagerly(
         determinism_check=determinism_check,
         has_contexts=context_fn is not noop_context_fn,
     )
-    selection = None if context_fn is noop_context_fn else _Selection(context_fn)
+    selection = None if context_fn is noop_context_fn else _Selection(context_fn, region)
     output = _compat.torch_checkpoint(
         region,
         use_reentrant=False,
@@ -134,14 +134,13 @@ def _checkpoint_eagerly(
 class _Selection:
     """A user's `context_fn`, with a look at what its policy chose."""
 
-    def __init__(self, context_fn: ContextFn) -> None:
-        self._context_fn = context_fn
+    def __init__(self, context_fn: ContextFn, region: Region) -> None:
+        self._context_fn, self._region = context_fn, region
         self._forward_context: AbstractContextManager[Any] | None = None
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        contexts = self._context_fn()
-        self._forward_context = contexts[0]
-        return contexts
+        self._forward_context, replay_context = self._context_fn()
+        return self._forward_context, _WithInputs(self._region, replay_context)
 
     def check_used(self) -> None:
         """Raise if a policy that names ops to save met none of them (`aten.mm` where `aten.mm.default` ran, say)."""
@@ -155,6 +154,20 @@ class _Selection:
                 f"{': ' if ran else ''}{', '.join(ran)}. Name overloads of ops that run here "
                 "(torch.ops.aten.mm.default, not torch.ops.aten.mm), or leave context_fn out to recompute everything."
             )
+
+
+class _WithInputs:
+    """A context around a replay, entered when the region's inputs are there."""
+
+    def __init__(self, region: Region, context: AbstractContextManager[Any]) -> None:
+        self._region, self._context = region, context
+
+    def __enter__(self) -> Any:
+        self._region.begin_replay()
+        return self._context.__enter__()
+
+    def __exit__(self, *exception: Any) -> Any:
+        return self._context.__exit__(*exception)
 
 
 def _names_only_others(policy: Callable[..., Any], ran: list[str]) -> bool:

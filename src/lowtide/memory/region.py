@@ -95,9 +95,17 @@ class Region:
         self._state.forward_done()
         return output
 
-    def _replay(self) -> Any:
+    def begin_replay(self) -> None:
+        """Have the inputs there, before contexts of a caller's own are on.
+
+        Stores, and replays further out, run ops for this that are none of the region's.
+        """
         self._check_arguments()
         self._replay_tensors = list(self._inputs())
+
+    def _replay(self) -> Any:
+        if not self._has_contexts:
+            self.begin_replay()
         lost = self._state.lost_slots()
         try:
             if not lost:
