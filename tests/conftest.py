@@ -16,6 +16,15 @@ def _fixed_seed() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Workspaces of kernels depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """In place of inductor: graphs split as they would be, every op run as it is."""
     torch._dynamo.reset()

@@ -17,12 +17,7 @@ from lowtide.plans import Move, Plan, PlannedModule, Recompute
 JOBS = ["gpt_dropout", "block_called_again", "gpt_autocast", "custom_function", "lora", "unet", "hf_llama", "hf_t5"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces of kernels depend on it
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(name: str) -> zoo.Job:

@@ -30,12 +30,7 @@ from lowtide.simulator import simulate
 NEVER = 1 << 40  # a save that no call makes: saves are counted, and nothing is moved
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces of kernels depend on it
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Gated(nn.Module):

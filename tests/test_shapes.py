@@ -18,13 +18,7 @@ import lowtide
 from lowtide.engines import shapes
 from lowtide.plans import Plan, Recompute
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces of kernels depend on it
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

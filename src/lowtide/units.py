@@ -47,16 +47,27 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` in the largest binary unit that leaves at least 1: `1536` is `1.5 KiB`."""
-    magnitude = abs(num_bytes)
+    number, unit = in_bytes_unit(num_bytes)
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def in_bytes_unit(num_bytes: float) -> tuple[float, str]:
+    """A number and the largest binary unit that leaves at least 1 of it."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if magnitude >= 1024**power:
-            return f"{num_bytes / 1024**power:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
+        if abs(num_bytes) >= 1024**power:
+            return num_bytes / 1024**power, unit
+    return num_bytes, "B"
 
 
 def format_seconds(seconds: float) -> str:
     """`seconds` in the unit that reads best: `0.0042` is `4.2 ms`."""
+    number, unit = in_seconds_unit(seconds)
+    return f"{number:.1f} {unit}"
+
+
+def in_seconds_unit(seconds: float) -> tuple[float, str]:
+    """A number and the largest unit, down to microseconds, that leaves at least 1 of it."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= scale:
-            return f"{seconds / scale:.1f} {unit}"
-    return f"{seconds / 1e-6:.1f} µs"
+            return seconds / scale, unit
+    return seconds / 1e-6, "µs"

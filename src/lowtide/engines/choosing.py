@@ -16,7 +16,7 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.sharing import Shared, SharedBudget, Surroundings, Variant, variant_of
 from lowtide.tracing.devices import block_bytes, link_bytes_per_s
-from lowtide.tracing.optimizers import optimizer_memory
+from lowtide.tracing.optimizers import optimizer_memory, present_state_bytes
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of the link
 # Of a copy's time, by which the compute beside it takes longer: memory is shared. 0.6 ms per GiB moved were measured on
@@ -171,12 +171,7 @@ class Chooser:
             return (static if self.model_bytes is None else self.model_bytes) + instances[0].batch_bytes + states
         if self._base_bytes is None:  # as found when the first step was planned: later ones begin with more
             states, _, _ = optimizer_memory(self.optimizer, block_bytes(device))
-            present = sum(
-                item.nbytes
-                for state in getattr(self.optimizer, "state", {}).values()
-                for item in state.values()
-                if isinstance(item, torch.Tensor) and item.device == device
-            )
+            present = present_state_bytes(self.optimizer, device)
             self._base_bytes = torch.cuda.memory_allocated(device) + max(0, states - present)
         return self._base_bytes
 

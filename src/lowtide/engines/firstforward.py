@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lowtide.engines import _compat
 from lowtide.engines.choosing import Chooser
+from lowtide.engines.replanning import stand_in_loss
 from lowtide.engines.surrounding import surroundings_of
 from lowtide.solvers.sharing import Surroundings
 from lowtide.tracing.eager import trace
-from lowtide.tracing.records import tensors_in
 
 logger = logging.getLogger("lowtide")
 
@@ -58,7 +58,7 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
 
     # Named here, so that a trace knows of what hooks count or collect, and puts it back.
     def loss_fn(args: Any, kwargs: Any, hooks: Any = hooks) -> Tensor:
-        return _as_loss(model(*args, **kwargs))
+        return stand_in_loss(model(*args, **kwargs))
 
     names = {module: name for name, module in model.named_modules()}
     try:
@@ -69,14 +69,3 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
         what = (str(error).splitlines() or [type(error).__name__])[0]
         logger.info("the model could not be traced (%s): the first peaks are guesses", what)
         return None
-
-
-def _as_loss(output: Any) -> Tensor:
-    """The loss among a model's outputs, or something that has the gradients of all of them."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    parts = [each.sum() for each in tensors_in(output) if each.is_floating_point() and each.requires_grad]
-    if not parts:
-        raise ValueError("the model's outputs need no gradients")
-    return torch.stack([part.float() for part in parts]).sum()

@@ -22,6 +22,7 @@ from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.tracing import _compat, checks
 from lowtide.tracing.eager import trace
+from lowtide.tracing.optimizers import present_state_bytes
 from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.units import format_bytes, parse_bytes
@@ -248,8 +249,7 @@ def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimize
         there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
         gradients = {id(p): p.grad.nbytes for p in model.parameters() if p.grad is not None}
         return measured.peak_bytes + there + sum(gradients.values())
-    states = optimizer.state.values() if optimizer is not None else ()
-    present = sum(t.nbytes for state in states for t in tensors_in(state) if t.device == device)
+    present = present_state_bytes(optimizer, device)
     return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
 
 

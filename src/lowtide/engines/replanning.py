@@ -119,7 +119,7 @@ class Planner:
 
         def stand_in(args: Any, kwargs: dict[str, Any]) -> Tensor:
             with _uncached_autocast(next(twin.parameters()).device.type):
-                return _stand_in_loss(twin(*args, **kwargs))
+                return stand_in_loss(twin(*args, **kwargs))
 
         return trace(twin, stand_in, args, kwargs, optimizer=self._optimizer, mode="fake")
 
@@ -179,9 +179,10 @@ def _uncached_autocast(kind: str) -> Any:
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
-def _stand_in_loss(output: Any) -> Tensor:
+def stand_in_loss(output: Any) -> Tensor:
     """A number that needs all of the model's outputs; or its loss alone, where it has one."""
-    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    found = [tensor for tensor in tensors_in((output, getattr(output, "loss", None))) if tensor.requires_grad]
+    found = list({id(tensor): tensor for tensor in found}.values())
     numbers = [tensor for tensor in found if tensor.ndim == 0]
     total = sum(tensor.sum() for tensor in numbers or found)
     if not isinstance(total, Tensor):

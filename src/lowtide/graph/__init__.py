@@ -225,6 +225,14 @@ class StepGraph:
         """The saves by what names them: the reverse of `save_places`."""
         return {place: index for index, place in enumerate(self.save_places)}
 
+    def outermost(self, regions: Container[int]) -> dict[int, int]:
+        """For each call, the outermost of `regions` that it is or lies in; -1 for none, and for no call at all (-1)."""
+        found = {-1: -1}
+        for index, call in enumerate(self.calls):
+            outer = found[call.parent]
+            found[index] = outer if outer >= 0 or index not in regions else index
+        return found
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what ran and how large it was; times and the machine do not count."""

@@ -14,10 +14,7 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
         return _compiled_rows(graph, plan)
     regions, moves = plan.calls(graph), plan.moves_by_value(graph)
     forms = plan.forms(graph)
-    owner = {-1: -1}
-    for index, call in enumerate(graph.calls):
-        outer = owner[call.parent]
-        owner[index] = outer if outer >= 0 or index not in regions else index
+    owner = graph.outermost(regions)
     kept_ops = {graph.calls[call].first + op for call, region in regions.items() for op in region.keep_ops}
     held = {value for call in regions if owner[call] == call for value in graph.calls[call].inputs}
     saved: dict[int, list[int]] = {}

@@ -89,7 +89,7 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     seconds: Counter[str] = Counter()
     freed: Counter[str] = Counter()
     compiled = plan.engine == "compiled"
-    owner = _outermost(facts)
+    owner = graph.outermost(plan.calls(graph))
     for op in planned.ops[planned.phases == PHASES.index("replay")].tolist():
         region = graph.ops[op].call if compiled else owner[graph.ops[op].call]
         path = graph.calls[region].path if region >= 0 else ""
@@ -111,16 +111,6 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     if moved or planned.stalled_s:
         found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
     return found
-
-
-def _outermost(facts: Facts) -> dict[int, int]:
-    """For each call, the outermost recomputed call that it is or lies in; -1 for none."""
-    regions = facts.plan.calls(facts.graph)
-    owner = {-1: -1}
-    for index, call in enumerate(facts.graph.calls):
-        outer = owner[call.parent]
-        owner[index] = outer if outer >= 0 or index not in regions else index
-    return owner
 
 
 def layer_rows(facts: Facts) -> list[LayerRow]:

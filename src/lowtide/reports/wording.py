@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.reports.facts import Facts
+from lowtide.units import in_bytes_unit, in_seconds_unit
 
 PREDICTED, MEASURED = "predicted", "measured"
 
@@ -21,18 +22,14 @@ class Figure:
 
 def size(num_bytes: float) -> str:
     """Bytes in the largest binary unit that leaves at least 1: `1536` is `1.50 KiB`."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(num_bytes) >= 1024**power:
-            return f"{_three(num_bytes / 1024**power)} {unit}"
-    return f"{num_bytes:.0f} B"
+    number, unit = in_bytes_unit(num_bytes)
+    return f"{number:.0f} B" if unit == "B" else f"{_three(number)} {unit}"
 
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that reads best: `0.0042` is `4.20 ms`."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if abs(seconds) >= scale:
-            return f"{_three(seconds / scale)} {unit}"
-    return f"{_three(seconds / 1e-6)} µs" if seconds else "0 s"
+    number, unit = in_seconds_unit(seconds)
+    return f"{_three(number)} {unit}" if seconds else "0 s"
 
 
 def percent(share: float) -> str:

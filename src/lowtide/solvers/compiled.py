@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
-import numpy as np
-
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.simulator import Timeline, simulate
@@ -28,6 +26,7 @@ from lowtide.solvers.anchors import anchor_groups, compiled_references, every
 from lowtide.solvers.chain import first_fitting
 from lowtide.solvers.cutting import Moment
 from lowtide.solvers.describing import described, infeasible
+from lowtide.solvers.moments import peak_op
 
 _MOST_CUTS = 256  # mixes of two neighbours in a family
 
@@ -87,11 +86,11 @@ class CompiledSearch:
     @cached_property
     def _moments(self) -> list[Moment]:
         """When memory is short: at the plain step's peaks in both directions, and where a plan of anchors peaks."""
-        ops = [op for op in (_peak_op(self.plain, 2), _peak_op(self.plain, 0)) if op >= 0]
+        ops = [op for op in (peak_op(self.plain, 2), peak_op(self.plain, 0)) if op >= 0]
         moments = [Moment(self.graph, op) for op in dict.fromkeys(ops)]
         if self._anchors and moments:
             least = Moment(self.graph, moments[0].at, every(self._anchors, 1)).hull[-1]
-            late = _peak_op(self._timeline(self._point(least.recomputed)), 2)
+            late = peak_op(self._timeline(self._point(least.recomputed)), 2)
             if late >= 0 and late not in ops:
                 moments.append(Moment(self.graph, late))
         return moments
@@ -182,9 +181,3 @@ def _thinned(cuts: list[int]) -> list[int]:
     """At most so many, always with the last."""
     step = -(-len(cuts) // _MOST_CUTS)
     return cuts[::-1][:: max(step, 1)][::-1]
-
-
-def _peak_op(timeline: Timeline, phase: int) -> int:
-    """The op at which a phase of a step peaks, -1 if it has none."""
-    events = np.flatnonzero(timeline.phases == phase)
-    return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1

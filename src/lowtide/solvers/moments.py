@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.pressing import Press
@@ -49,3 +52,9 @@ def moment_at(graph: StepGraph, plain: Timeline, op: int, press: Press | None) -
     pricing = Pricing(graph, plain, op)
     found = hull(pricing)
     return Moment(pricing, found, found if press is None else hull(Pricing(graph, plain, op, press=press)))
+
+
+def peak_op(timeline: Timeline | EagerLives, phase: int) -> int:
+    """The op at which a phase of a step peaks, -1 if it has none."""
+    events = np.flatnonzero(timeline.phases == phase)
+    return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1

@@ -32,7 +32,7 @@ from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
 from lowtide.solvers.found import Found
-from lowtide.solvers.moments import Moment, moment_at
+from lowtide.solvers.moments import Moment, moment_at, peak_op
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
@@ -112,12 +112,6 @@ def check_graph(graph: object) -> None:
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
 
 
-def _peak_op(timeline: Timeline | EagerLives, phase: int) -> int:
-    """The op at which a phase of a step peaks, -1 if it has none."""
-    events = np.flatnonzero(timeline.phases == phase)
-    return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1
-
-
 class Search:
     """What solving one graph needs, made when it is first asked for and shared by all budgets of a sweep."""
 
@@ -158,10 +152,10 @@ class Search:
     @cached_property
     def _moments(self) -> list[Moment]:
         """When memory is short: at the plain step's peaks in both directions, and where the chain's last plan peaks."""
-        ops = [op for op in (_peak_op(self.plain, 2), _peak_op(self.plain, 0)) if op >= 0]
+        ops = [op for op in (peak_op(self.plain, 2), peak_op(self.plain, 0)) if op >= 0]
         moments = [moment_at(self.graph, self.plain, op, self._press) for op in dict.fromkeys(ops)]
         if moments:
-            late = _peak_op(self._played(moments[0].hull.choices[-1].regions, 0.0), 2)
+            late = peak_op(self._played(moments[0].hull.choices[-1].regions, 0.0), 2)
             if late >= 0 and late not in ops:
                 moments.append(moment_at(self.graph, self.plain, late, self._press))
         return moments

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.tracing import _compat
 from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.records import tensors_in
 
 _META = torch.device("meta")
 
@@ -31,6 +32,12 @@ def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[s
         )
         return present, 0, [note]
     return state_bytes, workspace_bytes, []
+
+
+def present_state_bytes(optimizer: Any, device: torch.device) -> int:
+    """Bytes of the states that an optimizer (None: none) has on a device by now."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return sum(tensor.nbytes for state in states for tensor in tensors_in(state) if tensor.device == device)
 
 
 def _run_on_meta(optimizer: Any, block_bytes: int) -> tuple[int, int]:
