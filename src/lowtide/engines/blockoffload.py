@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.errors import CapacityError
-from lowtide.memory.offload import KeptHere, KeptInStore
+from lowtide.memory.offload import KeptHere, KeptInStore, restore
 from lowtide.memory.store import ActivationStore
 from lowtide.memory.units import is_left_alone
 
@@ -37,4 +37,4 @@ class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
             left[tensor.nbytes] -= 1
             return kept
 
-        super().__init__(pack, _compat.disable_dynamo(lambda kept: kept.restore()))
+        super().__init__(pack, restore)

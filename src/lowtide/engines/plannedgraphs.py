@@ -94,8 +94,7 @@ class PlannedGraph:
     def handed_out_bytes(self) -> int:
         """Bytes of what the forward gives to whoever called it."""
         assert self.step is not None
-        num = self.step.num_forward
-        return sum(value.bytes for value in self.step.values if 0 <= value.born < num < value.dropped)
+        return self.step.handed_out_bytes
 
     @property
     def num_compiled(self) -> int:

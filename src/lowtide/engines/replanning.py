@@ -39,15 +39,12 @@ class Limits:
     time_limit_s: float = 10.0
 
     def solve(self, graph: StepGraph, budget: int | str) -> Plan:
-        options: dict[str, Any] = {} if self.lossy is None else {"lossy": self.lossy}
-        return solve(graph, budget, host=self.host, disk=self.disk, time_limit_s=self.time_limit_s, **options)
+        limit_s = self.time_limit_s
+        return solve(graph, budget, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
 
     def tightest(self, graph: StepGraph) -> Plan:
         """The plan of the smallest peak."""
-        try:
-            return self.solve(graph, 1)
-        except InfeasibleBudgetError as error:
-            return self.solve(graph, error.floor_bytes)
+        return self.solve_or_tightest(graph, 1)
 
     def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
         try:

@@ -170,6 +170,11 @@ class StepGraph:
         saved = {save.value for save in self.saves}
         return sum(self.values[v].bytes for v in saved if self.values[v].kind == "activation")
 
+    @property
+    def handed_out_bytes(self) -> int:
+        """Bytes that the forward makes and Python still holds when the backward begins: for whoever called it."""
+        return sum(value.bytes for value in self.values if 0 <= value.born < self.num_forward < value.dropped)
+
     @cached_property
     def calls_by_path(self) -> dict[str, tuple[int, ...]]:
         """Which calls belong to each module path, in the order they ran."""

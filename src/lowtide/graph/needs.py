@@ -63,19 +63,15 @@ class Facts:
     def __init__(self, graph: StepGraph) -> None:
         made = [index for index, value in enumerate(graph.values) if value.born >= 0]
         values = [graph.values[index] for index in made]
-        static = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
         self.made = np.array(made, dtype=np.int64)
         self.born = np.array([value.born for value in values], dtype=np.int64)
         self.dropped = np.array([value.dropped for value in values], dtype=np.int64)
         self.is_free = self.dropped > graph.num_forward
         self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
         self.sizes = np.array([0 if v.kind == "elsewhere" else v.bytes for v in graph.values], dtype=np.int64)
-        self.seconds = np.array([*(op.seconds for op in graph.ops), 0.0])
-        workspaces = [*(op.workspace_bytes for op in graph.ops), graph.optimizer_workspace_bytes]
-        self.workspaces = np.array(workspaces, dtype=np.int64)
-        self.static_gradient_bytes = sum(value.bytes for value in static if value.kind == "gradient")
-        self.static_bytes = sum(value.bytes for value in static) - self.static_gradient_bytes
-        self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
+        arrays = graph.arrays
+        self.seconds, self.workspaces = arrays.seconds, arrays.workspaces
+        self.static_bytes, self.static_gradient_bytes = arrays.static_bytes, arrays.static_gradient_bytes
         made_inline, again_inline = inlined(graph.ops, graph.values, graph.num_forward)
         self.has_bytes = ~np.array(made_inline, dtype=bool)
         self.has_bytes_again = ~np.array(again_inline, dtype=bool)

@@ -71,13 +71,12 @@ def variant_of(graph: StepGraph, keeps: tuple[int, ...] | None, saved: tuple[int
     derived = graph.needs.derive(frozenset(saved))
     sizes = [graph.values[value].bytes for value in derived.saved]
     saved_bytes = sum(sizes)
-    handed_out = sum(value.bytes for value in graph.values if 0 <= value.born < graph.num_forward < value.dropped)
     return Variant(
         keeps,
         saved_bytes,
         tuple(sorted((size for size in sizes if size >= SMALLEST_MOVED), reverse=True)),
         max(0, _most(timeline, (0,)) - saved_bytes),
-        max(0, _most(timeline, (1, 2)) - saved_bytes - handed_out),
+        max(0, _most(timeline, (1, 2)) - saved_bytes - graph.handed_out_bytes),
         max(0.0, graph.needs.seconds_of(derived) - default_s),
     )
 
