@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 
@@ -38,6 +39,11 @@ def random_states(device: str) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """On the CPU: what is kept to compare with shall not be part of a peak."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def train(job: zoo.Job, num_steps: int, device: str) -> tuple[list[Tensor], list[int]]:
     """Everything that steps of training leave behind; and the peaks measured in the first step and the last."""
     torch.manual_seed(1)
@@ -48,7 +54,7 @@ def train(job: zoo.Job, num_steps: int, device: str) -> tuple[list[Tensor], list
     def step() -> None:
         loss = job.loss_fn(*job.batch)
         loss.backward()
-        left.append(loss.detach())
+        left.append(loss.detach().cpu())
 
     for number in range(num_steps):
         optimizer.zero_grad()
@@ -56,10 +62,10 @@ def train(job: zoo.Job, num_steps: int, device: str) -> tuple[list[Tensor], list
             peaks.append(lowtide.measure(step, device=device).total_peak_bytes)
         else:
             step()
-        left += [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
+        left += [copied(parameter.grad) for parameter in job.model.parameters() if parameter.grad is not None]
         optimizer.step()
     optimizer.zero_grad()
-    left += [buffer.clone() for buffer in job.model.buffers()]
+    left += [copied(buffer) for buffer in job.model.buffers()]
     return [*left, *random_states(device)], peaks
 
 
@@ -81,18 +87,13 @@ def check(job: zoo.Job, num_steps: int, shares: tuple[float, ...], device: str =
     if low == high:  # a model that checkpoints itself, with nothing left to decide
         shares, high = (0.0,), (low := int(1.02 * low))
     for share in shares:
-        # On a GPU the results of the plain run, kept to compare with, are memory too.
-        kept = sum(tensor.nbytes for tensor in expected if tensor.is_cuda)
         budget = int(low + share * (high - low))
         handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
         actual, peaks = train(job, num_steps, device)
         assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
         assert len(actual) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), share
-        if device == "cpu":
-            assert all(there + peak <= budget for peak in peaks), (share, budget, [there + peak for peak in peaks])
-        else:
-            assert peaks[0] <= budget, (share, budget, peaks, kept)  # the last one has what `actual` holds on top
+        assert all(there + peak <= budget for peak in peaks), (share, budget, [there + peak for peak in peaks])
         handle.remove()
         job.model.load_state_dict(weights)
 
@@ -114,6 +115,8 @@ def test_twenty_steps(name: str) -> None:
 def test_twenty_steps_of_transformers_in_bfloat16(name: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        check(make(name, device="cuda", dtype=torch.bfloat16, scale=8), 20, SHARES, "cuda")
+        # The backward of memory-efficient attention is not deterministic.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            check(make(name, device="cuda", dtype=torch.bfloat16, scale=8), 20, SHARES, "cuda")
     finally:
         torch.use_deterministic_algorithms(False)
