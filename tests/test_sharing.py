@@ -44,7 +44,7 @@ def instance(seed: int, *, with_quotas: bool = False) -> SharedBudget:
     num = rng.randint(1, 5)
     forward, backward = (tuple(rng.randrange(20) for _ in range(num)) for _ in range(2))
     around = Surroundings(forward, rng.randrange(20), backward, rng.randrange(60))
-    quotas = tuple(rng.randrange(12) for _ in range(num)) if with_quotas else ()
+    quotas = (*(rng.randrange(12) for _ in range(num - 1)), 0) if with_quotas else ()
     return SharedBudget([variants(rng, movable=with_quotas) for _ in range(num)], around, quotas)
 
 
@@ -60,13 +60,16 @@ def played(shared: SharedBudget, chosen: tuple[int, ...]) -> int:
     """The peak by a second opinion: moment by moment, what is here."""
     running = [each[number] for each, number in zip(shared.instances, chosen, strict=True)]
     moved = [sum(sizes) for sizes in shared.moved(chosen)]
-    around, num = shared.surroundings, len(running)
+    around = shared.surroundings
+    in_flight = shared.in_flight_bytes(shared.moved(chosen))
 
     def here(now: int) -> int:
-        """What instances up to this one have saved. Copies are away once two more instances have run."""
-        return sum(v.saved_bytes - (moved[i] if i < now - 2 else 0) for i, v in enumerate(running[: now + 1]))
+        """What instances up to this one have saved: what earlier ones moved is away, but for what is under way."""
+        stays = sum(v.saved_bytes - moved[i] for i, v in enumerate(running[:now]))
+        return stays + min(sum(moved[:now]), in_flight) + running[now].saved_bytes
 
-    moments = [around.elsewhere_bytes, around.between_bytes + here(num - 1)]
+    left = sum(v.saved_bytes for v in running) - sum(moved)
+    moments = [around.elsewhere_bytes, around.between_bytes + left]
     for now, variant in enumerate(running):
         moments.append(around.forward_bytes[now] + here(now) + variant.forward_bytes)
         moments.append(around.backward_bytes[now] + here(now) + variant.backward_bytes)
@@ -128,11 +131,37 @@ def test_a_single_price_is_met_exactly() -> None:
     assert shared.choose(124).extra_s == 3.0 and shared.choose(124).lower_bound_s == 3.0
 
 
-def test_quotas_are_kept_and_handed_on_once() -> None:
+def test_the_link_is_never_behind_by_more_than_an_instance() -> None:
     each = (Variant(None, 30, (8, 7, 5), 0, 0, 0.0),)
-    shared = SharedBudget([each] * 3, Surroundings.flat(3, 0), (9, 5, 9))
-    # 9 holds an 8 and leaves 1; then 6 hold a 5 and leave 1; then 10 hold an 8.
-    assert shared.moved((0, 0, 0)) == [(8,), (5,), (8,)]
+    shared = SharedBudget([each] * 4, Surroundings.flat(4, 0), (9, 5, 9, 0))
+    # 9 take an 8. 5 take no 8 alone, but with the next 9: 3 are behind then. 6 are left, which take a 5.
+    assert shared.moved((0, 0, 0, 0)) == [(8,), (8,), (5,), ()]
+    assert shared.in_flight_bytes(shared.moved((0, 0, 0, 0))) == 8
+    assert shared.peak((0, 0, 0, 0)) == (22 + 22 + 25 + 30 + 8, 3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_keep_up_with_compute(seed: int) -> None:
+    """Copied out one after the other, everything is away when the last instance has run."""
+    shared = instance(seed, with_quotas=True)
+    for chosen in all_choices(shared):
+        moved, behind = shared.moved(chosen), 0
+        for index, sizes in enumerate(moved):
+            quota, following = ((*shared.quotas, 0)[at] for at in (index, index + 1))
+            assert behind + sum(sizes) <= max(quota + following, behind)
+            behind = max(0, behind + sum(sizes) - quota)
+        assert behind == 0
+
+
+def test_bytes_that_the_link_takes_away_are_not_recomputed() -> None:
+    """Of four instances, the last cannot move anything. Where the link is slower, another one recomputes."""
+    each = (Variant(None, 10, (10,), 0, 0, 0.0), Variant((), 0, (), 0, 0, 3.0))
+    around = Surroundings.flat(4, 100)
+    found = SharedBudget([each] * 4, around, (10, 10, 10, 0)).choose(120)
+    assert found.chosen == (0, 0, 0, 0) and found.moved == ((10,), (10,), (10,), ()) and found.in_flight_bytes == 10
+    found = SharedBudget([each] * 4, around, (10, 10, 9, 0)).choose(120)
+    assert found.chosen == (0, 0, 1, 0) and found.moved == ((10,), (10,), (), ()) and found.extra_s == 3.0
+    assert SharedBudget([each] * 4, around).choose(120).extra_s == 6.0
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -2,7 +2,7 @@
 
 A compiled graph hands everything it saves to autograd at once, when its forward ends; saved-tensor hooks see it there,
 and the copies run beside the blocks that follow. In the backward the store brings back what the block before needs
-while a block runs. So each block may give away what the link carries during one block's forward, and no more.
+while a block runs. So each block may give away what the link carries during the next block's forward, and no more.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class Choice:
     extra_s: float
     lower_bound_s: float
     is_within: bool = True
+    in_flight_bytes: int = 0  # of what is moved, each way
     peak_key: Any = None  # the variant that runs at the peak; None where the peak is elsewhere
 
     def is_like(self, other: Choice) -> bool:
@@ -123,7 +124,16 @@ class Chooser:
         extra_s = best.extra_s + self._moving_s(best.moved)
         where = shared.peak(best.chosen)[1]
         key = (instances[where].number, chosen[where].keeps) if where >= 0 else None
-        return Choice(chosen, best.moved, best.peak_bytes, extra_s, best.lower_bound_s, bool(found), key)
+        return Choice(
+            chosen,
+            best.moved,
+            best.peak_bytes,
+            extra_s,
+            best.lower_bound_s,
+            is_within=bool(found),
+            in_flight_bytes=best.in_flight_bytes,
+            peak_key=key,
+        )
 
     def _corrected(self, graph: PlannedGraph) -> tuple[Variant, ...]:
         """A graph's variants with what was measured of them, of all that was there: what is left may be negative."""
@@ -144,11 +154,11 @@ class Chooser:
         return Surroundings(forward, base + given[-1], backward, base)
 
     def _quotas(self, instances: list[PlannedGraph], share: float) -> tuple[int, ...]:
-        """Bytes that each instance may move: what `share` of the link carries while it runs its forward."""
+        """Bytes that `share` of the link carries while the instance after each one runs its forward."""
         if not share:
             return (0,) * len(instances)
-        quotas = [int(share * self._link_bytes_per_s * graph.forward_s) for graph in instances]
-        quotas[-1] = 0  # needed again at once
+        quotas = [int(share * self._link_bytes_per_s * graph.forward_s) for graph in instances[1:]]
+        quotas.append(0)  # needed again at once
         shrink = min(1.0, self.host_bytes / max(sum(quotas), 1))
         return tuple(int(quota * shrink) for quota in quotas)
 

@@ -25,7 +25,7 @@ from lowtide.errors import CapacityError, PlanError
 from lowtide.memory import hardware
 from lowtide.memory.codecs import find_codec
 from lowtide.memory.moduletensors import ModuleTensors
-from lowtide.memory.offload import KeptHere, KeptInStore, restore
+from lowtide.memory.offload import KeptHere, KeptInStore, end_of_forward, restore
 from lowtide.memory.store import ActivationStore
 from lowtide.memory.units import is_left_alone
 from lowtide.plans import Move, Plan
@@ -102,13 +102,8 @@ class Moves:
 
     def end_of_forward(self, output: Any) -> None:
         """The model's forward is over. When the backward gets to its output, values start on their way back."""
-        store = self.stores.get("host")
-        if store is None or not len(store):
-            return
-        moment = store.end_of_forward()
-        for node in {tensor.grad_fn for tensor in tensors_in(output)}:
-            if node is not None:
-                node.register_prehook(functools.partial(_begin_backward, store, moment))
+        if "host" in self.stores:
+            end_of_forward(self.stores["host"], tensors_in(output))
 
     def _warn_once(self, error: CapacityError) -> None:
         if not self._is_full:
@@ -182,7 +177,3 @@ def _pack_input(moves: Moves, chosen: Numbered, tensor: Tensor) -> KeptHere | Ke
     storages = _compat.storages_of(tensor)
     move = chosen.get(storages[0]) if len(storages) == 1 else None
     return KeptHere(tensor) if move is None else moves.keep(tensor, move)
-
-
-def _begin_backward(store: ActivationStore, moment: int, gradients: Any) -> None:
-    store.fetch_before(moment)

@@ -26,6 +26,7 @@ from lowtide.engines.peakmeters import PeakMeter, meter_of
 from lowtide.engines.plannedgraphs import PlannedGraph
 from lowtide.engines.stepcalls import StepCalls
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.memory.offload import end_of_forward
 from lowtide.memory.store import ActivationStore
 from lowtide.solvers.sharing import Variant
 from lowtide.tracing.devices import present_device
@@ -88,7 +89,7 @@ class Session:
         self._courses: dict[tuple[int, ...], Course] = {}
         self._course: Course | None = None
         self._is_clean = False
-        self._store: ActivationStore | None = None
+        self._store: tuple[int, ActivationStore] | None = None  # by the bytes it has in flight
 
     @property
     def graphs(self) -> list[PlannedGraph]:
@@ -124,17 +125,23 @@ class Session:
         if course.error is not None:
             raise course.error.with_traceback(None)
         choice, position = course.choice, len(called)
-        context = self._moving(choice, position)
-        return Run(choice.variants[position], context, self._calls.begin(graph.number))
+        variant, end = choice.variants[position], self._calls.begin(graph.number)
+        if not any(choice.moved):
+            return Run(variant, end=end)
+        store, is_last = self._store_for(choice), position == len(choice.variants) - 1
 
-    def _moving(self, choice: Choice, position: int) -> contextlib.AbstractContextManager[Any]:
-        moved = choice.moved[position]
-        if not moved:
-            return contextlib.nullcontext()
-        if self._store is None:
-            in_flight = 2 * max(map(sum, choice.moved))
-            self._store = ActivationStore(host=self.chooser.host_bytes, in_flight=in_flight)
-        return BlockOffload(self._store, moved)
+        def end_all(outputs: Any) -> None:
+            end(outputs)
+            if is_last:
+                end_of_forward(store, (each for each in outputs if isinstance(each, torch.Tensor)))
+
+        return Run(variant, BlockOffload(store, choice.moved[position]), end_all)
+
+    def _store_for(self, choice: Choice) -> ActivationStore:
+        if self._store is None or self._store[0] != choice.in_flight_bytes:
+            in_flight = choice.in_flight_bytes
+            self._store = in_flight, ActivationStore(host=self.chooser.host_bytes, in_flight=in_flight)
+        return self._store[1]
 
     def is_compiling(self) -> None:
         """Peaks that are measured while something compiles are no step's."""

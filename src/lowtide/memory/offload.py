@@ -7,8 +7,9 @@ is made here instead.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from types import EllipsisType
 from typing import Any
 
@@ -102,6 +103,20 @@ def _keep(
 def restore(kept: KeptHere | KeptInStore) -> Tensor:
     """What the backward gets for what autograd kept."""
     return kept.restore()
+
+
+def end_of_forward(store: ActivationStore, outputs: Iterable[Tensor]) -> None:
+    """A forward is over. When the backward gets to its outputs, what is in the store starts on its way back."""
+    if not len(store):
+        return
+    moment = store.end_of_forward()
+    for node in {tensor.grad_fn for tensor in outputs}:
+        if node is not None:
+            node.register_prehook(functools.partial(_begin_backward, store, moment))
+
+
+def _begin_backward(store: ActivationStore, moment: int, gradients: Any) -> None:
+    store.fetch_before(moment)
 
 
 class offload:

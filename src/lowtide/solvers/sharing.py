@@ -10,9 +10,9 @@ steps do not depend on the budget: a larger one never ends at a slower choice, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -23,7 +23,6 @@ from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.cutting import Moment
 
 SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
-_LAG = 2  # instances that run while a copy is on its way
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,26 @@ def _most(timeline: Timeline, phases: tuple[int, ...]) -> int:
 
 def _convex(variants: list[Variant]) -> tuple[Variant, ...]:
     """Those on the lower convex hull of seconds over saved bytes."""
-    found: list[Variant] = []
-    for variant in variants:
-        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], variant):
+    corners = _corners([variant.saved_bytes for variant in variants], [variant.extra_s for variant in variants])
+    return tuple(variants[number] for number in corners)
+
+
+def _price(sizes: Sequence[int], seconds: Sequence[float], fast: int, small: int) -> float:
+    """Seconds per byte from one point to a smaller one."""
+    return (seconds[small] - seconds[fast]) / (sizes[fast] - sizes[small])
+
+
+def _corners(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """From the first point, those on the lower convex hull of seconds over sizes; sizes fall along it."""
+    price = functools.partial(_price, sizes, seconds)
+    found = [0]
+    for number in range(1, len(sizes)):
+        if sizes[number] >= sizes[found[-1]]:
+            continue
+        while len(found) > 1 and price(found[-2], found[-1]) >= price(found[-1], number):
             found.pop()
-        found.append(variant)
-    return tuple(found)
-
-
-def _price(fast: Variant, small: Variant) -> float:
-    return (small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes)
+        found.append(number)
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,10 +128,14 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Shared:
-    """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds."""
+    """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds.
+
+    `in_flight_bytes` of what is moved may be on the device, each way.
+    """
 
     chosen: tuple[int, ...]
     moved: tuple[tuple[int, ...], ...]
+    in_flight_bytes: int
     peak_bytes: int
     extra_s: float
     lower_bound_s: float
@@ -132,8 +145,9 @@ class Shared:
 class SharedBudget:
     """Instances in the order of the forward, each with its variants, and what surrounds them.
 
-    `quotas` are bytes that each instance may move to the host, what one leaves of it being the next one's; they are
-    away two instances later, and back two instances before they are needed.
+    `quotas` are bytes that the link carries to the host while the instance *after* each one runs; of the last one,
+    whose values are needed again at once, none. All copies out have ended when the last forward has. Of what is moved,
+    `in_flight_bytes` may be on the device too, each way: on its way out, or back ahead of its use.
     """
 
     instances: Sequence[tuple[Variant, ...]]
@@ -151,22 +165,26 @@ class SharedBudget:
         smallest = min(self._peaks)
         return self._shared(self._path[self._peaks.index(smallest)], smallest)
 
-    @cached_property
+    @functools.cached_property
     def _path(self) -> list[tuple[int, ...]]:
-        """Choices from everything saved, step by step; each step takes one instance to its next variant."""
-        steps = sorted(
-            (_price(fast, small), index, number)
-            for index, variants in enumerate(self.instances)
-            for number, (fast, small) in enumerate(pairwise(variants), 1)
-        )
+        """Choices from everything saved, step by step; each step takes one instance to its next variant.
+
+        What counts are the bytes that stay: what the link takes away is free.
+        """
+        steps: list[tuple[float, int, int]] = []
+        for index, variants in enumerate(self.instances):
+            sizes = [variant.saved_bytes - sum(self._fitting(index, variant, 0)) for variant in variants]
+            seconds = [variant.extra_s for variant in variants]
+            corners = pairwise(_corners(sizes, seconds))
+            steps += [(_price(sizes, seconds, fast, small), index, small) for fast, small in corners]
         chosen = [0] * len(self.instances)
         found = [tuple(chosen)]
-        for _, index, number in steps:
+        for _, index, number in sorted(steps):
             chosen[index] = number
             found.append(tuple(chosen))
         return found
 
-    @cached_property
+    @functools.cached_property
     def _peaks(self) -> list[int]:
         """Of each choice. They need not fall along the path: what is not saved is held while it is recomputed."""
         return [self.peak_bytes(chosen) for chosen in self._path]
@@ -177,19 +195,13 @@ class SharedBudget:
 
     def peak(self, chosen: Sequence[int]) -> tuple[int, int]:
         """The most bytes at any moment of the step, and which instance runs then (-1: none)."""
-        running = [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
-        around, last = self.surroundings, len(running) - 1
-        saved = [variant.saved_bytes for variant in running]
-        left = [size - sum(moved) for size, moved in zip(saved, self.moved(chosen), strict=True)]
-        held = [0, *accumulate(left)]  # held[i]: by instances before the i-th, what they move being away
-
-        def here_with(index: int) -> int:
-            late = max(index - _LAG, 0)
-            return held[late] + sum(saved[late : index + 1])
-
-        most, where = max(around.elsewhere_bytes, around.between_bytes + here_with(last)), -1
+        running, moved = self._running(chosen), self.moved(chosen)
+        around, in_flight = self.surroundings, self.in_flight_bytes(moved)
+        away = [0, *accumulate(map(sum, moved))]  # by instances before the i-th
+        held = [0, *accumulate(variant.saved_bytes - sum(sizes) for variant, sizes in zip(running, moved, strict=True))]
+        most, where = max(around.elsewhere_bytes, around.between_bytes + held[-1]), -1
         for index, variant in enumerate(running):
-            here = here_with(index)
+            here = held[index] + min(away[index], in_flight) + variant.saved_bytes
             forward = around.forward_bytes[index] + here + variant.forward_bytes
             backward = around.backward_bytes[index] + here + variant.backward_bytes
             if max(forward, backward) > most:
@@ -197,27 +209,51 @@ class SharedBudget:
         return most, where
 
     def moved(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-        """The sizes of what each instance moves: the largest that fit into its quota, and so on."""
-        found: list[tuple[int, ...]] = [()] * len(self.instances)
-        spare = 0
-        for index, quota in enumerate(self.quotas):
-            room, sizes = quota + min(spare, quota), []
-            for size in self.instances[index][chosen[index]].movable:
-                if size <= room:
-                    sizes.append(size)
-                    room -= size
-            found[index], spare = tuple(sizes), room
+        """The sizes of what each instance moves: the largest that the link has time for, and so on."""
+        found, behind = [], 0
+        for index, variant in enumerate(self._running(chosen)):
+            sizes = self._fitting(index, variant, behind)
+            found.append(sizes)
+            behind = max(0, behind + sum(sizes) - self._quota(index))
         return found
 
+    def _fitting(self, index: int, variant: Variant, behind: int) -> tuple[int, ...]:
+        """What an instance can move with so many bytes still to be copied before: within its quota, but for one value
+        that may take up the next one's too.
+        """
+        room, sizes = self._quota(index) - behind, list[int]()
+        most = room + self._quota(index + 1)
+        for size in variant.movable:
+            if size <= room or (not sizes and size <= most):
+                sizes.append(size)
+                room -= size
+        return tuple(sizes)
+
+    def _quota(self, index: int) -> int:
+        return self.quotas[index] if index < len(self.quotas) else 0
+
+    def in_flight_bytes(self, moved: Sequence[Sequence[int]]) -> int:
+        """Bytes that are to be copied when an instance has ended, at most."""
+        most = behind = 0
+        for index, sizes in enumerate(moved):
+            most = max(most, behind + sum(sizes))
+            behind = max(0, behind + sum(sizes) - self._quota(index))
+        return most
+
+    def _running(self, chosen: Sequence[int]) -> list[Variant]:
+        return [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
+
     def _shared(self, chosen: tuple[int, ...], budget: int) -> Shared:
-        extra_s = sum(variants[number].extra_s for variants, number in zip(self.instances, chosen, strict=True))
+        extra_s = sum(variant.extra_s for variant in self._running(chosen))
         moved = tuple(self.moved(chosen))
-        return Shared(chosen, moved, self.peak_bytes(chosen), extra_s, min(extra_s, self.lower_bound_s(budget)))
+        bound_s = min(extra_s, self.lower_bound_s(budget))
+        return Shared(chosen, moved, self.in_flight_bytes(moved), self.peak_bytes(chosen), extra_s, bound_s)
 
     def lower_bound_s(self, budget: int) -> float:
         """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
-        allowed = budget - self.surroundings.between_bytes
-        prices = {_price(fast, small) for variants in self.instances for fast, small in pairwise(variants)}
+        allowed = budget - self.surroundings.between_bytes + sum(self.quotas)
+        pairs = (pair for variants in set(self.instances) for pair in pairwise(variants))
+        prices = {(small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes) for fast, small in pairs}
         least_s = sum(variants[0].extra_s for variants in self.instances)
         for price in prices:
             duals = (min(v.extra_s + price * v.saved_bytes for v in variants) for variants in self.instances)
