@@ -122,7 +122,7 @@ class Chooser:
             best = shared.floor
         chosen = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
         extra_s = best.extra_s + self._moving_s(best.moved)
-        where = shared.peak(best.chosen)[1]
+        where = shared.peak(best.chosen)[1].index
         key = (instances[where].number, chosen[where].keeps) if where >= 0 else None
         return Choice(
             chosen,

@@ -2,16 +2,15 @@
 
 A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
 the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
-graph's fastest. What an instance saves is held from its forward to its backward, so all of it is there when the
-backward begins. For a price per byte each instance decides for itself; so from everything saved, instances take the
-step with the least seconds per byte next, early ones first, until the *whole* chain fits at each of its moments. The
-steps do not depend on the budget: a larger one never ends at a slower choice, a smaller one never at a larger peak.
+graph's fastest. What an instance saves is held from its forward to its backward. From everything saved, the step that
+gives bytes *at the peak* for the least seconds each is taken next, by early instances first, until the whole chain fits
+at each of its moments. The steps do not depend on the budget: a larger one never ends at a slower choice.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -20,7 +19,7 @@ import numpy as np
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.cutting import Moment
+from lowtide.solvers import cutting
 
 SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
 
@@ -55,7 +54,7 @@ def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ..
         every = frozenset(range(graph.num_forward))
         points = (
             needs.derive(every - choice.recomputed)
-            for choice in Moment(graph, graph.num_forward - 1, is_over=True).hull
+            for choice in cutting.Moment(graph, graph.num_forward - 1, is_over=True).hull
         )
         found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
         for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
@@ -127,6 +126,18 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """When a step peaks: so many instances hold what they save; the one with this index runs, if any (else -1)."""
+
+    num_held: int
+    index: int = -1
+    is_backward: bool = False
+
+
+_ELSEWHERE = Moment(num_held=0)
+
+
+@dataclass(frozen=True)
 class Shared:
     """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds.
 
@@ -156,57 +167,80 @@ class SharedBudget:
 
     def choose(self, budget: int) -> Shared | None:
         """The first choice along the steps whose peak fits; None where none does."""
-        number = next((number for number, peak in enumerate(self._peaks) if peak <= budget), None)
-        return None if number is None else self._shared(self._path[number], budget)
+        chosen = next((chosen for chosen, peak_bytes in self._path if peak_bytes <= budget), None)
+        return None if chosen is None else self._shared(chosen, budget)
 
     @property
     def floor(self) -> Shared:
         """The choice along the steps with the smallest peak."""
-        smallest = min(self._peaks)
-        return self._shared(self._path[self._peaks.index(smallest)], smallest)
+        return self._shared(*min(self._path, key=lambda each: each[1]))
 
     @functools.cached_property
-    def _path(self) -> list[tuple[int, ...]]:
-        """Choices from everything saved, step by step; each step takes one instance to its next variant.
+    def _path(self) -> list[tuple[tuple[int, ...], int]]:
+        """Choices from everything saved, step by step, each with another instance at a smaller variant; and peaks.
 
-        What counts are the bytes that stay: what the link takes away is free.
+        What counts are the bytes that are there when the step peaks: what the link takes away is free, and so is what
+        comes later. Peaks need not fall along the path: what is not saved is held while it is recomputed.
         """
-        steps: list[tuple[float, int, int]] = []
-        for index, variants in enumerate(self.instances):
-            sizes = [variant.saved_bytes - sum(self._fitting(index, variant, 0)) for variant in variants]
-            seconds = [variant.extra_s for variant in variants]
-            corners = pairwise(_corners(sizes, seconds))
-            steps += [(_price(sizes, seconds, fast, small), index, small) for fast, small in corners]
-        chosen = [0] * len(self.instances)
-        found = [tuple(chosen)]
-        for _, index, number in sorted(steps):
-            chosen[index] = number
-            found.append(tuple(chosen))
+        chosen, found = [0] * len(self.instances), []
+        step: tuple[int, int] | None = (0, 0)
+        while step is not None:
+            chosen[step[0]] = step[1]
+            peak_bytes, moment = self.peak(chosen)
+            found.append((tuple(chosen), peak_bytes))
+            step = self._next_step(chosen, moment)
         return found
 
+    def _next_step(self, chosen: list[int], peak: Moment) -> tuple[int, int] | None:
+        """Which instance takes which variant next, to have bytes at the peak for the least seconds each."""
+        # Of instances that are alike, the first will do.
+        alike = {(self._kinds[index], chosen[index]): index for index in reversed(range(peak.num_held))}
+        cheapest: tuple[float, int, int] | None = None
+        for index in {*alike.values(), peak.index} - {-1}:
+            number, variants = chosen[index], self.instances[index]
+            size = self._bytes_at(peak, index, number)
+            for smaller in range(number + 1, len(variants)):
+                spared = size - self._bytes_at(peak, index, smaller)
+                if spared > 0:
+                    step = (variants[smaller].extra_s - variants[number].extra_s) / spared, index, smaller
+                    cheapest = min(cheapest or step, step)
+        return None if cheapest is None else cheapest[1:]
+
     @functools.cached_property
-    def _peaks(self) -> list[int]:
-        """Of each choice. They need not fall along the path: what is not saved is held while it is recomputed."""
-        return [self.peak_bytes(chosen) for chosen in self._path]
+    def _kinds(self) -> list[Hashable]:
+        """What makes instances alike: their variants, and the link's time."""
+        return [
+            (id(variants), self._quota(index), self._quota(index + 1)) for index, variants in enumerate(self.instances)
+        ]
+
+    def _bytes_at(self, moment: Moment, index: int, number: int) -> int:
+        """Bytes of an instance that are there at a moment, had it the link to itself."""
+        variant = self.instances[index][number]
+        if index == moment.index:
+            return variant.saved_bytes + (variant.backward_bytes if moment.is_backward else variant.forward_bytes)
+        return variant.saved_bytes - sum(self._fitting(index, variant, 0))
 
     def peak_bytes(self, chosen: Sequence[int]) -> int:
         """The most bytes at any moment of the step."""
         return self.peak(chosen)[0]
 
-    def peak(self, chosen: Sequence[int]) -> tuple[int, int]:
-        """The most bytes at any moment of the step, and which instance runs then (-1: none)."""
+    def peak(self, chosen: Sequence[int]) -> tuple[int, Moment]:
+        """The most bytes at any moment of the step, and when that is."""
         running, moved = self._running(chosen), self.moved(chosen)
         around, in_flight = self.surroundings, self.in_flight_bytes(moved)
         away = [0, *accumulate(map(sum, moved))]  # by instances before the i-th
         held = [0, *accumulate(variant.saved_bytes - sum(sizes) for variant, sizes in zip(running, moved, strict=True))]
-        most, where = max(around.elsewhere_bytes, around.between_bytes + held[-1]), -1
+        moments = [
+            (around.elsewhere_bytes, _ELSEWHERE),
+            (around.between_bytes + held[-1], Moment(num_held=len(running))),
+        ]
         for index, variant in enumerate(running):
             here = held[index] + min(away[index], in_flight) + variant.saved_bytes
             forward = around.forward_bytes[index] + here + variant.forward_bytes
             backward = around.backward_bytes[index] + here + variant.backward_bytes
-            if max(forward, backward) > most:
-                most, where = max(forward, backward), index
-        return most, where
+            moments.append((forward, Moment(index + 1, index)))
+            moments.append((backward, Moment(index + 1, index, is_backward=True)))
+        return max(moments, key=lambda each: each[0])
 
     def moved(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
         """The sizes of what each instance moves: the largest that the link has time for, and so on."""
