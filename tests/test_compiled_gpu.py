@@ -9,10 +9,11 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from kernelless import PLENTY, session_of, squeeze
-from lowtide.tracing.devices import present_device
+from lowtide.tracing.devices import link_bytes_per_s, present_device
 from lowtide.tracing.joint import NodeFacts
 from lowtide.tracing.nodecosts import node_costs
 from test_compiled import MLP, Stack
@@ -116,3 +117,11 @@ def test_ops_are_timed_without_a_trace() -> None:
     assert 0 < seconds(product(64)) < 1
     assert seconds(product(1 << 19)) > 1
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())
+
+
+def test_the_link_is_measured_amid_fake_tensors() -> None:
+    """A plan is made while a graph compiles, where copies of fake tensors take no time."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    outside = link_bytes_per_s(device)
+    with FakeTensorMode():
+        assert link_bytes_per_s(device) == pytest.approx(outside, rel=0.5)
