@@ -436,7 +436,8 @@ def test_explanations() -> None:
     assert lines[0] == "3 calls of 2 compiled graphs within 1.0 GiB"
     assert lines[1].startswith("  peak    ") and lines[1].endswith(" KiB predicted")
     assert lines[2] == "  slower  0.0 % predicted, at least 0.0 % with any choice"
-    assert [line.split(":")[0] for line in lines[3:]] == ["  1 x graph 0", "  2 x graph 1"]
-    assert all(line.endswith("saved each, as torch decides") for line in lines[3:])
+    assert lines[3].startswith("  took    ") and lines[3].endswith(" of planning")
+    assert [line.split(":")[0] for line in lines[4:]] == ["  1 x graph 0", "  2 x graph 1"]
+    assert all(line.endswith("saved each, as torch decides") for line in lines[4:])
     squeeze(model, floor_of(model))
     assert "1 op kept" in lowtide.explain_compiled(model)

@@ -78,7 +78,7 @@ def compile(
         _by_model.pop(model).take_off()
     for module in blocks or [model]:
         _compat.compile_module(module, backend=run, dynamic=dynamic, fullgraph=fullgraph)
-    first = FirstForward(chooser, blocks).watch(model) if blocks else None
+    first = FirstForward(chooser, blocks, session.watch).watch(model) if blocks else None
     _by_model[model] = _Put(session, blocks or [model], first)
     _sessions.add(session)
     return model

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.engines import _compat
 from lowtide.engines.choosing import Chooser
+from lowtide.engines.compilewatch import CompileWatch
 from lowtide.engines.replanning import stand_in_loss
 from lowtide.engines.surrounding import surroundings_of
 from lowtide.solvers.sharing import Surroundings
@@ -21,8 +22,8 @@ logger = logging.getLogger("lowtide")
 class FirstForward:
     """A hook that looks once and then takes itself off. Copies of it, made with a model, do nothing."""
 
-    def __init__(self, chooser: Chooser, blocks: list[nn.Module]) -> None:
-        self._chooser, self._blocks = chooser, blocks
+    def __init__(self, chooser: Chooser, blocks: list[nn.Module], watch: CompileWatch) -> None:
+        self._chooser, self._blocks, self._watch = chooser, blocks, watch
         self._handle: Any = None
 
     def watch(self, model: nn.Module) -> FirstForward:
@@ -37,7 +38,8 @@ class FirstForward:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._blocks:
             return
         self.remove()
-        self._chooser.surroundings = _traced(model, self._blocks, args, kwargs, self._chooser.optimizer)
+        with self._watch.planning():
+            self._chooser.surroundings = _traced(model, self._blocks, args, kwargs, self._chooser.optimizer)
         self._blocks = []
 
     def __deepcopy__(self, memo: Any) -> Any:

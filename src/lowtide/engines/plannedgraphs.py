@@ -53,7 +53,8 @@ class PlannedGraph:
         self._context = _compat.TracingContext()
         self._compiled: dict[Keeps, Callable[..., Any]] = {}
         self._plain: Callable[..., Any] | None = None
-        first = compiler(module, inputs, self._first_partition)
+        with session.watch.compiling():
+            first = compiler(module, inputs, self._first_partition)
         if self.step is None:
             self._plain = first  # a forward without a backward
         else:
@@ -111,24 +112,25 @@ class PlannedGraph:
             return _compat.torch_partition(joint, inputs, **facts)
 
         self.session.is_compiling()
-        with self._context:
+        with self._context, self.session.watch.compiling():
             return self._compiler(_compat.copied_module(self._module), self._inputs, partition)
 
     def _first_partition(self, joint: Any, inputs: Any, **facts: Any) -> Any:
         """See what there is to decide, and what torch would do; then let the session decide."""
         forward, backward = _compat.torch_partition(_compat.copied_module(joint), inputs, **facts)
-        read = self._read(joint)
-        names = _compat.saved_names(forward, facts["num_fwd_outputs"])
-        needs = read.graph.needs
-        saved = frozenset(read.makers[name] for name in names if name in read.makers)
-        self.default = needs.keeps_of(needs.derive(saved))
-        self.step = read.graph
-        self.variants = variants_of(read.graph, self.default)
         self.session.is_compiling()
-        self._first_keeps = self.session.first_variant(self).keeps
-        if self._first_keeps is None:
-            return forward, backward
-        tag(read, frozenset(self._first_keeps))
+        with self.session.watch.planning():
+            read = self._read(joint)
+            names = _compat.saved_names(forward, facts["num_fwd_outputs"])
+            needs = read.graph.needs
+            saved = frozenset(read.makers[name] for name in names if name in read.makers)
+            self.default = needs.keeps_of(needs.derive(saved))
+            self.step = read.graph
+            self.variants = variants_of(read.graph, self.default)
+            self._first_keeps = self.session.first_variant(self).keeps
+            if self._first_keeps is None:
+                return forward, backward
+            tag(read, frozenset(self._first_keeps))
         return _compat.torch_partition(joint, inputs, **facts)
 
     def _read(self, joint: Any) -> JointStep:

@@ -22,6 +22,7 @@ import torch
 from lowtide.engines import _compat
 from lowtide.engines.blockoffload import BlockOffload
 from lowtide.engines.choosing import Choice, Chooser
+from lowtide.engines.compilewatch import CompileWatch
 from lowtide.engines.peakmeters import PeakMeter, meter_of
 from lowtide.engines.plannedgraphs import PlannedGraph
 from lowtide.engines.stepcalls import StepCalls
@@ -82,6 +83,7 @@ class Session:
         self.budget = budget
         self.chooser = chooser or Chooser()
         self.num_blocks = num_blocks
+        self.watch = CompileWatch()
         self._meter_of = meter_of
         # Dynamo holds graphs as long as it may call them. What it has let go of is not planned for any more.
         self._graphs: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
@@ -215,7 +217,8 @@ class Session:
         course.measured.append((before, measured))
         self.chooser.learn(before, measured)
         instances = [self._graphs[number] for number in course.numbers]
-        now = self.chooser.choose(instances, budget)
+        with self.watch.planning():
+            now = self.chooser.choose(instances, budget)
         step_s = sum(graph.step_s for graph in instances)
         if measured <= budget and before.extra_s - now.extra_s < _WORTH_A_COMPILE * step_s:
             now = before  # good as it is
@@ -270,6 +273,7 @@ class Session:
             f"  slower  {100 * choice.extra_s / step_s:.1f} % predicted, at least "
             f"{100 * choice.lower_bound_s / step_s:.1f} % with any choice",
         ]
+        lines.append(f"  took    {self.watch}")
         if any(choice.moved):
             lines.append(f"  moved   {format_bytes(sum(map(sum, choice.moved)))} to the host and back")
         names = {number: index for index, number in enumerate(dict.fromkeys(course.numbers))}
