@@ -14,7 +14,7 @@ from lowtide.engines.compilewatch import CompileWatch
 from lowtide.engines.replanning import stand_in_loss
 from lowtide.engines.surrounding import surroundings_of
 from lowtide.solvers.sharing import Surroundings
-from lowtide.tracing.eager import trace
+from lowtide.tracing.eager import trace_once
 
 logger = logging.getLogger("lowtide")
 
@@ -65,7 +65,7 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
     names = {module: name for name, module in model.named_modules()}
     try:
         with torch.compiler.set_stance("force_eager"):
-            graph = trace(model, loss_fn, args, kwargs, optimizer=optimizer, mode="fake")
+            graph = trace_once(model, loss_fn, args, kwargs, optimizer=optimizer)
         return surroundings_of(graph, [names[block] for block in blocks])
     except Exception as error:  # whatever a model does with tensors that have no numbers: plans do without
         what = (str(error).splitlines() or [type(error).__name__])[0]
