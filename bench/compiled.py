@@ -1,22 +1,27 @@
 """Compiled training under a budget against what people use today: same model, same run, measured peaks and times.
 
-    python bench/compiled.py [--out FOLDER] [--few] [models ...]
+    python bench/compiled.py [--out FOLDER] [--few] [--lock FILE] [models ...]
 
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at various values with both of its
 runtime estimators; torch's checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak
-that was measured of each peer, without and with host memory, and at budgets between the floor and the plain peak. Plain
-steps are timed between those of each contestant, and it is their ratio that counts: clocks drift. Needs a GPU.
+of each peer that no other beats, with host memory too where that peer costs anything, and at budgets between the floor
+and the plain peak, ten in all. Plain steps are timed between those of each contestant, and it is their ratio that
+counts: clocks drift. With `--lock`, several models can run side by side, a process for each: they compile at once, and
+only who holds the lock measures. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +97,9 @@ MODELS: dict[str, tuple[str, Callable[[], zoo.Job]]] = {
 }
 FLOPS_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 PROFILE_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
-SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+SHARES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
+NUM_BUDGETS = 10
+DEAR = 0.03  # what a peer costs, of the plain step, from which host memory is tried too
 
 
 def on_gpu(job: zoo.Job) -> zoo.Job:
@@ -160,72 +167,127 @@ def step(job: zoo.Job) -> None:
     job.model.zero_grad(set_to_none=True)
 
 
-def measured(contestant: Regional, plain: Regional, rounds: int, settling: int = 3) -> tuple[float, float, int, float]:
-    """Median seconds of a contestant and of plain steps between its own, its peak, and seconds until it had settled."""
-    job = contestant.job
+@dataclass(frozen=True)
+class Found:
+    """Median seconds, those of plain steps between, the peak, and seconds until everything was compiled."""
+
+    seconds: float
+    plain_s: float
+    peak_bytes: int
+    settled_s: float
+
+    @property
+    def over(self) -> float:
+        return self.seconds / self.plain_s - 1
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path | None) -> Iterator[None]:
+    """A block in which no other process measures."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.synchronize()
+
+
+def settle(contestant: Regional, lock: Path | None, num_steps: int) -> float:
+    """Steps until everything is compiled; seconds that took."""
     start = time.perf_counter()
     with contestant:
-        for _ in range(settling):
-            step(job)
-        torch.cuda.synchronize()
-    settled_s = time.perf_counter() - start
-    theirs, ours = [], []
-    for _ in range(rounds):
-        with plain:
-            step(job)
-            theirs.append(timed(lambda: step(job), "cuda"))
-        with contestant:
-            step(job)
-            ours.append(timed(lambda: step(job), "cuda"))
+        step(contestant.job)
+        with exclusive(lock):
+            for _ in range(num_steps - 1):
+                step(contestant.job)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_of(contestant: Regional) -> int:
     with contestant:
-        step(job)
+        step(contestant.job)
         torch.cuda.reset_peak_memory_stats()
-        step(job)
-        peak = torch.cuda.max_memory_allocated()
-    return statistics.median(ours), statistics.median(theirs), peak, settled_s
+        step(contestant.job)
+        return torch.cuda.max_memory_allocated()
 
 
-def compare(name: str, options: argparse.Namespace) -> list[str]:
+def measured(contestant: Regional, plain: Regional, options: argparse.Namespace, settled_s: float) -> Found:
+    """A contestant that has settled."""
+    job = contestant.job
+    theirs, ours = [], []
+    with exclusive(options.lock):
+        for _ in range(options.rounds):
+            with plain:
+                step(job)
+                theirs.append(timed(lambda: step(job), "cuda"))
+            with contestant:
+                step(job)
+                ours.append(timed(lambda: step(job), "cuda"))
+        peak = peak_of(contestant)
+    return Found(statistics.median(ours), statistics.median(theirs), peak, settled_s)
+
+
+class Table:
+    """Lines that are printed and saved as they come."""
+
+    def __init__(self, options: argparse.Namespace, lines: list[str]) -> None:
+        self._options, self._lines = options, lines
+
+    def add(self, *lines: str) -> None:
+        self._lines += lines
+        print(*lines, sep="\n", flush=True)
+        save(self._lines, self._options.out, f"compiled-cuda{self._options.suffix}.md", quietly=True)
+
+
+def compare(name: str, options: argparse.Namespace, table: Table) -> None:
     title, make = MODELS[name]
     job = on_gpu(make())
-    flops, profile = (FLOPS_BUDGETS, PROFILE_BUDGETS) if not options.few else (FLOPS_BUDGETS[::3], (0.5,))
     plain = Regional(job)
-    peers = {"torch.compile": plain}
+    found = _peers(job, plain, options, table, f"{name}: {title}")
+    floor, top = found["checkpoint per block"].peak_bytes, found["torch.compile"].peak_bytes
+    targets: list[tuple[str, int, float | None]] = []
+    for peer, each in found.items():
+        is_beaten = any(o.over < each.over and o.peak_bytes <= each.peak_bytes for o in found.values())
+        if peer == "checkpoint per block" or not (is_beaten or peer == "torch.compile"):
+            targets.append((f"at the peak of: {peer}", each.peak_bytes, each.over))
+    with_host = [target for target in targets if (target[2] or 0) >= DEAR]
+    targets += [("10 GiB", 10 * GIB, None)] if name == "B" else []
+    between = [(f"{int(100 * share)} % of the way from a checkpoint per block", share) for share in SHARES]
+    targets += [(label, int(floor + (top - floor) * share), None) for label, share in between]
+    targets = sorted(targets[: 6 if options.few else NUM_BUDGETS], key=lambda target: -target[1])
+    table.add(
+        "",
+        "| lowtide.compile | budget GiB | theirs | ours ms | ours | of theirs | peak GiB | compiling, planning |",
+        "|" + "---|" * 8,
+    )
+    for label, budget, over in targets:
+        table.add(_ours(job, plain, label, budget, over, 0, options))
+    for label, budget, over in with_host:
+        table.add(_ours(job, plain, f"{label}, host", budget, over, 64 * GIB, options))
+    torch._dynamo.reset()
+
+
+def _peers(job: zoo.Job, plain: Regional, options: argparse.Namespace, table: Table, title: str) -> dict[str, Found]:
+    """Every peer measured; those that do what another did before only once."""
+    flops, profile = (FLOPS_BUDGETS, PROFILE_BUDGETS) if not options.few else (FLOPS_BUDGETS[::3], (0.5,))
+    peers = {"torch.compile": plain, "checkpoint per block": Regional(job, checkpointed=True)}
     peers |= {f"activation_memory_budget {f} (flops)": Regional(job, f) for f in flops}
     peers |= {f"activation_memory_budget {f} (profile)": Regional(job, f, "profile") for f in profile}
-    peers["checkpoint per block"] = Regional(job, checkpointed=True)
-    found: dict[str, tuple[float, int]] = {}  # time over plain, and peak
-    lines = ["", f"## {name}: {title}", "", "| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5]
+    found: dict[str, Found] = {}
+    table.add("", f"## {title}", "", "| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer, contestant in peers.items():
-        seconds, plain_s, peak, compile_s = measured(contestant, plain, options.rounds)
-        found[peer] = seconds / plain_s - 1, peak
-        lines.append(f"| {peer} | {1e3 * seconds:.1f} | {_over(found[peer][0])} | {peak / GIB:.3f} | {compile_s:.1f} |")
-        print(lines[-1], flush=True)
-    floor, plain_peak = found["checkpoint per block"][1], found["torch.compile"][1]
-    targets: list[tuple[str, int, float | None]] = []
-    for peer, (over, peak) in found.items():
-        is_best = all(o >= over or p > peak for o, p in found.values())
-        if peer != "torch.compile" and (is_best or peer == "checkpoint per block"):
-            targets.append((f"at the peak of: {peer}", peak, over))
-    targets += [
-        (
-            f"{int(100 * share)} % of the way from a checkpoint per block",
-            int(floor + (plain_peak - floor) * share),
-            None,
-        )
-        for share in (SHARES[1::2] if options.few else SHARES)
-    ]
-    targets += [("10 GiB", 10 * GIB, None)] if name == "B" else []
-    targets.sort(key=lambda target: -target[1])
-    lines += ["", "| lowtide.compile | budget GiB | theirs | ours ms | ours | peak GiB | settled s |", "|" + "---|" * 7]
-    hosts = [(target, 0) for target in targets]
-    moving = ("of: checkpoint",) if options.few else ("of: ",)
-    hosts += [((f"{label}, host", *rest), 64 * GIB) for label, *rest in targets if any(m in label for m in moving)]  # type: ignore[misc]
-    for (label, budget, over), host in hosts:
-        lines.append(_ours(job, plain, label, budget, over, host, options))
-        print(lines[-1], flush=True)
-    torch._dynamo.reset()
-    return lines
+        settled_s = settle(contestant, options.lock, 2)
+        with exclusive(options.lock):
+            peak = peak_of(contestant)
+        same = next((other for other, each in found.items() if each.peak_bytes == peak), None)
+        if same is not None:
+            table.add(f"| {peer} | as {same.removeprefix('activation_memory_budget ')} | | {peak / GIB:.3f} | |")
+            continue
+        each = found[peer] = measured(contestant, plain, options, settled_s)
+        table.add(f"| {peer} | {1e3 * each.seconds:.1f} | {_over(each.over)} | {peak / GIB:.3f} | {settled_s:.1f} |")
+    return found
 
 
 def _over(share: float) -> str:
@@ -236,15 +298,19 @@ def _ours(
     job: zoo.Job, plain: Regional, label: str, budget: int, theirs: float | None, host: int, options: argparse.Namespace
 ) -> str:
     try:
-        seconds, plain_s, peak, settled_s = measured(Ours(job, budget, host), plain, options.rounds, settling=9)
+        ours = Ours(job, budget, host)
+        found = measured(ours, plain, options, settle(ours, options.lock, 8))
     except lowtide.InfeasibleBudgetError as error:
         return f"| {label} | {budget / GIB:.3f} | infeasible: {str(error).splitlines()[0]} |"
+    explained = lowtide.explain_compiled(job.model)
     if options.explain:
-        print(lowtide.explain_compiled(job.model).split("\n\n")[-1], flush=True)
-    over = "" if peak <= budget else " **over**"
+        print(explained, flush=True)
+    (took,) = (line.split("took")[1].strip() for line in explained.splitlines() if line.startswith("  took"))
+    peak = found.peak_bytes
     return (
-        f"| {label} | {budget / GIB:.3f} | {'' if theirs is None else _over(theirs)} | {1e3 * seconds:.1f} "
-        f"| {_over(seconds / plain_s - 1)} | {peak / GIB:.3f}{over} | {settled_s:.1f} |"
+        f"| {label} | {budget / GIB:.3f} | {'' if theirs is None else _over(theirs)} | {1e3 * found.seconds:.1f} "
+        f"| {_over(found.over)} | {'' if theirs is None else f'{100 * found.over / theirs:.0f} %'} "
+        f"| {peak / GIB:.3f}{'' if peak <= budget else ' **over**'} | {took} |"
     )
 
 
@@ -254,6 +320,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--few", action="store_true")
     parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--suffix", default="", help="of the name of the file with results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -264,10 +332,9 @@ def main() -> None:
         f"{versions()}, bf16, forward and backward. Budgets are peaks of the whole step; ours are measured too.",
     ]
     for name in options.names:
-        lines += compare(name, options)
+        compare(name, options, Table(options, lines))
         gc.collect()
         torch.cuda.empty_cache()
-        save(lines, options.out, "compiled-cuda.md")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,10 @@ def versions() -> str:
     )
 
 
-def save(lines: list[str], folder: Path, name: str) -> None:
-    """Print a page of results and keep it."""
+def save(lines: list[str], folder: Path, name: str, *, quietly: bool = False) -> None:
+    """Keep a page of results, and print it."""
     text = "\n".join(lines) + "\n"
-    print(text)
+    if not quietly:
+        print(text)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
