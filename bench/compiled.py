@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import zoo
-from reporting import RESULTS, device_name, save, timed, versions
+from reporting import RESULTS, Page, device_name, timed, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,7 +102,9 @@ NUM_BUDGETS = 10
 DEAR = 0.03  # what a peer costs, of the plain step, from which host memory is tried too
 
 
-def on_gpu(job: zoo.Job) -> zoo.Job:
+def on_gpu(make: Callable[[], zoo.Job]) -> zoo.Job:
+    with torch.device("cuda"):
+        job = make()
     job.model.to(device="cuda", dtype=torch.bfloat16).train()
     job.batch = tuple(item.to("cuda", torch.bfloat16 if item.is_floating_point() else item.dtype) for item in job.batch)
     return job
@@ -229,23 +231,11 @@ def measured(contestant: Regional, plain: Regional, options: argparse.Namespace,
     return Found(statistics.median(ours), statistics.median(theirs), peak, settled_s)
 
 
-class Table:
-    """Lines that are printed and saved as they come."""
-
-    def __init__(self, options: argparse.Namespace, lines: list[str]) -> None:
-        self._options, self._lines = options, lines
-
-    def add(self, *lines: str) -> None:
-        self._lines += lines
-        print(*lines, sep="\n", flush=True)
-        save(self._lines, self._options.out, f"compiled-cuda{self._options.suffix}.md", quietly=True)
-
-
-def compare(name: str, options: argparse.Namespace, table: Table) -> None:
+def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     title, make = MODELS[name]
-    job = on_gpu(make())
+    job = on_gpu(make)
     plain = Regional(job)
-    found = _peers(job, plain, options, table, f"{name}: {title}")
+    found = _peers(job, plain, options, page, f"{name}: {title}")
     floor, top = found["checkpoint per block"].peak_bytes, found["torch.compile"].peak_bytes
     targets: list[tuple[str, int, float | None]] = []
     for peer, each in found.items():
@@ -257,36 +247,36 @@ def compare(name: str, options: argparse.Namespace, table: Table) -> None:
     between = [(f"{int(100 * share)} % of the way from a checkpoint per block", share) for share in SHARES]
     targets += [(label, int(floor + (top - floor) * share), None) for label, share in between]
     targets = sorted(targets[: 6 if options.few else NUM_BUDGETS], key=lambda target: -target[1])
-    table.add(
+    page.add(
         "",
         "| lowtide.compile | budget GiB | theirs | ours ms | ours | of theirs | peak GiB | compiling, planning |",
         "|" + "---|" * 8,
     )
     for label, budget, over in targets:
-        table.add(_ours(job, plain, label, budget, over, 0, options))
+        page.add(_ours(job, plain, label, budget, over, 0, options))
     for label, budget, over in with_host:
-        table.add(_ours(job, plain, f"{label}, host", budget, over, 64 * GIB, options))
+        page.add(_ours(job, plain, f"{label}, host", budget, over, 64 * GIB, options))
     torch._dynamo.reset()
 
 
-def _peers(job: zoo.Job, plain: Regional, options: argparse.Namespace, table: Table, title: str) -> dict[str, Found]:
+def _peers(job: zoo.Job, plain: Regional, options: argparse.Namespace, page: Page, title: str) -> dict[str, Found]:
     """Every peer measured; those that do what another did before only once."""
     flops, profile = (FLOPS_BUDGETS, PROFILE_BUDGETS) if not options.few else (FLOPS_BUDGETS[::3], (0.5,))
     peers = {"torch.compile": plain, "checkpoint per block": Regional(job, checkpointed=True)}
     peers |= {f"activation_memory_budget {f} (flops)": Regional(job, f) for f in flops}
     peers |= {f"activation_memory_budget {f} (profile)": Regional(job, f, "profile") for f in profile}
     found: dict[str, Found] = {}
-    table.add("", f"## {title}", "", "| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
+    page.add("", f"## {title}", "", "| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer, contestant in peers.items():
         settled_s = settle(contestant, options.lock, 2)
         with exclusive(options.lock):
             peak = peak_of(contestant)
         same = next((other for other, each in found.items() if each.peak_bytes == peak), None)
         if same is not None:
-            table.add(f"| {peer} | as {same.removeprefix('activation_memory_budget ')} | | {peak / GIB:.3f} | |")
+            page.add(f"| {peer} | as {same.removeprefix('activation_memory_budget ')} | | {peak / GIB:.3f} | |")
             continue
         each = found[peer] = measured(contestant, plain, options, settled_s)
-        table.add(f"| {peer} | {1e3 * each.seconds:.1f} | {_over(each.over)} | {peak / GIB:.3f} | {settled_s:.1f} |")
+        page.add(f"| {peer} | {1e3 * each.seconds:.1f} | {_over(each.over)} | {peak / GIB:.3f} | {settled_s:.1f} |")
     return found
 
 
@@ -326,13 +316,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    lines = [
+    page = Page(
+        options.out,
+        f"compiled-cuda{options.suffix}.md",
         f"# Compiled training under a budget, {device_name('cuda')}",
         "",
         f"{versions()}, bf16, forward and backward. Budgets are peaks of the whole step; ours are measured too.",
-    ]
+    )
     for name in options.names:
-        compare(name, options, Table(options, lines))
+        compare(name, options, page)
         gc.collect()
         torch.cuda.empty_cache()
 

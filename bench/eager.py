@@ -15,13 +15,13 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import zoo
-from reporting import RESULTS, device_name, save, timed, versions
+from reporting import RESULTS, Page, device_name, timed, versions
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -29,7 +29,7 @@ import lowtide
 from lowtide.engines.regions import find_regions
 
 PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
-SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+SHARES = (0.5, 0.3, 0.7, 0.1, 0.9)
 HOST = 64 << 30
 
 
@@ -161,52 +161,79 @@ def switched_on(handle: lowtide.Applied) -> Iterator[None]:
         handle.enabled = False
 
 
-def compare(name: str, device: str, rounds: int) -> list[str]:
-    job = MODELS[name](device)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    job.model.to(device=device, dtype=dtype).train()
-    job.batch = tuple(tensor.to(device) for tensor in job.batch)
+@dataclass(frozen=True)
+class Target:
+    """A budget for ours: that of a peer, or a share of the way from the floor to the plain peak."""
+
+    label: str
+    budget: int
+    peer: Timed | None = None
+    host: int = 0
+
+
+def targets_of(found: dict[str, Timed], floor: int, top: int, there: int, device: str) -> list[Target]:
+    """What tells most, first."""
+    targets = []
+    for peer, each in list(found.items())[1:]:
+        budget = each.peak_bytes + there
+        if "save_on_cpu" not in peer and budget not in [target.budget for target in targets]:
+            targets.append(Target(f"at the peak of: {peer}", budget, each))
+    between = [
+        Target(f"{int(100 * share)} % of the way from floor", int(floor + (top - floor) * share)) for share in SHARES
+    ]
+    if device != "cuda":
+        return targets + between
+    offloaded = [
+        Target(f"at the peak of: {peer}", each.peak_bytes, each) for peer, each in found.items() if "on_cpu" in peer
+    ]
+    with_host = [
+        replace(each, label=f"{each.label}, with host memory", host=HOST)
+        for each in (targets[0], *offloaded, *between[:2])
+    ]
+    return [targets[0], with_host[0], *targets[1:], *with_host[1:3], between[0], with_host[3], *between[1:]]
+
+
+def ours_at(job: zoo.Job, target: Target, device: str, rounds: int, there: int) -> str:
+    """A row of the table: `fit` at one budget."""
+    start = f"| {target.label} | {target.budget / 2**30:.3f} "
+    try:
+        handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=target.budget, host=target.host)
+    except lowtide.InfeasibleBudgetError as error:
+        return f"{start}| infeasible: {str(error).splitlines()[0]} |"
+    ours = measured(job, device, rounds, functools.partial(switched_on, handle))
+    handle.remove()
+    plan, peer = handle.plan, target.peer
+    theirs = " | " if peer is None else f"{1e3 * peer.seconds:.1f} | {100 * peer.over:+.1f} %"
+    return (
+        f"{start}| {theirs} | {1e3 * ours.seconds:.1f} | {100 * ours.over:+.1f} % "
+        f"| {100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} % | {(ours.peak_bytes + there) / 2**30:.3f} |"
+    )
+
+
+def made(name: str, device: str) -> zoo.Job:
+    with torch.device(device):
+        job = MODELS[name](device)
+    job.model.to(dtype=torch.bfloat16 if device == "cuda" else torch.float32).train()
+    return job
+
+
+def compare(name: str, device: str, rounds: int, page: Page) -> None:
+    job = made(name, device)
     tensors = [*job.model.parameters(), *job.model.buffers(), *job.batch]
     there = 0 if device == "cuda" else sum(tensor.nbytes for tensor in tensors)
     found = {peer: measured(job, device, rounds, context) for peer, context in peers(job).items()}
     plain_s, plain_peak = found["nothing"].plain_s, found["nothing"].peak_bytes + there
-    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
-    floor = lowtide.sweep(graph, []).floor_bytes
-    at_peaks = [(f"at the peak of: {peer}", each.peak_bytes + there, each, 0) for peer, each in found.items()][1:]
-    between = [(share, int(floor + (plain_peak - floor) * share)) for share in SHARES]
-    shares = [(f"{int(100 * share)} % of the way from floor", budget, None, 0) for share, budget in between]
-    targets = [*(target for target in at_peaks if "save_on_cpu" not in target[0]), *shares]
-    if device == "cuda":
-        targets += [(f"{label}, with host memory", *rest, HOST) for label, *rest, _ in (*at_peaks, *shares)]
-    lines = ["", f"## {name}: plain {1e3 * plain_s:.1f} ms, {plain_peak / 2**30:.3f} GiB", ""]
-    lines += [
-        "| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |",
-        "|" + "---|" * 9,
-    ]
-    for label, budget, peer, host in targets:
-        try:
-            handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, host=host)
-        except lowtide.InfeasibleBudgetError as error:
-            lines.append(f"| {label} | {budget / 2**30:.3f} | infeasible: {str(error).splitlines()[0]} |")
-            continue
-        ours = measured(job, device, rounds, functools.partial(switched_on, handle))
-        handle.remove()
-        plan = handle.plan
-        theirs = " | " if peer is None else f"{1e3 * peer.seconds:.1f} | {100 * peer.over:+.1f} %"
-        lines.append(
-            f"| {label} | {budget / 2**30:.3f} | {theirs} | {1e3 * ours.seconds:.1f} | {100 * ours.over:+.1f} % "
-            f"| {100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} % | {(ours.peak_bytes + there) / 2**30:.3f} |"
-        )
-        print(lines[-1], flush=True)
-    del job
-    return lines
+    floor = lowtide.sweep(lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real"), []).floor_bytes
+    page.add("", f"## {name}: plain {1e3 * plain_s:.1f} ms, {plain_peak / 2**30:.3f} GiB", "")
+    page.add("| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |")
+    page.add("|" + "---|" * 9)
+    for target in targets_of(found, floor, plain_peak, there, device):
+        page.add(ours_at(job, target, device, rounds, there))
 
 
-def overhead(device: str, rounds: int) -> list[str]:
+def overhead(device: str, rounds: int) -> str:
     """What the engine costs when it has nothing to do but to be there: a plan on a model, switched off and on."""
-    job = MODELS["gpt"](device)
-    job.model.to(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    job.batch = tuple(tensor.to(device) for tensor in job.batch)
+    job = made("gpt", device)
     names: dict[str, nn.Module] = find_regions(job.model, job.blocks)
     plan = lowtide.Plan(regions=tuple(lowtide.plans.Recompute(name) for name in names))
 
@@ -216,10 +243,7 @@ def overhead(device: str, rounds: int) -> list[str]:
             yield
 
     ratios = [1 + measured(job, device, rounds, patched).over for _ in range(3)]
-    return [
-        "",
-        f"Every block patched and kept: {statistics.median(ratios):.3f} of the plain step's time (median of three).",
-    ]
+    return f"Every block patched and kept: {statistics.median(ratios):.3f} of the plain step's time (median of three)."
 
 
 def main() -> None:
@@ -227,19 +251,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--suffix", default="", help="of the name of the file with results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    lines = [
+    page = Page(
+        options.out,
+        f"eager-{options.device}{options.suffix}.md",
         f"# Eager training under a budget, {device_name(options.device)}",
         "",
         f"{versions()}. `+` is over plain steps timed between those of each contestant. Budgets are peaks of the whole "
         "step; ours are measured too.",
-    ]
+    )
     for name in options.names:
-        lines += compare(name, options.device, options.rounds)
-    lines += overhead(options.device, options.rounds)
-    save(lines, options.out, f"eager-{options.device}.md")
+        compare(name, options.device, options.rounds, page)
+    page.add("", overhead(options.device, options.rounds))
 
 
 if __name__ == "__main__":

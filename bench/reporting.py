@@ -39,10 +39,23 @@ def versions() -> str:
     )
 
 
-def save(lines: list[str], folder: Path, name: str, *, quietly: bool = False) -> None:
-    """Keep a page of results, and print it."""
+def save(lines: list[str], folder: Path, name: str) -> None:
+    """Print a page of results and keep it."""
     text = "\n".join(lines) + "\n"
-    if not quietly:
-        print(text)
+    print(text)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
+
+
+class Page:
+    """Lines of results, printed and kept as they come: what was measured is there if the rest fails."""
+
+    def __init__(self, folder: Path, name: str, *lines: str) -> None:
+        self._folder, self._name = folder, name
+        self._lines = list(lines)
+
+    def add(self, *lines: str) -> None:
+        self._lines += lines
+        print(*lines, sep="\n", flush=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / self._name).write_text("\n".join(self._lines) + "\n")
