@@ -27,6 +27,8 @@ from lowtide.memory.arrivals import Arrivals
 from lowtide.memory.units import Unit
 from lowtide.plans import Move, Plan, Recompute
 from lowtide.simulator import simulate
+from lowtide.solvers.moving import Mover
+from lowtide.solvers.references import recomputes
 
 NEVER = 1 << 40  # a save that no call makes: saves are counted, and nothing is moved
 
@@ -541,6 +543,39 @@ def test_solved_plans_name_every_place_of_a_value() -> None:
         for number, value in enumerate(graph.calls[call].inputs):
             if value in moved and owner[graph.calls[call].parent] < 0:
                 assert (graph.calls[call].path, graph.nths[call], number) in named
+
+
+def test_the_solver_moves_outputs_that_regions_hold() -> None:
+    """Named wherever they are held, so that they leave; and the step is the same."""
+    job = zoo.make("gpt_dropout")
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
+    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
+    blocks = [call for call, facts in enumerate(graph.calls) if facts.kind == "Block"]
+    regions: dict[int, tuple[int, ...]] = {}
+    for call in blocks:
+        made = enumerate(graph.ops[graph.calls[call].first : graph.calls[call].end])
+        regions[call] = tuple(n for n, op in made if any(graph.values[v].bytes >= 1 << 16 for v in op.outputs))
+    plan = Plan(recomputes(graph, regions), Mover(graph, 1 << 30, 0).moves(regions, 1.0))
+    moved, outputs = plan.moves_by_value(graph), plan.moved_outputs(graph)
+    assert set(outputs) == set(blocks)
+    firsts = {c: {graph.ops[graph.calls[c].first + n].outputs[0] for n in ops} for c, ops in regions.items()}
+    for call in blocks:
+        assert set(outputs[call]) == {v for v in firsts[call] if graph.values[v].bytes >= 1 << 16 and v in moved}
+        assert len(outputs[call]) > 5
+    held = simulate(graph, Plan(plan.regions))
+    assert simulate(graph, plan).peak_bytes < held.peak_bytes
+    assert simulate(graph, plan).replayed_s == held.replayed_s
+
+    def step() -> list[Tensor]:
+        job.model.zero_grad()
+        torch.manual_seed(1)
+        job.step()
+        return [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
+
+    expected = step()
+    with lowtide.apply(job.model, plan) as handle:
+        assert_same(step(), expected)
+        assert handle.stats().moved_bytes > 0
 
 
 # Lives of values.
