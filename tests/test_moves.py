@@ -28,7 +28,6 @@ from lowtide.memory.units import Unit
 from lowtide.plans import Move, Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.solvers.moving import Mover
-from lowtide.solvers.references import recomputes
 
 NEVER = 1 << 40  # a save that no call makes: saves are counted, and nothing is moved
 
@@ -555,7 +554,7 @@ def test_the_solver_moves_outputs_that_regions_hold() -> None:
     for call in blocks:
         made = enumerate(graph.ops[graph.calls[call].first : graph.calls[call].end])
         regions[call] = tuple(n for n, op in made if any(graph.values[v].bytes >= 1 << 16 for v in op.outputs))
-    plan = Plan(recomputes(graph, regions), Mover(graph, 1 << 30, 0).moves(regions, 1.0))
+    plan = Mover(graph, 1 << 30, 0).plan(regions, 1.0)
     moved, outputs = plan.moves_by_value(graph), plan.moved_outputs(graph)
     assert set(outputs) == set(blocks)
     firsts = {c: {graph.ops[graph.calls[c].first + n].outputs[0] for n in ops} for c, ops in regions.items()}

@@ -11,12 +11,17 @@ from lowtide.graph import StepGraph
 from lowtide.plans import Move
 from lowtide.solvers.chain import Regions
 
+# Bytes: smaller copies cost more in launches than they free. In a step with large values even more so.
+_SMALLEST, _SMALLEST_AMONG_LARGE, _LARGE = 1 << 16, 1 << 20, 1 << 28
+
 
 class Places:
     """The places in which the values of a graph are held."""
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
+        is_large = any(value.bytes >= _LARGE for value in graph.values if value.kind == "activation")
+        self.smallest_moved = _SMALLEST_AMONG_LARGE if is_large else _SMALLEST
         self._saves: dict[int, list[int]] = {}
         for index, save in enumerate(graph.saves):
             self._saves.setdefault(save.value, []).append(index)

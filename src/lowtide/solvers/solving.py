@@ -37,7 +37,6 @@ from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
 from lowtide.solvers.pricing import Pricing, contains_layers, hull
-from lowtide.solvers.references import recomputes
 from lowtide.solvers.standing import replayed_s, standing_plans
 from lowtide.units import parse_bytes
 
@@ -342,8 +341,7 @@ class Search:
         return played
 
     def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
-        moves = self._mover.moves(regions, share, codecs)
-        return simulate(self.graph, Plan(regions=recomputes(self.graph, regions), moves=moves))
+        return simulate(self.graph, self._mover.plan(regions, share, codecs))
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
