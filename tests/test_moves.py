@@ -561,6 +561,8 @@ def test_the_solver_moves_outputs_that_regions_hold() -> None:
     for call in blocks:
         assert set(outputs[call]) == {v for v in firsts[call] if graph.values[v].bytes >= 1 << 16 and v in moved}
         assert len(outputs[call]) > 5
+        at_once = {*outputs[call], *graph.calls[call].inputs} & set(moved)
+        assert sum(graph.values[value].bytes for value in at_once) <= plan.in_flight_bytes
     held = simulate(graph, Plan(plan.regions))
     assert simulate(graph, plan).peak_bytes < held.peak_bytes
     assert simulate(graph, plan).replayed_s == held.replayed_s
