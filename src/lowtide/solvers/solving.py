@@ -190,7 +190,7 @@ class Search:
         for moment, discount, narrow, share, coded in self._kinds_of_chains:
             yield self._chain(moment, discount, narrow, coded), share, coded
         if self._moments and self._movable_bytes:
-            yield self._loads, 1.0, False
+            yield self._loads, _SHARES[-1], False
 
     @cached_property
     def _loads(self) -> Loads:
