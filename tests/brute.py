@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 
 from lowtide.codings import form_of
 from lowtide.graph import StepGraph
-from lowtide.plans import Move, Plan, Recompute
+from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.solvers.places import Places
 
@@ -34,25 +34,19 @@ def index_ops(graph: StepGraph) -> set[int]:
     return {index for index, op in enumerate(graph.ops[: graph.num_forward]) if "index" in op.flags}
 
 
-def codec_moves(graph: StepGraph, codecs: tuple[str, ...]) -> list[list[Move | None]]:
-    """For each value that may be compressed, no move and those that do it.
+def codec_choices(graph: StepGraph, codecs: tuple[str, ...]) -> list[list[tuple[int, str]]]:
+    """For each value that may be compressed, with which codec: with none (`""`), and with each that does it.
 
     That is what modules save and nobody else, the first that its op made, of anything but weights, which nothing
     changes from then on.
     """
-    nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
-    counts: dict[int, int] = {}
-    places: dict[int, tuple[str, int, int]] = {}
     first_made: dict[int, int] = {}
     outside = {save.value for save in graph.saves if save.call < 0}
     for save in graph.saves:
-        number = counts.setdefault(save.call, 0)
-        counts[save.call] += 1
         if save.call >= 0:
-            places.setdefault(save.value, (graph.calls[save.call].path, nth[save.call], number))
             first_made[save.value] = min(save.made, first_made.get(save.value, save.made))
-    found: list[list[Move | None]] = []
-    for value, place in places.items():
+    found: list[list[tuple[int, str]]] = []
+    for value in first_made:
         facts = graph.values[value]
         if facts.born < 0 or facts.kind != "activation" or graph.ops[facts.born].outputs.index(value) > 0:
             continue
@@ -63,7 +57,7 @@ def codec_moves(graph: StepGraph, codecs: tuple[str, ...]) -> list[list[Move | N
             continue
         named = [codec for codec in codecs if form_of(facts, codec, graph.hardware) is not None]
         if named:
-            found.append([None, *(Move(*place, "device", codec) for codec in named)])
+            found.append([(value, codec) for codec in ("", *named)])
     return found
 
 
@@ -77,7 +71,8 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
     Any regions, in one another or not; any ops held by those inside of none. Ops that make indices are held, always.
     Any values compressed by any of `codecs`.
     """
-    presses = [tuple(move for move in moves if move) for moves in product(*codec_moves(graph, codecs))]
+    choices = product(*codec_choices(graph, codecs))
+    presses = [{value: ("device", codec) for value, codec in choice if codec} for choice in choices]
     nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
     calls, keepable, indices = region_calls(graph), keepable_ops(graph), index_ops(graph)
     if 2 ** len(calls) * len(presses) > most:
@@ -117,8 +112,8 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
                     for call in regions
                 )
             )
-            for moves in presses:
-                everywhere = Places(graph).everywhere(moves, dict.fromkeys(regions, ()))
+            for ways in presses:
+                everywhere = Places(graph).everywhere(ways, dict.fromkeys(regions, ()))
                 timeline = simulate(graph, replace(plan, moves=everywhere))
                 found[timeline.peak_bytes, timeline.extra_s] = None
     return list(found)

@@ -168,7 +168,10 @@ def with_floats(seed: int, graph: StepGraph) -> StepGraph:
 
 
 def random_plan(seed: int, graph: StepGraph) -> Plan:
-    """Regions of any nesting, ops kept in the outermost, moves where the graph has a link, and codecs for floats."""
+    """Regions of any nesting, ops kept in the outermost, moves where the graph has a link, and codecs for floats.
+
+    Of the ops that are kept, some have their output moved.
+    """
     rng = random.Random(seed)
     nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
     share = rng.choice((0.0, 0.3, 0.6, 0.9))
@@ -195,6 +198,13 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
             value = save.value if inputs is None else inputs[number]
             if value in way_of:
                 moves.append(Move(graph.calls[save.call].path, nth[save.call], number, *way_of[value]))
+    coded = {value for value, (to, codec) in way_of.items() if (to, codec) != ("host", "")}
+    for region in regions if graph.hardware.link_bytes_per_s else ():
+        first = graph.calls[graph.calls_by_path[region.path][region.nth]].first
+        for op in region.keep_ops:
+            outputs = graph.ops[first + op].outputs
+            if outputs and outputs[0] not in coded and rng.random() < share:
+                moves.append(Move(region.path, region.nth, op=op))
     rng.shuffle(regions)
     return Plan(tuple(regions), tuple(moves), in_flight_bytes=rng.choice((0, 0, 1, 40, 1000)))
 

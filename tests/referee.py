@@ -63,6 +63,9 @@ class _Regions:
             if all_saves[call]
         }
         self.all_saves = {call: all_saves[call] for call in self.kept_ops}
+        self.away_ops = {
+            (graph.calls_by_path[move.path][move.nth], move.op) for move in plan.moves if move.op is not None
+        }
         for call, kept in self.kept_ops.items():
             assert not kept or self.around(call) is None, "ops kept in a nested region"
 
@@ -96,6 +99,11 @@ class _Regions:
     def inputs(self, region: int) -> list[int]:
         return [v for v in dict.fromkeys(self.graph.calls[region].inputs) if self.graph.values[v].born >= 0]
 
+    def away(self, region: int) -> list[int]:
+        """First outputs of ops that `region` holds elsewhere than on the device, the last first."""
+        ops = sorted((op for call, op in self.away_ops if call == region), reverse=True)
+        return [self.graph.ops[self.graph.calls[region].first + op].outputs[0] for op in ops]
+
     def stop(self, region: int) -> int:
         """The position at which everything has been made that a replay is for."""
         own = [self.graph.saves[index].made for index in self.own_saves(region)]
@@ -112,6 +120,7 @@ def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
                 if region is None:
                     order.append(save.value)
                 else:
+                    order += regions.away(regions.outermost(region))
                     order += regions.inputs(regions.outermost(region))
     return list(dict.fromkeys(order))
 
@@ -195,8 +204,8 @@ class _Step:
                 self.forms[value] = form
         self.link = _Link(graph, plan, self.forms)
         # Those that are content with a value on the host: saves outside of regions, inputs of regions in no region.
-        self.movers = {("save", index) for index in self.regions.own_saves(None)}
-        self.movers |= {("input", region) for region in self.regions.inside(None)}
+        self.any_movers = {("save", index) for index in self.regions.own_saves(None)}
+        self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
@@ -236,7 +245,7 @@ class _Step:
                     assert incarnation not in self.freed, f"{incarnation} is freed twice"
                     self.freed.add(incarnation)
         for value in list(self.link.on_host):
-            if not self.movers & self.holders.get(self.saved_as(value), set()):
+            if not self.movers(value) & self.holders.get(self.saved_as(value), set()):
                 self.link.on_host.remove(value)
 
     def visible(self, value: int, region: int | None) -> Incarnation:
@@ -250,6 +259,10 @@ class _Step:
     def saved_as(self, value: int) -> Incarnation:
         """What is held of `value` outside of regions."""
         return value, ENCODED if value in self.forms else FORWARD
+
+    def movers(self, value: int) -> set[Holder]:
+        """Who is content with `value` on the host: also regions that hold it there as an output of theirs."""
+        return self.any_movers | {("keep", r) for r in self.regions.inside(None) if value in self.regions.away(r)}
 
     def save(self, value: int, region: int | None, holder: Holder) -> None:
         """Hold `value` for the backward; outside of regions it may be encoded, and may move."""
@@ -376,6 +389,8 @@ class _Step:
         assert region in self.entered, f"region {region} is replayed and was never entered"
         self.replayed.add(region)
         if outer is None:
+            for value in self.regions.away(region):
+                self.bring_back(value)
             for value in self.regions.inputs(region):
                 self.bring_back(value)
                 if value in self.forms:
@@ -406,6 +421,10 @@ class _Step:
                     self.hold((value, home), ("keep", region))
         self.record(self.graph.ops[op].workspace_bytes)
         self.clock_s += self.graph.ops[op].seconds
+        for region in self.regions.inside(None) if home == FORWARD else ():
+            for value in self.regions.away(region):
+                if value in self.graph.ops[op].outputs:
+                    self.link.save(value, self.clock_s)
 
     def is_readable(self, value: int, op: int, home: int) -> bool:
         if self.is_static(value):
@@ -424,7 +443,7 @@ class _Step:
 
     def let_leave(self) -> None:
         for (value, home), holders in self.holders.items():
-            if (value, home) == self.saved_as(value) and holders <= self.movers:
+            if (value, home) == self.saved_as(value) and holders <= self.movers(value):
                 self.link.let_leave(value, self.clock_s)
 
     def record(self, workspace_bytes: int) -> None:

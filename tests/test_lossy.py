@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import lowtide
 import lowtide.codings
-from brute import all_costs, codec_moves
+from brute import all_costs, codec_choices
 from graphs import chain, random_graph, repeated_blocks, with_floats
 from lowtide import InfeasibleBudgetError, Plan, PlanError, StepGraph, simulate
 from lowtide.codings import CODINGS
@@ -106,7 +106,7 @@ def test_the_certificate_against_brute_force(batch: int) -> None:
     for seed in range(200 + 50 * batch, 250 + 50 * batch):
         graph, codecs = tiny(seed), ("int8",) if seed % 2 else ("int4", "float16")
         costs = all_costs(graph, most=1500, codecs=codecs)
-        if costs is None or not codec_moves(graph, codecs):
+        if costs is None or not codec_choices(graph, codecs):
             continue
         search = Search(graph, lossy=codecs)
         floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
@@ -133,8 +133,7 @@ def test_the_certificate_against_brute_force(batch: int) -> None:
 def test_what_may_be_compressed_is_what_brute_force_says() -> None:
     for seed in range(200):
         graph = tiny(seed)
-        named = [moves[1] for moves in codec_moves(graph, ("int8",))]
-        values = set(Plan(moves=tuple(move for move in named if move)).moves_by_value(graph))
+        values = {choice[1][0] for choice in codec_choices(graph, ("int8",))}
         assert set(Press(graph, ("int8",)).options) == values
 
 

@@ -168,7 +168,7 @@ def test_the_peak_falls_as_predicted_and_copies_hide(share: float) -> None:
     model, x = large()
     graph = traced(model, x)
     plain = lowtide.simulate(graph)
-    plan = Plan(moves=Mover(graph, 64 * GIB, 0).moves({}, share))
+    plan = Mover(graph, 64 * GIB, 0).plan({}, share)
     predicted = lowtide.simulate(graph, plan)
     assert predicted.peak_bytes < 0.98 * plain.peak_bytes, "too little to move: the link is too slow for this model"
     assert measured_peak(model, x) == pytest.approx(plain.peak_bytes, rel=0.02), "without a plan already"
@@ -216,3 +216,72 @@ def test_a_plan_for_less_than_the_largest_value_in_flight(small: tuple[Stack, Te
     for in_flight_bytes in (1, 1 << 20, GIB):
         with lowtide.apply(model, replace(plan, in_flight_bytes=in_flight_bytes)):
             assert_same(steps(model, x, range(3)), expected)
+
+
+def held_elsewhere(graph: lowtide.StepGraph, num_layers: int) -> Plan:
+    """Each layer recomputed, but for the outputs of all its ops of which one is to be had, on the host."""
+    regions, moves = [], []
+    for index in range(num_layers):
+        path = f"layers.{index}"
+        call = graph.calls[graph.calls_by_path[path][0]]
+        ops = [op for op in range(call.end - call.first) if graph.ops[call.first + op].outputs]
+        regions.append(Recompute(path, keep_ops=tuple(ops)))
+        moves += [Move(path, op=op) for op in ops]
+    return Plan(tuple(regions), tuple(moves))
+
+
+def test_outputs_that_recomputed_blocks_hold_move(small: tuple[Stack, Tensor]) -> None:
+    model, x = small
+    plan = held_elsewhere(traced(model, x), 6)
+    expected = steps(model, x, range(10))
+    model.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
+    with lowtide.apply(model, plan) as handle:
+        first = steps(model, x, range(2))
+        locked = host_store(handle).stats().locked_bytes
+        assert_same(first + steps(model, x, range(2, 10)), expected)
+        assert host_store(handle).stats().locked_bytes == locked > 0
+        assert handle.stats().stored_bytes == 0
+    model.zero_grad(set_to_none=True)
+    del first
+    assert torch.cuda.memory_allocated() == before, "something holds memory beyond its step"
+
+
+def test_held_outputs_race_with_no_copy(small: tuple[Stack, Tensor]) -> None:
+    model, x = small
+    plan = held_elsewhere(traced(model, x), 6)
+    expected = steps(model, x, range(10))
+    delays = torch.Generator().manual_seed(0)
+
+    def slow(*_: Any) -> None:
+        torch.cuda._sleep(int(torch.randint(0, 4_000_000, (), generator=delays)))
+
+    hooks = [layer.register_forward_hook(slow) for layer in model.layers]
+    with lowtide.apply(model, plan):
+        assert_same(steps(model, x, range(10)), expected)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_the_peak_falls_as_predicted_with_held_outputs_on_the_host() -> None:
+    model, x = large()
+    graph = traced(model, x)
+    regions = tuple(
+        Recompute(path, keep_ops=_products(graph, path)) for path in (f"layers.{index}" for index in range(12))
+    )
+    held = Plan(regions)
+    away = Plan(regions, tuple(Move(region.path, op=op) for region in regions for op in region.keep_ops))
+    peaks = {}
+    for name, plan in (("held", held), ("away", away)):
+        with lowtide.apply(model, plan):
+            peaks[name] = measured_peak(model, x)
+        predicted = lowtide.simulate(graph, plan).peak_bytes
+        assert peaks[name] <= 1.03 * predicted, f"{name}: {format_bytes(peaks[name])}, {format_bytes(predicted)}"
+    assert peaks["away"] < peaks["held"]
+
+
+def _products(graph: lowtide.StepGraph, path: str) -> tuple[int, ...]:
+    """Those of a module's ops that are matrix products."""
+    call = graph.calls[graph.calls_by_path[path][0]]
+    ops = range(call.end - call.first)
+    return tuple(op for op in ops if "mm" in graph.ops[call.first + op].name and graph.ops[call.first + op].outputs)

@@ -38,7 +38,7 @@ def solved(num_layers: int, share: float = 0.3) -> Plan:
 
 FULL = Plan(
     regions=(Recompute("layers.0", 1, (0, 3)), Recompute("layers.1")),
-    moves=(Move("layers.2", 0, 1, "host"), Move("layers.2", 0, 2, "disk")),
+    moves=(Move("layers.2", 0, 1, "host"), Move("layers.2", 0, 2, "disk"), Move("layers.0", 1, op=3)),
     in_flight_bytes=7,
     budget_bytes=100,
     peak_bytes=90,
@@ -78,6 +78,9 @@ def test_json_of_solved_plans() -> None:
         assert simulate(stack(4), Plan.from_json(solved(4).to_json())).peak_bytes == solved(4).peak_bytes
 
 
+MOVE = {"path": "a", "nth": 0, "save": 0, "to": "host", "codec": "", "op": None}
+
+
 def damaged(**changes: Any) -> str:
     return json.dumps(json.loads(FULL.to_json()) | changes)
 
@@ -93,8 +96,8 @@ def damaged(**changes: Any) -> str:
         ("{}", "does not say that it is one"),
         (chain([1]).to_json(), "does not say that it is one"),
         (damaged(format="lowtide step graph"), "does not say that it is one"),
-        (damaged(version=1), "has version 1, and this lowtide reads version 2"),
-        (damaged(version="2"), "has version '2'"),
+        (damaged(version=1), "has version 1, and this lowtide reads version 3"),
+        (damaged(version="3"), "has version '3'"),
         (damaged(colour="blue"), "'colour' missing or unknown"),
         (damaged(regions=None), "regions is no list"),
         (damaged(regions=[{"path": "a"}]), "does not have the fields"),
@@ -102,9 +105,11 @@ def damaged(**changes: Any) -> str:
         (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": "0"}]), "keep_ops is no list"),
         (damaged(regions=[{"path": 3, "nth": 0, "keep_ops": []}]), "path is '3'"),
         (damaged(regions=2 * [{"path": "a", "nth": 0, "keep_ops": []}]), "recomputed twice"),
-        (damaged(moves=[{"path": "a", "nth": 0, "save": 0, "to": "cloud", "codec": ""}]), "not .cloud."),
-        (damaged(moves=[{"path": "a", "nth": True, "save": 0, "to": "host", "codec": ""}]), "nth is 'True'"),
-        (damaged(moves=[{"path": "a", "nth": 0, "save": 0, "to": "device", "codec": ""}]), "no move"),
+        (damaged(moves=[MOVE | {"to": "cloud"}]), "not .cloud."),
+        (damaged(moves=[MOVE | {"nth": True}]), "nth is 'True'"),
+        (damaged(moves=[MOVE | {"op": -1}]), "op is '-1'"),
+        (damaged(moves=[MOVE | {"op": 1, "codec": "int8"}]), "moves as it is"),
+        (damaged(moves=[MOVE | {"to": "device"}]), "no move"),
         (damaged(peak_bytes=-1), "peak_bytes is '-1'"),
         (damaged(peak_bytes=1.5), "peak_bytes is '1.5'"),
         (damaged(peak_bytes=101), "peak of 101 bytes is above its budget of 100"),
@@ -216,6 +221,19 @@ def test_rows_of_moves() -> None:
         ("layers.1", 10, "host"),
         ("layers.2", 20, "keep"),  # the region's input
     ]
+
+
+def test_rows_of_outputs_that_are_held_elsewhere() -> None:
+    graph, regions = chain([10, 20, 30], link_bytes_per_s=100.0), (Recompute("", keep_ops=(0, 1)),)
+    plan = Plan(regions, (Move("", op=1, to="disk"),))
+    assert [(row.bytes, row.action) for row in rows_of(graph, plan)] == [(10, "keep"), (20, "disk")]
+    assert plan.moved_outputs(graph) == {0: (2,)}
+
+
+@pytest.mark.parametrize("more", [{"codec": "lossless"}, {"save": 2}, {"codec": "int8", "to": "device"}])
+def test_an_output_that_is_held_moves_as_it_is(more: Any) -> None:
+    with pytest.raises(PlanError, match=r"op 1 of a is to be moved.*is no save, and moves as it is"):
+        Move("a", op=1, **more)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
 
 def test_the_random_cases_exercise_the_rules() -> None:
     """Or else agreeing on them would mean little."""
-    seen = dict.fromkeys(("nested", "keeps", "stalls", "in flight", "host", "unread", "second call"), 0)
+    seen = dict.fromkeys(("nested", "keeps", "stalls", "in flight", "host", "unread", "second call", "away"), 0)
     for seed in range(CASES):
         graph = step(seed)
         plan = random_plan(7 * seed, graph)
@@ -131,6 +131,8 @@ def test_the_random_cases_exercise_the_rules() -> None:
         seen["in flight"] += bool(timeline.live_bytes[:, KINDS.index("in flight")].any())
         seen["host"] += timeline.host_bytes > 0
         seen["unread"] += any(save.read < 0 for save in graph.saves)
+        outputs = {value for values in plan.moved_outputs(graph).values() for value in values}
+        seen["away"] += any(copy.kind == "in" and copy.value in outputs for copy in timeline.copies)
         seen["second call"] += any(region.nth > 0 for region in plan.regions)
     assert all(count >= CASES // 20 for count in seen.values()), seen
 
@@ -275,6 +277,29 @@ def test_a_moved_value_does_not_count_while_it_is_away() -> None:
     assert (plain.total_bytes - timeline.total_bytes).tolist() == [0, 0, 0, 8, 8, 0, 0, 0, 0]
     assert timeline.host_bytes == 16
     assert timeline.extra_s == 0
+
+
+def test_an_output_that_a_region_holds_moves() -> None:
+    """y1 (20 bytes) is made at 2 s and out at 3 s; the backward begins at 4 s with the replay, that waits for it."""
+    graph, region = chain([10, 20, 30, 40], link_bytes_per_s=20.0), (Recompute("", keep_ops=(1,)),)
+    held, moved = simulate(graph, Plan(region)), simulate(graph, Plan(region, (Move("", op=1),)))
+    assert held.total_bytes.tolist()[3:5] == [1 + 20 + 30 + 40, 1 + 20 + 40 + 10]
+    assert (held.total_bytes - moved.total_bytes).tolist() == [0, 0, 0, 20, *[0] * 8]
+    assert [(copy.kind, copy.start_s, copy.end_s) for copy in moved.copies] == [
+        ("out", 2.0, 3.0),
+        ("in", 4.0, 5.0),
+        ("stall", 4.0, 5.0),
+    ]
+    assert (moved.replayed_s, moved.stalled_s, moved.host_bytes) == (held.replayed_s, 1.0, 20)
+
+
+def test_an_output_that_is_saved_elsewhere_too_leaves_if_all_let_go() -> None:
+    """y0, which layer 0 makes, is what layer 1 saves: a move for one of the two does not free it."""
+    graph, region = chain([8, 8, 8, 8], link_bytes_per_s=64.0), (Recompute("layers.0", keep_ops=(0,)),)
+    plain = simulate(graph, Plan(region))
+    saves, both = (Move("layers.1"),), (Move("layers.1"), Move("layers.0", op=0))
+    assert simulate(graph, Plan(region, saves)).total_bytes.tolist() == plain.total_bytes.tolist()
+    assert (plain.total_bytes - simulate(graph, Plan(region, both)).total_bytes).tolist() == [0, 0, 8, 8, *[0] * 5]
 
 
 # Compressed: a batch of 1 byte, and layers whose outputs y0, y1, y2 are floats of 8, 16 and 8 KiB. y0, the input of
@@ -499,6 +524,9 @@ def test_a_timeline_reads_well() -> None:
         (Plan(moves=(Move("layers.7"),)), "calls no module 'layers.7'"),
         (Plan(moves=(Move("layers.1", save=1),)), "makes 1 saves"),
         (Plan(moves=(Move("layers.1"),)), "no link"),
+        (Plan(moves=(Move("layers.1", op=0),)), "op 0 of layers.1 is to be moved, and no region holds it"),
+        (Plan((Recompute("layers.1"),), (Move("layers.1", op=0),)), "no region holds it"),
+        (Plan((Recompute("", keep_ops=(1,)),), (Move("", op=1),)), "no link"),
     ],
 )
 def test_plans_for_another_step(plan: Plan, problem: str) -> None:

@@ -39,8 +39,8 @@ class CopyEngines:
     What a codec has written smaller moves as what it is then: a life of its own, held by saves alone.
 
     A value's copy out starts when it is saved and the engine is free; its bytes are away once the copy has finished and
-    nothing holds it on the device: not Python, nor a region that keeps it. Copies back are asked for in the order of
-    the backward's reads, as many ahead as `in_flight_bytes` allow (0: twice the largest). A read waits for its
+    nothing holds it on the device: not Python, nor a region that keeps it there. Copies back are asked for in the
+    order of the backward's reads, as many ahead as `in_flight_bytes` allow (0: twice the largest). A read waits for its
     copy, unless the value has not gone away.
     """
 
@@ -65,7 +65,7 @@ class CopyEngines:
         self.log: list[Copy] = []
 
     def saved(self, life: Life, clock: float) -> None:
-        """A value was saved, or is held as the input of a region."""
+        """A value was saved, or is held by a region: as its input, or as an output that it is not to make again."""
         if life.value not in self._moved:
             return
         if life.value in self._trips:

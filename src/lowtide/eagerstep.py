@@ -4,7 +4,8 @@ A region's saves are dropped in the forward and its inputs held; the first time 
 the region is replayed, up to its last save, each op allocating anew. Its inputs stay held until autograd lets go of the
 last of its saves, as another replay might come. Regions inside regions are replayed from inside the outer one's
 replay. Saved values that move leave on one copy engine as soon as they are saved and return on another, in the order
-the backward asks for them.
+the backward asks for them. An output that a region holds moves alike, from when its op has run; all of a region's are
+back when its replay begins.
 
 A value with a codec is encoded when it is first saved, on the compute's own time, and from then on saves hold what was
 encoded: on the device, or on its way to the host and back. Each read decodes it anew, and what it decodes lives as long
@@ -42,6 +43,8 @@ class EagerStep:
         self.ends, self.last_reads = self._ends()
         self.left: set[int] = set()
         self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
+        self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
+        self.leaving = {value for values in self.moved_outputs.values() for value in values}
         self._index()
         self.ledger = Ledger()
         self.static = graph.optimizer_state_bytes + graph.other_bytes
@@ -212,9 +215,14 @@ class EagerStep:
             reads = sorted((save for save in self.graph.saves if save.read >= 0), key=lambda save: save.read)
             order: list[int] = []
             for save in reads:
-                regions = list(self._regions_around(save.call))
-                order += self.graph.calls[regions[-1]].inputs if regions else [save.value]
+                region = next(reversed(list(self._regions_around(save.call))), -1)
+                order += self._held_outputs(region)
+                order += self.graph.calls[region].inputs if region >= 0 else [save.value]
             self.copies.begin_backward(order, self.clock)
+
+    def _held_outputs(self, region: int) -> tuple[int, ...]:
+        """Outputs held elsewhere than on the device, as they come back: the last first, like all that left."""
+        return self.moved_outputs.get(region, ())[::-1]
 
     def _backward_position(self, position: int) -> None:
         saves = self.graph.saves
@@ -275,6 +283,8 @@ class EagerStep:
         first, stop = self.graph.calls[region].first, self.stops[region]
         kept = set(self.regions[region].keep_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
+            for value in self._held_outputs(region):
+                self.clock = self.copies.read(self.lives[value], self.clock)
             for held in self.region_holds.get(region, ()):
                 self._read(held, first, scope, held.value)
         for op in range(first, stop):
@@ -302,6 +312,8 @@ class EagerStep:
     def _forget_kept(self, region: int) -> None:
         for op in set(self.regions[region].keep_ops):
             for value in self.graph.ops[self.graph.calls[region].first + op].outputs:
+                if value in self.leaving:
+                    self.copies.released(self.lives[value])
                 self.ledger.unhold(self.lives[value])
 
     def _run(self, index: int, phase: int, scope: dict[int, Life]) -> None:
@@ -313,6 +325,9 @@ class EagerStep:
         self.copies.advance(self.clock)
         self._emit(index, phase, op.workspace_bytes)
         self.clock += op.seconds
+        if phase == 0:
+            for value in self.leaving.intersection(op.outputs):
+                self.copies.saved(scope[value], self.clock)
         if phase == 1:
             self.replayed_s += op.seconds
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -50,13 +52,21 @@ __all__ = [
 DispatchMode = TorchDispatchMode
 
 
-def detached(output: Any) -> Any:
-    """An op's output without its history, sharing its version counters: below autograd, views do so only if asked.
+def sharing_versions() -> AbstractContextManager[Any]:
+    """A block in which views share the version counter of their base: below autograd they do so only if asked.
 
-    Obsolete with a public `pytree`, and when torch's selective checkpoint says how it does this.
+    Obsolete when torch's selective checkpoint says how it does this.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tree_map_only(Tensor, Tensor.detach, output)
+    return cast(
+        AbstractContextManager[Any],
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
+    )
+
+
+def taken_apart(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What an op's output consists of, and how to put it together again. Obsolete with a public `pytree`."""
+    parts, structure = tree_flatten(output)
+    return parts, functools.partial(tree_unflatten, treespec=structure)
 
 
 def is_cast_of_parameter(op: Any, args: Any) -> bool:

@@ -1,6 +1,7 @@
 """The moves of a plan: values saved in chosen places live in stores until the backward asks for them.
 
-A place is a save's number among those made directly in one call of one module, or an input of a recomputed call.
+A place is a save's number among those made directly in one call of one module, or an input of a recomputed call, or an
+output that such a call holds.
 Saved-tensor hooks count, and they are in force only while a module that has moves runs its own code: a module called
 from there sets them aside until it returns, so that what it saves costs nothing and is not counted. Where other ops run
 than planned, another value is moved, and comes back as it was like any other.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +38,7 @@ _LEAST_BYTES = 1024  # what stands for a value in a store takes as much
 _MOST = "90%"  # of host memory, and of what is free on the disk: a plan says what it needs, not what it may have
 
 Numbered = dict[int, Move]  # moves of one call, by save or input
+Keeping = Callable[[Tensor], KeptHere | KeptInStore]
 
 
 class Moves:
@@ -54,9 +57,13 @@ class Moves:
         budgets: dict[str, dict[str, Any]] = {"host": {"host": _MOST}, "disk": {"disk": _MOST}, "device": {}}
         self.stores = {place: ActivationStore(in_flight=in_flight, **budgets[place]) for place in sorted(places)}
         self._by_call: dict[tuple[str, int], Numbered] = {}
+        self._outputs: dict[tuple[str, int], Numbered] = {}
         for move in plan.moves:
             find_codec(move.codec or None)  # refuses an unknown one now rather than in a forward
-            self._by_call.setdefault((move.path, move.nth), {})[move.save] = move
+            if move.op is None:
+                self._by_call.setdefault((move.path, move.nth), {})[move.save] = move
+            else:
+                self._outputs.setdefault((move.path, move.nth), {})[move.op] = move
         self._module_tensors = ModuleTensors()
         for module in model.modules():
             self._module_tensors.look(module)
@@ -78,6 +85,13 @@ class Moves:
             storages.update(dict.fromkeys(_compat.storages_of(tensor)))
         chosen = {storage: moves[number] for number, storage in enumerate(storages) if number in moves}
         return saved_tensors_hooks(functools.partial(_pack_input, self, chosen), restore) if chosen else None
+
+    def keeping_outputs(self, path: str, nth: int) -> dict[int, Keeping]:
+        """What keeps the first outputs of ops of a recomputed call, by op; none for those that the device holds."""
+        moves = self._outputs.get((path, nth))
+        if not moves or not _compat.saves_are_nobodys():
+            return {}
+        return {op: functools.partial(self.keep, move=move) for op, move in moves.items()}
 
     def set_aside(self) -> Counting | None:
         """Stop counting saves for the call that runs, as another begins inside it; `resume` goes on."""

@@ -23,17 +23,17 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
-from lowtide.engines.moves import Moves, counted_paths
+from lowtide.engines.moves import Keeping, Moves, counted_paths
 from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.checkpoint import checkpoint
+from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
-from lowtide.tracing.records import tensors_in
 
 if TYPE_CHECKING:
     from lowtide.reports import Report
@@ -160,7 +160,8 @@ class AppliedPlan(Applied):
                 return forward(*args, **kwargs)
         inputs = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
-        held = functools.partial(_holding, decision) if decision.keep_ops else noop_context_fn
+        kept = {} if moves is None else moves.keeping_outputs(region.name, nth)
+        held = functools.partial(_holding, decision, kept) if decision.keep_ops else noop_context_fn
         call = functools.partial(self._replayable, region, forward, Begun(run))
         with self._turns[region.name] or nullcontext():
             return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)
@@ -226,39 +227,49 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
     return AppliedPlan(model, plan)
 
 
-def _holding(region: Recompute) -> Contexts:
+def _holding(region: Recompute, elsewhere: dict[int, Keeping]) -> Contexts:
     """Contexts for one region: the forward keeps the outputs of the planned ops, the replay takes them from there."""
     held: dict[_Op, _Held] = {}
-    return _Hold(held, frozenset(region.keep_ops)), _Reuse(held)
+    return _Hold(held, frozenset(region.keep_ops), elsewhere), _Reuse(held)
 
 
 _Op = tuple[Any, int | None, int]  # the op, the parameter it casts, and how often that was done before
 
 
 class _Held:
-    """The output of one op, and the random states after it."""
+    """The output of one op, its first tensor kept by `keep` if given, and the random states after it."""
 
-    def __init__(self, op: Any, output: Any, kwargs: dict[str, Any]) -> None:
-        self._output = _compat.detached(output)  # shares its version counter
-        self._tensors = list(tensors_in(self._output))
-        self._versions = [_compat.version_of(tensor) for tensor in self._tensors]
+    def __init__(self, op: Any, output: Any, kwargs: dict[str, Any], keep: Keeping | None) -> None:
+        parts, self._build = _compat.taken_apart(output)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
         self._random = None
-        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
-            generators = [value for value in kwargs.values() if isinstance(value, torch.Generator)]
-            with _compat.without_modes():
-                self._random = Ambient({t.device for t in self._tensors}, generators, preserve_rng_state=True)
+        is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        self._hides = _compat.without_modes if is_random or keep is not None else nullcontext  # it takes a while
+        with self._hides():
+            if is_random:
+                generators = [value for value in kwargs.values() if isinstance(value, torch.Generator)]
+                self._random = Ambient({tensor.device for tensor in tensors}, generators, preserve_rng_state=True)
+            with _compat.sharing_versions():
+                self._parts = [self._kept(part, keep, tensors) for part in parts]
+
+    @staticmethod
+    def _kept(part: Any, keep: Keeping | None, tensors: list[Tensor]) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return KeptHere(part) if keep is None or part is not tensors[0] else keep(part)
 
     @property
     def is_intact(self) -> bool:
         """Whether nothing was written into it since."""
-        return self._versions == [_compat.version_of(tensor) for tensor in self._tensors]
+        return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
 
     def take(self) -> Any:
         """The output; random numbers go on from where the op left them."""
-        if self._random is not None:
-            with _compat.without_modes():
+        with self._hides():
+            if self._random is not None:
                 self._random.restore()
-        return self._output
+            kept = KeptHere | KeptInStore
+            return self._build([part.restore() if isinstance(part, kept) else part for part in self._parts])
 
 
 class _Counting(_compat.DispatchMode):
@@ -286,16 +297,18 @@ class _Counting(_compat.DispatchMode):
 
 
 class _Hold(_Counting):
-    def __init__(self, held: dict[_Op, _Held], positions: frozenset[int]) -> None:
+    def __init__(self, held: dict[_Op, _Held], positions: frozenset[int], elsewhere: dict[int, Keeping]) -> None:
         super().__init__(held)
         self._positions = positions
+        self._elsewhere = elsewhere
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         op = self._counted(func, args)
         output = func(*args, **kwargs)
-        if op is not None and self._seen.total() - 1 in self._positions and not _compat.writes(func):
-            self._held[op] = _Held(func, output, kwargs)
+        position = self._seen.total() - 1
+        if op is not None and position in self._positions and not _compat.writes(func):
+            self._held[op] = _Held(func, output, kwargs, self._elsewhere.get(position))
         return output
 
 

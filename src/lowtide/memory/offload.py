@@ -37,8 +37,13 @@ class KeptHere:
         # Detached: an output that holds its own history would be a cycle through the graph, which nothing collects.
         self._tensor = tensor.detach()
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing was written into the tensor since."""
+        return _compat.version_of(self._tensor) == self._saved_at
+
     def restore(self) -> Tensor:
-        if _compat.version_of(self._tensor) != self._saved_at:
+        if not self.is_intact:
             raise _changed()
         return self._tensor
 
@@ -55,8 +60,13 @@ class KeptInStore:
         store.put_saved(self._key, tensor, self._watch, codec)
         self._store = store
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing was written into the tensor since."""
+        return not self._watch.has_changed()
+
     def restore(self) -> Tensor:
-        if self._watch.has_changed():
+        if not self.is_intact:
             raise _changed()
         assert self._store is not None
         value = self._store.get(self._key)

@@ -39,6 +39,8 @@ class Move:
     Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input. The value goes `to`
     the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is). A value that is
     held in several places leaves the device if there is a move for each.
+
+    With `op`, it is the first output of that op of a recomputed call, one of its `keep_ops`; it moves as it is.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Move:
     save: int = 0
     to: str = "host"
     codec: str = ""
+    op: int | None = None
 
     def __post_init__(self) -> None:
         if self.to not in PLACES:
@@ -54,6 +57,11 @@ class Move:
             raise PlanError(f"a value of {self.path} is to stay on the device as it is: that is no move")
         if self.codec and self.codec not in (*CODINGS, LOSSLESS):
             raise PlanError(f"no codec is called {self.codec!r}: there are {', '.join((*CODINGS, LOSSLESS))}")
+        if self.op is not None and (self.codec or self.save):
+            raise PlanError(
+                f"the output of op {self.op} of {self.path} is to be moved as save {self.save}, with the codec "
+                f"{self.codec!r}: an output that is held is no save, and moves as it is"
+            )
 
     @property
     def is_lossy(self) -> bool:
@@ -268,10 +276,27 @@ class Plan:
                 raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: one can be done")
         return found
 
+    def moved_outputs(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
+        """The values that recomputed calls of `graph` hold elsewhere than on the device, in the order of their ops."""
+        named = [move for move in self.moves if move.op is not None]
+        regions = self.calls(graph) if named else {}
+        found: dict[int, set[int]] = {}
+        for move in named:
+            value = self._moved_value(graph, move, regions)
+            found.setdefault(_call(graph, move.path, move.nth), set()).add(value)
+        return {call: tuple(sorted(values, key=lambda v: graph.values[v].born)) for call, values in found.items()}
+
     @staticmethod
     def _moved_value(graph: StepGraph, move: Move, regions: dict[int, Recompute]) -> int:
-        """The value that a move names: one of a recomputed call's inputs, or that of a save."""
+        """The value that a move names: one of a recomputed call's inputs, an output it holds, or that of a save."""
         call = _call(graph, move.path, move.nth)
+        if move.op is not None:
+            if call not in regions or move.op not in regions[call].keep_ops:
+                raise PlanError(f"the output of op {move.op} of {move.path} is to be moved, and no region holds it")
+            outputs = graph.ops[graph.calls[call].first + move.op].outputs
+            if not outputs:
+                raise PlanError(f"op {move.op} of {move.path} is to be moved, and makes nothing of its own")
+            return outputs[0]
         if call in regions:
             inputs = graph.calls[call].inputs
             if not 0 <= move.save < len(inputs):

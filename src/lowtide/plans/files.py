@@ -12,7 +12,7 @@ from lowtide.graph.files import decode, encode, parse_object
 from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 
 FORMAT = "lowtide plan"
-VERSION = 2
+VERSION = 3
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": Row}
 
@@ -76,6 +76,8 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
         return float(item)
     if kind == "int" and type(item) is int and 0 <= item < _LARGEST:
         return item
+    if kind.endswith("| None"):
+        return None if item is None else _scalar(item, kind.removesuffix(" | None"), name)
     if kind == "str" and isinstance(item, str):
         return item
     raise ValueError(f"{name} is {str(item)[:50]!r}, not a {kind} of 0 or more, within bounds")

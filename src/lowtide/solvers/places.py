@@ -1,16 +1,18 @@
-"""Where a moved value is held: by its saves outside of recomputed calls, and by such calls as one of their inputs.
+"""Where a moved value is held: by its saves outside of recomputed calls, and by such calls as an input or output.
 
 A value leaves the device only if whoever holds it lets go, so a plan names each of these places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from dataclasses import replace
+from collections.abc import Mapping
 
 from lowtide.graph import StepGraph
 from lowtide.plans import Move
 from lowtide.solvers.chain import Regions
+
+# Bytes: smaller copies cost more in launches than they free. In a step with large values even more so.
+_SMALLEST, _SMALLEST_AMONG_LARGE, _LARGE = 1 << 16, 1 << 20, 1 << 28
 
 
 class Places:
@@ -18,6 +20,8 @@ class Places:
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
+        is_large = any(value.bytes >= _LARGE for value in graph.values if value.kind == "activation")
+        self.smallest_moved = _SMALLEST_AMONG_LARGE if is_large else _SMALLEST
         self._saves: dict[int, list[int]] = {}
         for index, save in enumerate(graph.saves):
             self._saves.setdefault(save.value, []).append(index)
@@ -35,8 +39,8 @@ class Places:
         kinds = {graph.values[given].kind for given in graph.ops[facts.born].inputs}
         return not kinds or not kinds <= {"parameter", "buffer"}
 
-    def everywhere(self, moves: Iterable[Move], regions: Regions) -> tuple[Move, ...]:
-        """Moves that each name a save of a value, as moves that name every place in which that value is held."""
+    def everywhere(self, ways: Mapping[int, tuple[str, str]], regions: Regions) -> tuple[Move, ...]:
+        """Moves of values, each by its way (where to, and the codec), that name every place in which one is held."""
         graph = self._graph
         owner = graph.innermost(regions)
         inputs: dict[int, list[tuple[int, int]]] = {}
@@ -44,21 +48,27 @@ class Places:
             if owner[graph.calls[call].parent] < 0:
                 for number, value in enumerate(graph.calls[call].inputs):
                     inputs.setdefault(value, []).append((call, number))
+        outputs = held_outputs(graph, regions)
         found: list[Move] = []
-        for move in moves:
-            call = graph.calls_by_path[move.path][move.nth]
-            value = graph.saves[graph.saves_by_place[call, move.save]].value
-            saves = [graph.save_places[save] for save in self._saves[value] if owner[graph.saves[save].call] < 0]
-            for place, number in [*saves, *inputs.get(value, ())]:
-                found.append(replace(move, path=graph.calls[place].path, nth=graph.nths[place], save=number))
+        for value, way in ways.items():
+            saves = self._saves.get(value, ())
+            places = [graph.save_places[save] for save in saves if owner[graph.saves[save].call] < 0]
+            for place, number in [*places, *inputs.get(value, ())]:
+                found.append(Move(graph.calls[place].path, graph.nths[place], number, *way))
+            if value in outputs:
+                place, op, _ = outputs[value]
+                found.append(Move(graph.calls[place].path, graph.nths[place], 0, *way, op=op))
         return tuple(found)
 
 
-def kept_values(graph: StepGraph, regions: Regions) -> Container[int]:
-    """Outputs of single ops that regions hold: moved elsewhere, they would be on the device all the same."""
+def held_outputs(graph: StepGraph, regions: Regions) -> dict[int, tuple[int, int, bool]]:
+    """Outputs of single ops that regions hold: the region, the op counted from its first, and whether it can move.
+
+    Only the first output of an op can; the others are on the device whatever else becomes of them.
+    """
     return {
-        value
+        value: (call, op, number == 0)
         for call, ops in regions.items()
         for op in ops
-        for value in graph.ops[graph.calls[call].first + op].outputs
+        for number, value in enumerate(graph.ops[graph.calls[call].first + op].outputs)
     }

@@ -152,6 +152,10 @@ class Pricing:
         first, stop = self.graph.calls[call].first, self._stop[call]
         return [op for op in range(first, stop) if self.may_keep[op]]
 
+    def watching_s(self, call: int) -> float:
+        """What it costs that a region holds any outputs, at the least."""
+        return float(self._watching[call])
+
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
         simple, holding = self._as_regions(price)

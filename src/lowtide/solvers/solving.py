@@ -4,9 +4,9 @@ The plain step's peak names the moment at which memory is short. For that moment
 every price of a byte, which lie on a convex hull; `chain` fills in the plans between them. The first plan of the chain
 found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
-for links used to various shares. Where codecs are allowed there are chains more, in which values may be encoded
-(`pressing`). Beside these there are `standing` plans, and for smaller steps those that `exploring` finds; the fastest
-of all is taken. The hull is also a lower bound on what any plan costs.
+for links used to various shares, and for regions that `loading` makes for them. Where codecs are allowed there are
+chains more, in which values may be encoded (`pressing`). Beside these there are `standing` plans, and for smaller steps
+those that `exploring` finds; the fastest of all is taken. The hull is also a lower bound on what any plan costs.
 
 Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import product
 
@@ -31,19 +32,19 @@ from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
-from lowtide.solvers.found import Found
+from lowtide.solvers.found import Found, faster
+from lowtide.solvers.loading import Loads
 from lowtide.solvers.moments import Moment, moment_at, peak_op
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
 from lowtide.solvers.pricing import Pricing, contains_layers, hull
-from lowtide.solvers.references import recomputes
 from lowtide.solvers.standing import replayed_s, standing_plans
 from lowtide.units import parse_bytes
 
 # Of the link's bandwidth, and of the price of bytes that could be moved.
 _SHARES = (0.5, 1.0)
-_DISCOUNTS = (0.0, 0.3, 0.6, 0.9)
+_DISCOUNTS = (0.0, 0.3, 0.9)
 _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded take a smaller part of it
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
@@ -184,6 +185,18 @@ class Search:
             self._chains[key] = Chain(self.graph, found.choices, Easing(self.graph, pricing))
         return self._chains[key]
 
+    def _all_chains(self) -> Iterator[tuple[Chain | Loads, float, bool]]:
+        """Chains, each with the share of the link that its moves use, and whether values may be encoded."""
+        for moment, discount, narrow, share, coded in self._kinds_of_chains:
+            yield self._chain(moment, discount, narrow, coded), share, coded
+        if self._moments and self._movable_bytes:
+            yield self._loads, _SHARES[-1], False
+
+    @cached_property
+    def _loads(self) -> Loads:
+        last = self._first_chain.regions(len(self._first_chain) - 1)
+        return Loads(self.graph, last, self._moments[0].pricing)
+
     @property
     def _first_chain(self) -> Chain:
         moment, discount, narrow, _, coded = self._kinds_of_chains[0]
@@ -213,26 +226,25 @@ class Search:
         if self.plain.peak_bytes <= budget:
             return self._described(self.plain, budget)
         fastest: Found | None = None
-        for moment, discount, narrow, share, coded in self._kinds_of_chains:
+        for chain, share, _ in self._all_chains():
             if fastest is None or not self._is_late():
-                chain = self._chain(moment, discount, narrow, coded)
-                fastest = _faster(fastest, self._of_chain(budget, chain, share, fastest))
+                fastest = faster(fastest, self._of_chain(budget, chain, share, fastest))
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not self._is_late())):
                 nested = self._nested(number, share, splits, codecs)
                 if least_bytes <= nested.peak_bytes <= budget and nested.extra_s >= least_s:
-                    fastest = _faster(fastest, nested)
+                    fastest = faster(fastest, nested)
         for seconds, regions, codecs in self._standing:
             if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
                 standing = self._cost(regions, 0.0, codecs)
-                fastest = _faster(fastest, standing if standing.peak_bytes <= budget else None)
+                fastest = faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not self._is_late():
-            fastest = _faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
+            fastest = faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
         return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
 
-    def _of_chain(self, budget: int, chain: Chain, share: float, fastest: Found | None) -> Found | None:
+    def _of_chain(self, budget: int, chain: Chain | Loads, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
 
         def cost(number: int) -> Found:
@@ -266,7 +278,7 @@ class Search:
         ends = product(self._all_codecs, shares, (True, False))
         return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
-    def _at_stops(self, chain: Chain, share: float) -> list[Found]:
+    def _at_stops(self, chain: Chain | Loads, share: float) -> list[Found]:
         """The plans at a chain's stops that are looked at for some budget."""
         found: list[Found] = []
         for stop in chain.stops:
@@ -311,9 +323,8 @@ class Search:
         pricing, floor, plain = self._moments[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
         exploring = Exploring(self.graph, pricing, self._nesting, floor, plain)
         seeds: list[Regions] = [{}, *(regions for _, regions, codecs in self._standing if not codecs)]
-        for moment, discount, narrow, share, coded in self._kinds_of_chains:  # the same whatever else is allowed
+        for chain, share, coded in self._all_chains():  # the same whatever else is allowed
             if not share and not coded:
-                chain = self._chain(moment, discount, narrow, coded)
                 seeds += [chain.regions(stop) for stop in some(chain.stops)]
         nested = [
             (number, splits) for _, _, number, share, splits, codecs in self._stations if not share and not codecs
@@ -342,8 +353,7 @@ class Search:
         return played
 
     def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
-        moves = self._mover.moves(regions, share, codecs)
-        return simulate(self.graph, Plan(regions=recomputes(self.graph, regions), moves=moves))
+        return simulate(self.graph, self._mover.plan(regions, share, codecs))
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -375,9 +385,9 @@ class Search:
         """The plan with the smallest peak; of all, or of those that neither move nor encode values."""
         standing = [(regions, codecs) for _, regions, codecs in self._standing if not (regions_only and codecs)]
         candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in standing]
-        for moment, discount, narrow, share, coded in self._kinds_of_chains:
+        for chain, share, coded in self._all_chains():
             if not (regions_only and (share or coded)):
-                candidates += self._at_stops(self._chain(moment, discount, narrow, coded), share)
+                candidates += self._at_stops(chain, share)
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)
@@ -387,8 +397,3 @@ class Search:
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
-
-
-def _faster(*candidates: Found | None) -> Found | None:
-    found = [candidate for candidate in candidates if candidate is not None]
-    return min(found, key=lambda candidate: (candidate.extra_s, candidate.peak_bytes), default=None)
