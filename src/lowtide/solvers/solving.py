@@ -43,7 +43,7 @@ from lowtide.solvers.standing import replayed_s, standing_plans
 from lowtide.units import parse_bytes
 
 # Of the link's bandwidth, and of the price of bytes that could be moved.
-_SHARES = (0.5, 1.0)
+_SHARES = (0.5, 0.8)  # of the link: the last part of it is left for what it does slower than measured
 _DISCOUNTS = (0.0, 0.3, 0.9)
 _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded take a smaller part of it
 _MOST_LEVELS = 12
