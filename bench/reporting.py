@@ -16,15 +16,16 @@ import lowtide
 RESULTS = Path(__file__).parent / "results"
 
 
-def timed(call: Callable[[], Any], device: str) -> float:
-    """Seconds that a call takes, what it started on the device included."""
+def timed(call: Callable[[], Any], device: str, repeat: int = 1) -> float:
+    """Seconds that a call takes, what it started on the device included; one of several that follow one another."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    call()
+    for _ in range(repeat):
+        call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / repeat
 
 
 def device_name(device: str) -> str:

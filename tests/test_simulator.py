@@ -99,7 +99,7 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
         graph = step(seed)
         calls, hardware = graph.calls, graph.hardware
         if seed % 3 == 1:
-            hardware = replace(hardware, region_bytes=3, dispatch_s=1 / 8)
+            hardware = replace(hardware, region_bytes=3, dispatch_s=1 / 8, region_s=1 / 4)
         if seed % 5 < 2:  # regions that are not given what they read
             calls = tuple(replace(call, inputs=call.inputs[1 : 1 + index % 2]) for index, call in enumerate(calls))
         graph = replace(graph, calls=calls, hardware=hardware)

@@ -48,7 +48,7 @@ def tiny(seed: int) -> StepGraph:
     if seed % 7 == 1:
         calls = [replace(call, inputs=call.inputs[index % 2 :]) for index, call in enumerate(calls)]
     if seed % 11 == 1:
-        hardware = replace(hardware, dispatch_s=1 / 16)
+        hardware = replace(hardware, dispatch_s=1 / 16, region_s=1 / 8)
     step_s = sum(op.seconds for op in ops)
     return replace(graph, ops=tuple(ops), calls=tuple(calls), hardware=hardware, step_s=step_s)
 

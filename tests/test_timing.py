@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.tracing.timing import dispatch_s, fit_to_total, medians
+from lowtide.tracing.timing import fit_to_total, host_costs, medians
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -32,5 +32,8 @@ def test_medians_go_op_by_op() -> None:
 
 
 def test_watching_costs_nothing_where_the_host_is_ahead() -> None:
-    assert dispatch_s(GPU, host_s=0.1, step_s=1.0) == 0.0
-    assert dispatch_s(CPU, host_s=0.1, step_s=1.0) > 0.0
+    assert host_costs(GPU, host_s=0.1, step_s=1.0) == (0.0, 0.0)
+    state = torch.get_rng_state()
+    watching_s, region_s = host_costs(CPU, host_s=0.1, step_s=1.0)
+    assert 0.0 < watching_s < region_s < 1.0
+    assert torch.equal(torch.get_rng_state(), state)

@@ -329,7 +329,7 @@ def has_values(tensor: Tensor) -> bool:
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """A block whose ops no dispatch mode sees (a selective checkpoint would count them)."""
-    return _disable_current_modes()
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 @functools.cache

@@ -91,7 +91,8 @@ class EagerLives:
                 kept_by += [rank] * len(ops)
         self._kept_ops, self._kept_by = np.array(kept_ops, dtype=np.int64), np.array(kept_by, dtype=np.int64)
         self._keeper[self._kept_ops] = self._kept_by
-        self.watched_s = num_watched * graph.hardware.dispatch_s
+        num_regions = int(np.count_nonzero(self._has_saves))
+        self.watched_s = num_watched * graph.hardware.dispatch_s + num_regions * graph.hardware.region_s
 
     def _set_ticks(self) -> None:
         """Number the ticks, and the events: ops that run after them."""

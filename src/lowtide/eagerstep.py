@@ -347,13 +347,14 @@ class EagerStep:
                 raise _Enough
 
     def _watched_s(self) -> float:
-        """Regions that hold outputs of single ops have all their ops watched, in the forward and in the replay."""
+        """What regions cost the host. Those that hold outputs of single ops have all their ops watched."""
         num_ops = 0
         for call, region in self.regions.items():
             if region.keep_ops:
                 facts = self.graph.calls[call]
                 num_ops += facts.end - facts.first + max(0, self.stops.get(call, 0) - facts.first)
-        return num_ops * self.graph.hardware.dispatch_s
+        hardware = self.graph.hardware
+        return num_ops * hardware.dispatch_s + len(self.stops) * hardware.region_s
 
     def columns(self) -> dict[str, Any]:
         """What a timeline is made of."""

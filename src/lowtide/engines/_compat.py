@@ -69,9 +69,12 @@ def taken_apart(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return parts, functools.partial(tree_unflatten, treespec=structure)
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
 def is_cast_of_parameter(op: Any, args: Any) -> bool:
     """Whether an op casts a parameter, as autocast does once and then remembers. Obsolete with a public `_to_copy`."""
-    return op is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter)
+    return op is _CAST and isinstance(args[0], nn.Parameter)
 
 
 def writes(op: Any) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -233,7 +232,7 @@ def _holding(region: Recompute, elsewhere: dict[int, Keeping]) -> Contexts:
     return _Hold(held, frozenset(region.keep_ops), elsewhere), _Reuse(held)
 
 
-_Op = tuple[Any, int | None, int]  # the op, the parameter it casts, and how often that was done before
+_Op = tuple[Any, int]  # the op, with the parameter that it casts if it does; and how often that was done before
 
 
 class _Held:
@@ -273,7 +272,7 @@ class _Held:
 
 
 class _Counting(_compat.DispatchMode):
-    """Knows the ops of a region again in its replay.
+    """Knows the ops of a region again in its replay. It sees each of them, so what it does for each is little.
 
     Not by position: a parameter that autocast had cast before the forward came here is cast once more in the replay.
     """
@@ -281,19 +280,27 @@ class _Counting(_compat.DispatchMode):
     def __init__(self, held: dict[_Op, _Held]) -> None:
         super().__init__()
         self._held = held
-        self._seen: Counter[tuple[Any, int | None]] = Counter()
+        self._seen: dict[Any, int] = {}
+        self._num_seen = 0
 
     def __enter__(self) -> Any:
         self._seen.clear()
+        self._num_seen = 0
         return super().__enter__()
 
     def _counted(self, func: Any, args: Any) -> _Op | None:
         """The op that is about to run, as its replay knows it; None for one that computes nothing."""
-        if func in _compat.BOOKKEEPING_OPS:
+        kind: Any = id(func)  # an op lives as long as torch does, and takes long to hash
+        if kind in _BOOKKEEPING:
             return None
-        kind = func, id(args[0]) if _compat.is_cast_of_parameter(func, args) else None
-        self._seen[kind] += 1
-        return *kind, self._seen[kind]
+        if _compat.is_cast_of_parameter(func, args):
+            kind = kind, id(args[0])
+        self._num_seen += 1
+        self._seen[kind] = count = self._seen.get(kind, 0) + 1
+        return kind, count
+
+
+_BOOKKEEPING = frozenset(map(id, _compat.BOOKKEEPING_OPS))
 
 
 class _Hold(_Counting):
@@ -303,12 +310,10 @@ class _Hold(_Counting):
         self._elsewhere = elsewhere
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        op = self._counted(func, args)
-        output = func(*args, **kwargs)
-        position = self._seen.total() - 1
-        if op is not None and position in self._positions and not _compat.writes(func):
-            self._held[op] = _Held(func, output, kwargs, self._elsewhere.get(position))
+        op, position = self._counted(func, args), self._num_seen - 1
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if position in self._positions and op is not None and not _compat.writes(func):
+            self._held[op] = _Held(func, output, kwargs or {}, self._elsewhere.get(position))
         return output
 
 
@@ -318,4 +323,6 @@ class _Reuse(_Counting):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self._counted(func, args)
         held = None if op is None else self._held.pop(op, None)
-        return held.take() if held is not None and held.is_intact else func(*args, **(kwargs or {}))
+        if held is not None and held.is_intact:
+            return held.take()
+        return func(*args, **kwargs) if kwargs else func(*args)

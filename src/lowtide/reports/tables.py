@@ -103,7 +103,7 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
     found = [CostRow(name, len(calls.get(name, ())), freed[name], float(seconds[name])) for name in names]
     if planned.watched_s:
-        found.append(CostRow("watching ops whose outputs are held", 0, 0, planned.watched_s))
+        found.append(CostRow("entering regions, and watching ops whose outputs are held", 0, 0, planned.watched_s))
     compressed = sum(row.bytes for row in plan.rows if row.codec)
     if compressed or planned.coded_s:
         found.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))

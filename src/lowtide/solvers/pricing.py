@@ -61,7 +61,7 @@ class Pricing:
         self.graph = graph
         self._press = press
         self.at = at
-        self._dispatch_s = graph.hardware.dispatch_s
+        self._dispatch_s, self._region_s = graph.hardware.dispatch_s, graph.hardware.region_s
         self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
         self._stop, self._least_stop = _stops(graph)
@@ -172,7 +172,9 @@ class Pricing:
     def _as_regions(self, price: float) -> tuple[list[float], list[float]]:
         """What each call costs as a region that holds no outputs, and as one that holds those that are worth it."""
         first, stop, end = self._spans
-        entry = price * self._inputs + (self._pressed_inputs.costs(price)[:-1] if self._press else 0.0)
+        entry = self._region_s + price * self._inputs
+        if self._press:
+            entry += self._pressed_inputs.costs(price)[:-1]
         must_sums = _sums(self.must_keep)
         seconds = _sums(self._seconds)
         simple = np.where(must_sums[end] > must_sums[first], np.inf, entry + seconds[stop] - seconds[first])
@@ -198,7 +200,7 @@ class Pricing:
             first, stop = self.graph.calls[call].first, self._stop[call]
             held = [self._seconds[first + op] for op in kept if first + op < stop]
             total += float(sums[stop] - sums[first]) - float(sum(held))
-        return total * (1 - _ROUNDING)
+        return (total + len(regions) * self._region_s) * (1 - _ROUNDING)
 
     def _collect(self, price: float, as_region: list[int]) -> Choice:
         regions: dict[int, tuple[int, ...]] = {}
@@ -216,6 +218,7 @@ class Pricing:
                 pending += self._children[index]
                 continue
             kept: list[int] = []
+            seconds += self._region_s
             size += self._inputs[index]
             if as_region[index] == 2:
                 seconds += float(self._watching[index])

@@ -278,6 +278,22 @@ def hint(size: Any) -> Any:
     return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
+class OpCounter(TorchDispatchMode):
+    """Counts the ops inside it, by what each is. Obsolete like `DispatchMode` of the engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, int] = {}
+
+    @property
+    def num_ops(self) -> int:
+        return sum(self._seen.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._seen[id(func)] = self._seen.get(id(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def real_world() -> Iterator[None]:
     """A block in which tensors are real, in the middle of a compiler's pass over fake ones.

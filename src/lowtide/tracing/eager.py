@@ -36,7 +36,7 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.records import Clock, tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.tracing.shadows import Shadows
-from lowtide.tracing.timing import clock_for, dispatch_s, fit_to_total, medians, predicted_s
+from lowtide.tracing.timing import clock_for, fit_to_total, host_costs, medians, predicted_s
 from lowtide.tracing.workspaces import foretell_workspaces
 from lowtide.units import format_bytes
 
@@ -248,8 +248,10 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     for op, seconds in zip(recorder.ops, times, strict=True):
         op.seconds = seconds
     step_s = min(forward_s) + min(backward_s)
-    watching_s = dispatch_s(device, min(host_s), step_s)
-    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), dispatch_s=watching_s)
+    watching_s, region_s = host_costs(device, min(host_s), step_s)
+    hardware = replace(
+        setting.hardware, link_bytes_per_s=link_bytes_per_s(device), dispatch_s=watching_s, region_s=region_s
+    )
     return _finish(recorder, optimizer, setting, hardware, step_s, is_measured=True)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import nn
 
 from lowtide.graph import Hardware
+from lowtide.memory.checkpoint import checkpoint
+from lowtide.tracing import _compat
 from lowtide.tracing.devices import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 from lowtide.tracing.records import Clock, RawOp
 
@@ -45,26 +47,41 @@ def predicted_s(op: RawOp, hardware: Hardware) -> float:
     return max(computing, moving) + LAUNCH_S
 
 
-def dispatch_s(device: torch.device, host_s: float, step_s: float, num_ops: int = 200) -> float:
-    """Seconds that watching one op costs a step, as selective checkpointing does to hold single outputs.
+def host_costs(device: torch.device, host_s: float, step_s: float) -> tuple[float, float]:
+    """Seconds of the host for watching one op, to hold its output, and for a region beside its ops.
 
-    Measured with torch's own contexts on a tiny op. Nothing where an accelerator is the limit: the host is ahead of it
-    by more than it would lose.
+    Measured on tiny tensors. Nothing where an accelerator is the limit: the host is ahead of it by more than it would
+    lose.
     """
     if device.type != "cpu" and host_s < _HOST_AHEAD * step_s:
-        return 0.0
-    x = torch.zeros(1)
+        return 0.0, 0.0
+    x = torch.zeros(4, 4, requires_grad=True)
+    block = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.GELU()) for _ in range(6)))  # draws no numbers
 
-    def timed(context: contextlib.AbstractContextManager[Any]) -> float:
-        with context:
-            start = time.perf_counter()
-            for _ in range(num_ops):
-                x.neg()
-            return time.perf_counter() - start
+    def some_ops() -> None:
+        for _ in range(20):
+            (x.t() @ x).view(2, 8).mul(2.0)
 
-    watched, _ = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-    plain_s = min(timed(contextlib.nullcontext()) for _ in range(3))
-    return max(0.0, timed(watched) - plain_s) / num_ops
+    with _compat.OpCounter() as counter:
+        some_ops()
+    plain_s = _seconds_of(some_ops)
+    with _compat.OpCounter():
+        watched_s = _seconds_of(some_ops)
+    with torch.enable_grad():
+        forward_s = _seconds_of(lambda: block(x))
+        whole_s = _seconds_of(lambda: torch.autograd.grad(block(x).sum(), x))
+        region_s = _seconds_of(lambda: torch.autograd.grad(checkpoint(block, x).sum(), x))
+    return max(0.0, watched_s - plain_s) / counter.num_ops, max(0.0, region_s - whole_s - forward_s)
+
+
+def _seconds_of(call: Callable[[], Any], rounds: int = 10) -> float:
+    """The least of several runs, the first left aside."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def medians(runs: list[list[float]]) -> list[float]:
