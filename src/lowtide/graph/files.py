@@ -11,7 +11,7 @@ from lowtide.errors import GraphError
 from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 
 FORMAT = "lowtide step graph"
-VERSION = 2
+VERSION = 3
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 
