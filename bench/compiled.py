@@ -245,7 +245,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     targets += [("10 GiB", 10 * GIB, None)] if name == "B" else []
     between = [(f"{int(100 * share)} % of the way from a checkpoint per block", share) for share in SHARES]
     targets += [(label, int(floor + (top - floor) * share), None) for label, share in between]
-    targets = sorted(targets[: 6 if options.few else NUM_BUDGETS], key=lambda target: -target[1])
+    targets = sorted(targets[: options.budgets], key=lambda target: -target[1])
     page.add(
         "",
         "| lowtide.compile | budget GiB | theirs | ours ms | ours | of theirs | peak GiB | compiling, planning |",
@@ -307,7 +307,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--few", action="store_true")
+    parser.add_argument("--few", action="store_true", help="peers")
+    parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="how many, with those of peers")
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--lock", type=Path)
     parser.add_argument("--suffix", default="", help="of the name of the file with results")

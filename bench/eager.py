@@ -195,7 +195,7 @@ def targets_of(found: dict[str, Timed], floor: int, top: int, there: int, device
         replace(each, label=f"{each.label}, with host memory", host=HOST)
         for each in (targets[0], *offloaded, *between[:2])
     ]
-    return [targets[0], with_host[0], *targets[1:], *with_host[1:3], between[0], with_host[3], *between[1:]]
+    return [targets[0], with_host[0], between[0], *targets[:0:-1], *with_host[1:], *between[1:]]
 
 
 def ours_at(job: zoo.Job, target: Target, device: str, rounds: int, there: int) -> str:
@@ -268,9 +268,10 @@ def main() -> None:
         f"{versions()}. `+` is over plain steps timed between those of each contestant. Budgets are peaks of the whole "
         "step; ours are measured too.",
     )
+    if "gpt" in options.names:
+        page.add("", overhead(options.device, options.rounds))
     for name in options.names:
         compare(name, options.device, options.rounds, page)
-    page.add("", overhead(options.device, options.rounds))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_names_of_all_kinds_survive() -> None:
 
 def test_a_file_is_plain_json() -> None:
     content = json.loads(TEXT)
-    assert content["format"] == "lowtide step graph" and content["version"] == 2
+    assert content["format"] == "lowtide step graph" and content["version"] == 3
     assert content["versions"]["torch"] == torch.__version__
 
 
@@ -106,7 +106,7 @@ BAD_FILES = {
     "deep nesting": ("[" * 100_000, "not JSON"),
     "deep objects": ('{"a":' * 100_000, "not JSON"),
     "huge number": (damaged(num_forward=1).replace('"num_forward": 1,', f'"num_forward": {"9" * 5000},'), "not JSON"),
-    "version": (damaged(version=1), "has version 1, and this lowtide reads version 2"),
+    "version": (damaged(version=1), "has version 1, and this lowtide reads version 3"),
     "no version": (damaged(version=None), "has version None"),
     "text for number": (damaged(num_forward="3"), "num_forward is '3', not int"),
     "bool for number": (damaged(num_forward=True), "num_forward is True, not int"),
