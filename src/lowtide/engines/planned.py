@@ -34,6 +34,7 @@ from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.opfacts import facts_of
 
 if TYPE_CHECKING:
     from lowtide.reports import Report
@@ -242,6 +243,7 @@ class _Held:
     def __init__(self, op: Any, output: Any, kwargs: dict[str, Any], keep: Keeping | None) -> None:
         parts, self._build = _compat.taken_apart(output)
         tensors = [part for part in parts if isinstance(part, Tensor)]
+        self._storages = [storage for tensor in tensors for storage in _compat.storage_references(tensor)]
         self._random = None
         is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self._hides = _compat.without_modes if is_random or keep is not None else nullcontext  # it takes a while
@@ -262,6 +264,10 @@ class _Held:
     def is_intact(self) -> bool:
         """Whether nothing was written into it since."""
         return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
+
+    def is_in(self, storages: set[int]) -> bool:
+        """Whether a part of it was put into one of these storages."""
+        return any(storage.id in storages for storage in self._storages)
 
     def take(self) -> Any:
         """The output; random numbers go on from where the op left them."""
@@ -307,9 +313,17 @@ class _Hold(_Counting):
         op = self._counted(func, args)
         output = func(*args, **kwargs)
         position = self._seen.total() - 1
-        if op is not None and position in self._positions and not _compat.writes(func):
+        if _compat.writes(func):
+            self._forget(facts_of(func).written_tensors(args, kwargs))
+        elif op is not None and position in self._positions and not _compat.gives_views(func):
             self._held[op] = _Held(func, output, kwargs, self._elsewhere.get(position))
         return output
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """Let go of what was written to. Not all writes show in versions: those through `.data`, or to new tensors."""
+        storages = {storage for tensor in written for storage in _compat.storages_of(tensor)}
+        for op in [op for op, held in self._held.items() if held.is_in(storages)]:
+            del self._held[op]
 
 
 class _Reuse(_Counting):
