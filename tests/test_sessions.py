@@ -29,6 +29,7 @@ class FakeGraph:
     def __init__(self, number: int) -> None:
         self.number, self.variants, self.device, self.step = number, VARIANTS, torch.device("cpu"), None
         self.step_s, self.handed_out_bytes, self.static_bytes, self.batch_bytes = 10.0, 0, 0, 0
+        self.forward_s = 1.0
 
 
 class VariantsOnly(Chooser):
@@ -212,3 +213,19 @@ def test_what_a_checkpoint_may_replay_always_runs_the_same() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert steps.run() == [VARIANTS[0]] * 3
     assert steps.session._calls.numbers == ()
+
+
+def linked(host_bytes: int, link_bytes_per_s: float) -> VariantsOnly:
+    """A chooser that knows of a link, which the CPU has none of."""
+    chooser = VariantsOnly(model_bytes=BASE, host_bytes=host_bytes)
+    chooser.__dict__["_link_bytes_per_s"] = link_bytes_per_s
+    return chooser
+
+
+def test_the_floor_is_the_smallest_with_the_link_or_without_it() -> None:
+    """What is moved is on the device for a while; the least is there where little is saved, and nothing moved."""
+    graph = FakeGraph(7)
+    graph.variants = (Variant(None, 90, (90,), 0, 0, 0.0), Variant((), 10, (), 0, 0, 1.0))
+    choices = [linked(host_bytes, 100.0).choose([graph] * 3, BASE + 20) for host_bytes in (0, 1000)]
+    assert [choice.peak_bytes for choice in choices] == [BASE + 30, BASE + 30]
+    assert not any(choice.is_within for choice in choices)

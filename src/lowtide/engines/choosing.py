@@ -109,17 +109,17 @@ class Chooser:
         )
         corrected = {graph: self._corrected(graph) for graph in dict.fromkeys(instances)}
         variants = [corrected[graph] for graph in instances]
+        shares = _SHARES if self.host_bytes else (0.0,)
+        budgets = [SharedBudget(variants, around, self._quotas(instances, share)) for share in shares]
         found: list[tuple[float, SharedBudget, Shared]] = []
-        for share in _SHARES if self.host_bytes else (0.0,):
-            shared = SharedBudget(variants, around, self._quotas(instances, share))
+        for shared in budgets:
             best = shared.choose(budget_bytes)
             if best is not None:
                 found.append((best.extra_s + self._moving_s(best.moved), shared, best))
         if found:
             _, shared, best = min(found, key=lambda each: each[0])
         else:
-            shared = SharedBudget(variants, around, self._quotas(instances, _SHARES[-1] if self.host_bytes else 0.0))
-            best = shared.floor
+            shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
         chosen = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
         extra_s = best.extra_s + self._moving_s(best.moved)
         where = shared.peak(best.chosen)[1].index
