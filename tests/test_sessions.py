@@ -229,3 +229,68 @@ def test_the_floor_is_the_smallest_with_the_link_or_without_it() -> None:
     choices = [linked(host_bytes, 100.0).choose([graph] * 3, BASE + 20) for host_bytes in (0, 1000)]
     assert [choice.peak_bytes for choice in choices] == [BASE + 30, BASE + 30]
     assert not any(choice.is_within for choice in choices)
+
+
+KIB = 1 << 10
+
+
+class Moving:
+    """Steps of three calls, of graphs that each save tensors of another size. Without the link they do not fit."""
+
+    def __init__(self, *sizes: int, host_bytes: int) -> None:
+        self.graphs = [FakeGraph(number) for number in range(len(sizes))]
+        self.sizes = dict(zip(self.graphs, sizes, strict=True))
+        chooser = linked(host_bytes, 1e9)
+        self.session = Session(BASE + 64 * KIB, chooser=chooser, num_blocks=3, meter_of=lambda device: None)
+        for graph, size in self.sizes.items():
+            graph.variants = (Variant(None, 24 * KIB, (size, size), 0, 0, 0.0), Variant((), KIB, (), 0, 0, 1.0))
+            self.session.first_variant(graph)
+            self.step(graph).backward()
+
+    def step(self, graph: FakeGraph, num_calls: int = 3) -> Tensor:
+        x = torch.ones(self.sizes[graph] // 4, requires_grad=True)
+        for _ in range(num_calls):
+            run = self.session.next_run(graph)
+            with run.context:
+                x = (x * 1.5).sin().exp()  # each saves a tensor
+            run.end((x,))
+        return x.sum()
+
+    @property
+    def held_bytes(self) -> int:
+        assert self.session._store is not None
+        return self.session._store.stats().held_bytes
+
+
+def test_courses_share_one_store() -> None:
+    """Host memory is locked once, and what may be used of it is not allowed to each."""
+    steps = Moving(4 * KIB, 8 * KIB, host_bytes=33 * KIB)
+    small, large = steps.graphs
+    waiting = steps.step(large)
+    waiting.backward(retain_graph=True)
+    store = steps.session._store
+    assert steps.held_bytes == 32 * KIB
+    steps.step(small)
+    choices = [course.choice for course in steps.session._courses.values()]
+    assert {choice.in_flight_bytes for choice in choices} == {8 * KIB, 16 * KIB}
+    assert steps.session._store is store and steps.held_bytes == 32 * KIB, "no room for more"
+    waiting.backward()
+    assert steps.held_bytes == 0
+    loss = steps.step(small)
+    assert steps.held_bytes == 16 * KIB and store._shelves.in_flight_bytes == 8 * KIB
+    loss.backward()
+    assert steps.held_bytes == 0
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 3, 4, 6])
+def test_nothing_is_left_in_the_store_however_many_calls_a_step_makes(num_calls: int) -> None:
+    steps = Moving(8 * KIB, host_bytes=1 << 20)
+    (graph,) = steps.graphs
+    for _ in range(3):
+        steps.step(graph, num_calls).backward()
+        assert steps.held_bytes == 0
+        steps.step(graph, num_calls)  # and nothing comes of it
+        assert steps.held_bytes == 0
+        first, second = steps.step(graph), steps.step(graph, num_calls)
+        (first + second).backward()
+        assert steps.held_bytes == 0
