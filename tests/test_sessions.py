@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
+from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from lowtide.engines.choosing import Choice, Chooser
 from lowtide.engines.sessions import Session
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.solvers.sharing import Variant
+from lowtide.solvers.sharing import SharedBudget, Variant
 
 BASE = 100
 VARIANTS = (
@@ -229,6 +231,32 @@ def test_the_floor_is_the_smallest_with_the_link_or_without_it() -> None:
     choices = [linked(host_bytes, 100.0).choose([graph] * 3, BASE + 20) for host_bytes in (0, 1000)]
     assert [choice.peak_bytes for choice in choices] == [BASE + 30, BASE + 30]
     assert not any(choice.is_within for choice in choices)
+
+
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_no_choice_is_faster_than_the_bound_whatever_part_of_the_link_it_uses(seed: int) -> None:
+    rng, chooser, graphs = random.Random(seed), linked(1000, 100.0), [FakeGraph(number) for number in range(3)]
+    for graph in graphs:
+        sizes = sorted(rng.sample(range(10, 100), 3), reverse=True)
+        prices = sorted(rng.random() / 50 for _ in range(2))
+        seconds = accumulate(
+            (price * (a - b) for price, (a, b) in zip(prices, pairwise(sizes), strict=True)), initial=0
+        )
+        graph.variants = tuple(
+            Variant((size,), size, (size - 5,), rng.randrange(20), rng.randrange(20), extra_s)
+            for size, extra_s in zip(sizes, seconds, strict=True)
+        )
+    variants, around = [graph.variants for graph in graphs], chooser._around(graphs)
+    budgets = [SharedBudget(variants, around, chooser._quotas(graphs, share)) for share in (0, 0.25, 0.5, 0.75, 0.95)]
+    costs = [
+        (shared.peak_bytes(chosen), sum(each[number].extra_s for each, number in zip(variants, chosen, strict=True)))
+        for shared in budgets
+        for chosen in product(range(3), repeat=3)
+    ]
+    for budget in range(BASE + 50, BASE + 250, 10):
+        choice = chooser.choose(graphs, budget)
+        if choice.is_within:
+            assert choice.lower_bound_s <= min(extra_s for peak, extra_s in costs if peak <= budget) + 1e-9
 
 
 KIB = 1 << 10

@@ -124,12 +124,13 @@ class Chooser:
         extra_s = best.extra_s + self._moving_s(best.moved)
         where = shared.peak(best.chosen)[1].index
         key = (instances[where].number, chosen[where].keeps) if where >= 0 else None
+        whole_link = budgets[-1]  # no share of it allows for less
         return Choice(
             chosen,
             best.moved,
             best.peak_bytes,
             extra_s,
-            best.lower_bound_s,
+            min(best.lower_bound_s, whole_link.lower_bound_s(max(budget_bytes, best.peak_bytes))),
             is_within=bool(found),
             in_flight_bytes=best.in_flight_bytes,
             peak_key=key,
