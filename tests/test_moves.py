@@ -457,6 +457,27 @@ def test_an_output_of_several_tensors_moves_its_first() -> None:
         both(model, twin, lambda model: model(data()).square().mean().backward())
 
 
+class Sparse(nn.Module):
+    """Of its ops, the first makes a sparse tensor; of its saves, the first is that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("links", torch.eye(32).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.links * 2, self.linear(x)).sin() * x
+
+
+@pytest.mark.parametrize("plan", [held_elsewhere("0", range(6)), Plan(moves=tuple(Move("0", 0, n) for n in range(6)))])
+def test_sparse_values_stay(plan: Plan) -> None:
+    model = nn.Sequential(Sparse(), nn.Linear(16, 16))
+    twin = copy.deepcopy(model)
+    with lowtide.apply(model, plan) as handle:
+        both(model, twin, lambda model: model(data()).square().mean().backward())
+        assert handle.stats().moved_bytes > 0
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_no_output_is_left(where: str) -> None:
     model = nn.Sequential(nn.Sequential(Gated(), Breaks()), Gated())
