@@ -24,6 +24,7 @@ from kernelless import (
     session_of,
     squeeze,
 )
+from lowtide.solvers import sharing
 
 pytestmark = [
     pytest.mark.usefixtures("compiler"),
@@ -254,3 +255,37 @@ def test_the_saved_nodes_by_name(compiler: Compiler) -> None:
     saved = min((split.made for split in compiler.splits), key=len)
     assert len(saved) == 1
     assert str(saved[0].args[0].target) == "aten.native_dropout.default" and saved[0].meta["val"].dtype == torch.bool
+
+
+def squared_twice(model: nn.Module) -> Tensor:
+    return squared(model) + model(rows() * 2).square().mean()
+
+
+@pytest.mark.parametrize("step", [squared, squared_twice])
+def test_what_blocks_save_waits_in_host_memory(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `host=`, which only an accelerator has a link for. Nothing is left there, whatever becomes of a step."""
+    monkeypatch.setattr(sharing, "SMALLEST_MOVED", 64)
+    torch.manual_seed(0)
+    model = Stack(*(MLP(dropout=0.1) for _ in range(4)))
+    twin = compiled_plainly(copy.deepcopy(model), regional=True)
+    lowtide.compile(model, budget=PLENTY, regional=True)
+    session = session_of(model)
+    session.chooser.host_bytes = PLENTY
+    session.chooser.__dict__["_link_bytes_per_s"] = 1e15
+    expected = left_behind(twin, step)
+    assert_equal(expected, left_behind(model, step))
+    floor, most = floor_of(model), session._course.choice.peak_bytes
+    squeeze(model, (floor + most) // 2)
+    assert any(session._course.choice.moved) and not session._course.choice.moved[-1]
+    loss = step(model)
+    store = session._store
+    assert store is not None and store.stats().held_bytes == sum(map(sum, session._course.choice.moved))
+    del loss
+    assert len(store) == 0
+    handle = model.blocks[3].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model)
+    handle.remove()
+    for _ in range(2):
+        assert_equal(expected, left_behind(model, step))
+        assert len(store) == 0 and store.stats().moved_up_bytes > 0

@@ -379,6 +379,68 @@ def test_an_output_written_to_after_it_left_is_made_again(activation: Any, produ
         assert handle.stats().stored_bytes == 0
 
 
+class Rewrites(nn.Module):
+    """Writes to what ops gave in ways that autograd's versions do not tell to whoever looks below it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(16, 16, bias=False), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x[None])[0] * 2
+        if self.way == "view":
+            hidden[:, :12].mul_(2)
+        elif self.way == "data":
+            hidden.data.mul_(2)
+        elif self.way == "new":
+            hidden = hidden * torch.rand_like(hidden).add_(1)
+        elif self.way == "inference":
+            with torch.inference_mode():
+                scale = hidden * 2
+                scale.add_(1)
+            hidden = hidden * scale.clone()
+        elif self.way == "product":
+            hidden = self.linear(x[None]).relu_()[0]
+        return hidden.sin() * hidden
+
+
+@pytest.mark.parametrize("to", ["device", "host", "disk"])
+@pytest.mark.parametrize("way", ["view", "data", "new", "inference", "product"])
+def test_outputs_written_to_through_other_tensors_are_made_again(way: str, to: str) -> None:
+    model = nn.Sequential(Rewrites(way), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    twin = copy.deepcopy(model)
+    for op in range(12):
+        plan = held_elsewhere("0", (op,), "host" if to == "device" else to)
+        with lowtide.apply(model, replace(plan, moves=()) if to == "device" else plan):
+            both(model, twin, lambda model: model(data()).square().mean().backward())
+
+
+class WritesOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(16, 16), Halves(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, sines = self.first(self.linear(x))
+        hidden.mul_(3)
+        return self.second(hidden) * sines.sum()
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x * 2
+        return hidden, (hidden[:, :12] + 1).sin() * 2
+
+
+def test_views_are_not_held() -> None:
+    """What they are views of may be written to later, outside of the region."""
+    model = WritesOutside()
+    twin = copy.deepcopy(model)
+    for op in range(4):
+        with lowtide.apply(model, Plan((Recompute("first", keep_ops=(op,)),))):
+            both(model, twin, lambda model: model(data()).square().mean().backward())
+
+
 def test_an_output_of_several_tensors_moves_its_first() -> None:
     class Drops(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -393,6 +455,27 @@ def test_an_output_of_several_tensors_moves_its_first() -> None:
         del output
         assert handle.stats().stored_bytes == 0, "the graph has died"
         both(model, twin, lambda model: model(data()).square().mean().backward())
+
+
+class Sparse(nn.Module):
+    """Of its ops, the first makes a sparse tensor; of its saves, the first is that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("links", torch.eye(32).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.links * 2, self.linear(x)).sin() * x
+
+
+@pytest.mark.parametrize("plan", [held_elsewhere("0", range(6)), Plan(moves=tuple(Move("0", 0, n) for n in range(6)))])
+def test_sparse_values_stay(plan: Plan) -> None:
+    model = nn.Sequential(Sparse(), nn.Linear(16, 16))
+    twin = copy.deepcopy(model)
+    with lowtide.apply(model, plan) as handle:
+        both(model, twin, lambda model: model(data()).square().mean().backward())
+        assert handle.stats().moved_bytes > 0
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

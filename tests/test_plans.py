@@ -104,7 +104,7 @@ def damaged(**changes: Any) -> str:
         (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": [-1]}]), "keep_ops is '-1'"),
         (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": "0"}]), "keep_ops is no list"),
         (damaged(regions=[{"path": 3, "nth": 0, "keep_ops": []}]), "path is '3'"),
-        (damaged(regions=2 * [{"path": "a", "nth": 0, "keep_ops": []}]), "recomputed twice"),
+        (damaged(moves=[], regions=2 * [{"path": "a", "nth": 0, "keep_ops": []}]), "recomputed twice"),
         (damaged(moves=[MOVE | {"to": "cloud"}]), "not .cloud."),
         (damaged(moves=[MOVE | {"nth": True}]), "nth is 'True'"),
         (damaged(moves=[MOVE | {"op": -1}]), "op is '-1'"),
@@ -234,6 +234,15 @@ def test_rows_of_outputs_that_are_held_elsewhere() -> None:
 def test_an_output_that_is_held_moves_as_it_is(more: Any) -> None:
     with pytest.raises(PlanError, match=r"op 1 of a is to be moved.*is no save, and moves as it is"):
         Move("a", op=1, **more)
+
+
+@pytest.mark.parametrize("move", [Move("a", op=1), Move("a", op=-1), Move("a", 1, op=0), Move("b", op=0)])
+def test_an_output_that_moves_is_held_by_a_region(move: Move) -> None:
+    with pytest.raises(PlanError, match=rf"op {move.op} in call {move.nth} of '{move.path}' .*no region holds it"):
+        Plan((Recompute("a", keep_ops=(0,)),), (move,))
+    damaged = Plan((Recompute("a", keep_ops=(0,)),), (Move("a", op=0),)).to_json()
+    with pytest.raises(PlanError, match=r"damaged plan: the output of op 0 .*no region holds it"):
+        Plan.from_json(damaged.replace('"keep_ops":[0]', '"keep_ops":[3]'))
 
 
 @pytest.mark.parametrize(

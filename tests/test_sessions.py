@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
+from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from lowtide.engines.choosing import Choice, Chooser
 from lowtide.engines.sessions import Session
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.solvers.sharing import Variant
+from lowtide.solvers.sharing import SharedBudget, Variant
 
 BASE = 100
 VARIANTS = (
@@ -29,6 +31,7 @@ class FakeGraph:
     def __init__(self, number: int) -> None:
         self.number, self.variants, self.device, self.step = number, VARIANTS, torch.device("cpu"), None
         self.step_s, self.handed_out_bytes, self.static_bytes, self.batch_bytes = 10.0, 0, 0, 0
+        self.forward_s = 1.0
 
 
 class VariantsOnly(Chooser):
@@ -212,3 +215,110 @@ def test_what_a_checkpoint_may_replay_always_runs_the_same() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert steps.run() == [VARIANTS[0]] * 3
     assert steps.session._calls.numbers == ()
+
+
+def linked(host_bytes: int, link_bytes_per_s: float) -> VariantsOnly:
+    """A chooser that knows of a link, which the CPU has none of."""
+    chooser = VariantsOnly(model_bytes=BASE, host_bytes=host_bytes)
+    chooser.__dict__["_link_bytes_per_s"] = link_bytes_per_s
+    return chooser
+
+
+def test_the_floor_is_the_smallest_with_the_link_or_without_it() -> None:
+    """What is moved is on the device for a while; the least is there where little is saved, and nothing moved."""
+    graph = FakeGraph(7)
+    graph.variants = (Variant(None, 90, (90,), 0, 0, 0.0), Variant((), 10, (), 0, 0, 1.0))
+    choices = [linked(host_bytes, 100.0).choose([graph] * 3, BASE + 20) for host_bytes in (0, 1000)]
+    assert [choice.peak_bytes for choice in choices] == [BASE + 30, BASE + 30]
+    assert not any(choice.is_within for choice in choices)
+
+
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_no_choice_is_faster_than_the_bound_whatever_part_of_the_link_it_uses(seed: int) -> None:
+    rng, chooser, graphs = random.Random(seed), linked(1000, 100.0), [FakeGraph(number) for number in range(3)]
+    for graph in graphs:
+        sizes = sorted(rng.sample(range(10, 100), 3), reverse=True)
+        prices = sorted(rng.random() / 50 for _ in range(2))
+        seconds = accumulate(
+            (price * (a - b) for price, (a, b) in zip(prices, pairwise(sizes), strict=True)), initial=0
+        )
+        graph.variants = tuple(
+            Variant((size,), size, (size - 5,), rng.randrange(20), rng.randrange(20), extra_s)
+            for size, extra_s in zip(sizes, seconds, strict=True)
+        )
+    variants, around = [graph.variants for graph in graphs], chooser._around(graphs)
+    budgets = [SharedBudget(variants, around, chooser._quotas(graphs, share)) for share in (0, 0.25, 0.5, 0.75, 0.95)]
+    costs = [
+        (shared.peak_bytes(chosen), sum(each[number].extra_s for each, number in zip(variants, chosen, strict=True)))
+        for shared in budgets
+        for chosen in product(range(3), repeat=3)
+    ]
+    for budget in range(BASE + 50, BASE + 250, 10):
+        choice = chooser.choose(graphs, budget)
+        if choice.is_within:
+            assert choice.lower_bound_s <= min(extra_s for peak, extra_s in costs if peak <= budget) + 1e-9
+
+
+KIB = 1 << 10
+
+
+class Moving:
+    """Steps of three calls, of graphs that each save tensors of another size. Without the link they do not fit."""
+
+    def __init__(self, *sizes: int, host_bytes: int) -> None:
+        self.graphs = [FakeGraph(number) for number in range(len(sizes))]
+        self.sizes = dict(zip(self.graphs, sizes, strict=True))
+        chooser = linked(host_bytes, 1e9)
+        self.session = Session(BASE + 64 * KIB, chooser=chooser, num_blocks=3, meter_of=lambda device: None)
+        for graph, size in self.sizes.items():
+            graph.variants = (Variant(None, 24 * KIB, (size, size), 0, 0, 0.0), Variant((), KIB, (), 0, 0, 1.0))
+            self.session.first_variant(graph)
+            self.step(graph).backward()
+
+    def step(self, graph: FakeGraph, num_calls: int = 3) -> Tensor:
+        x = torch.ones(self.sizes[graph] // 4, requires_grad=True)
+        for _ in range(num_calls):
+            run = self.session.next_run(graph)
+            with run.context:
+                x = (x * 1.5).sin().exp()  # each saves a tensor
+            run.end((x,))
+        return x.sum()
+
+    @property
+    def held_bytes(self) -> int:
+        assert self.session._store is not None
+        return self.session._store.stats().held_bytes
+
+
+def test_courses_share_one_store() -> None:
+    """Host memory is locked once, and what may be used of it is not allowed to each."""
+    steps = Moving(4 * KIB, 8 * KIB, host_bytes=33 * KIB)
+    small, large = steps.graphs
+    waiting = steps.step(large)
+    waiting.backward(retain_graph=True)
+    store = steps.session._store
+    assert steps.held_bytes == 32 * KIB
+    steps.step(small)
+    choices = [course.choice for course in steps.session._courses.values()]
+    assert {choice.in_flight_bytes for choice in choices} == {8 * KIB, 16 * KIB}
+    assert steps.session._store is store and steps.held_bytes == 32 * KIB, "no room for more"
+    waiting.backward()
+    assert steps.held_bytes == 0
+    loss = steps.step(small)
+    assert steps.held_bytes == 16 * KIB and store._shelves.in_flight_bytes == 8 * KIB
+    loss.backward()
+    assert steps.held_bytes == 0
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 3, 4, 6])
+def test_nothing_is_left_in_the_store_however_many_calls_a_step_makes(num_calls: int) -> None:
+    steps = Moving(8 * KIB, host_bytes=1 << 20)
+    (graph,) = steps.graphs
+    for _ in range(3):
+        steps.step(graph, num_calls).backward()
+        assert steps.held_bytes == 0
+        steps.step(graph, num_calls)  # and nothing comes of it
+        assert steps.held_bytes == 0
+        first, second = steps.step(graph), steps.step(graph, num_calls)
+        (first + second).backward()
+        assert steps.held_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -117,6 +118,18 @@ def test_a_smaller_budget_never_gives_a_larger_peak(seed: int) -> None:
     found = [shared.choose(budget) for budget in range(shared.floor.peak_bytes, shared.floor.peak_bytes + 80)]
     peaks = [each.peak_bytes for each in found if each is not None]
     assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_is_never_slower_where_copies_cost_time(seed: int) -> None:
+    """Along the steps, copies may become more or fewer."""
+    shared = replace(instance(seed, with_quotas=True), moved_byte_s=0.3)
+    floor = shared.floor.peak_bytes
+    found = [shared.choose(budget) for budget in range(floor, floor + 80)]
+    for less, more in pairwise(found):
+        assert more.extra_s <= less.extra_s and less.peak_bytes <= more.peak_bytes
+    for each in found:
+        assert each.extra_s == pytest.approx(seconds(shared, each.chosen) + 0.3 * sum(map(sum, each.moved)))
 
 
 def test_a_single_price_is_met_exactly() -> None:

@@ -524,8 +524,6 @@ def test_a_timeline_reads_well() -> None:
         (Plan(moves=(Move("layers.7"),)), "calls no module 'layers.7'"),
         (Plan(moves=(Move("layers.1", save=1),)), "makes 1 saves"),
         (Plan(moves=(Move("layers.1"),)), "no link"),
-        (Plan(moves=(Move("layers.1", op=0),)), "op 0 of layers.1 is to be moved, and no region holds it"),
-        (Plan((Recompute("layers.1"),), (Move("layers.1", op=0),)), "no region holds it"),
         (Plan((Recompute("", keep_ops=(1,)),), (Move("", op=1),)), "no link"),
     ],
 )

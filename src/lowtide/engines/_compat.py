@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lowtide._compat import (
     BOOKKEEPING_OPS,
     PLAIN_TYPES,
+    StorageReference,
     accelerator,
     clone_all,
     current_hooks,
@@ -82,6 +83,11 @@ def writes(op: Any) -> bool:
     return getattr(getattr(op, "_schema", None), "is_mutable", False)
 
 
+def gives_views(op: Any) -> bool:
+    """Whether what an op gives is a view of what it was given. Obsolete with a public schema."""
+    return getattr(op, "is_view", False)
+
+
 def saves_are_nobodys() -> bool:
     """Whether saved-tensor hooks may be put on, and no one else has. Obsolete with public ways to ask."""
     return current_hooks() is None and torch._C._autograd._saved_tensors_hooks_is_enabled() and not under_functorch()
@@ -96,6 +102,11 @@ def are_in_force(hooks: Any) -> bool:
 def storages_of(tensor: Tensor) -> list[int]:
     """What a tensor's bytes are in, as a trace tells it: one storage, several for a wrapper of several tensors."""
     return list(dict.fromkeys(storage_id(part) for part in parts_of(tensor)))
+
+
+def storage_references(tensor: Tensor) -> list[StorageReference]:
+    """The same, for as long as no other storage may be taken for one of them."""
+    return [StorageReference(part) for part in parts_of(tensor)]
 
 
 def num_storages(tensor: Tensor) -> int:

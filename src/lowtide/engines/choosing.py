@@ -109,27 +109,29 @@ class Chooser:
         )
         corrected = {graph: self._corrected(graph) for graph in dict.fromkeys(instances)}
         variants = [corrected[graph] for graph in instances]
-        found: list[tuple[float, SharedBudget, Shared]] = []
-        for share in _SHARES if self.host_bytes else (0.0,):
-            shared = SharedBudget(variants, around, self._quotas(instances, share))
-            best = shared.choose(budget_bytes)
-            if best is not None:
-                found.append((best.extra_s + self._moving_s(best.moved), shared, best))
+        shares = _SHARES if self.host_bytes else (0.0,)
+        link = self._link_bytes_per_s if self.host_bytes else 0.0
+        byte_s = 2 * _BESIDE_COPIES / link if link else 0.0
+        budgets = [SharedBudget(variants, around, self._quotas(instances, share), byte_s) for share in shares]
+        found: list[tuple[SharedBudget, Shared]] = []
+        for shared in budgets:
+            choice = shared.choose(budget_bytes)
+            if choice is not None:
+                found.append((shared, choice))
         if found:
-            _, shared, best = min(found, key=lambda each: each[0])
+            shared, best = min(found, key=lambda each: each[1].extra_s)
         else:
-            shared = SharedBudget(variants, around, self._quotas(instances, _SHARES[-1] if self.host_bytes else 0.0))
-            best = shared.floor
+            shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
         chosen = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
-        extra_s = best.extra_s + self._moving_s(best.moved)
         where = shared.peak(best.chosen)[1].index
         key = (instances[where].number, chosen[where].keeps) if where >= 0 else None
+        whole_link = budgets[-1]  # no share of it allows for less
         return Choice(
             chosen,
             best.moved,
             best.peak_bytes,
-            extra_s,
-            best.lower_bound_s,
+            best.extra_s,
+            min(best.lower_bound_s, whole_link.lower_bound_s(max(budget_bytes, best.peak_bytes))),
             is_within=bool(found),
             in_flight_bytes=best.in_flight_bytes,
             peak_key=key,
@@ -161,10 +163,6 @@ class Chooser:
         quotas.append(0)  # needed again at once
         shrink = min(1.0, self.host_bytes / max(sum(quotas), 1))
         return tuple(int(quota * shrink) for quota in quotas)
-
-    def _moving_s(self, moved: tuple[tuple[int, ...], ...]) -> float:
-        num_bytes = sum(map(sum, moved))
-        return _BESIDE_COPIES * 2 * num_bytes / self._link_bytes_per_s if num_bytes else 0.0
 
     @cached_property
     def _link_bytes_per_s(self) -> float:

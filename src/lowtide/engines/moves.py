@@ -107,7 +107,7 @@ class Moves:
 
     def keep(self, tensor: Tensor, move: Move) -> KeptHere | KeptInStore:
         """What autograd keeps for a tensor that is to be moved: itself where it is none to be moved, or has no room."""
-        if tensor.nbytes >= _LEAST_BYTES and not is_left_alone(tensor) and tensor not in self._module_tensors:
+        if not is_left_alone(tensor) and tensor.nbytes >= _LEAST_BYTES and tensor not in self._module_tensors:
             try:
                 return KeptInStore(tensor, self.stores[move.to], move.codec or None)
             except CapacityError as error:

@@ -33,6 +33,7 @@ from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.opfacts import facts_of
 
 if TYPE_CHECKING:
     from lowtide.reports import Report
@@ -241,6 +242,7 @@ class _Held:
     def __init__(self, op: Any, output: Any, kwargs: dict[str, Any], keep: Keeping | None) -> None:
         parts, self._build = _compat.taken_apart(output)
         tensors = [part for part in parts if isinstance(part, Tensor)]
+        self._storages = [storage for tensor in tensors for storage in _compat.storage_references(tensor)]
         self._random = None
         is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         self._hides = _compat.without_modes if is_random or keep is not None else nullcontext  # it takes a while
@@ -261,6 +263,10 @@ class _Held:
     def is_intact(self) -> bool:
         """Whether nothing was written into it since."""
         return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
+
+    def is_in(self, storages: set[int]) -> bool:
+        """Whether a part of it was put into one of these storages."""
+        return any(storage.id in storages for storage in self._storages)
 
     def take(self) -> Any:
         """The output; random numbers go on from where the op left them."""
@@ -312,9 +318,17 @@ class _Hold(_Counting):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, position = self._counted(func, args), self._num_seen - 1
         output = func(*args, **kwargs) if kwargs else func(*args)
-        if position in self._positions and op is not None and not _compat.writes(func):
+        if _compat.writes(func):
+            self._forget(facts_of(func).written_tensors(args, kwargs or {}))
+        elif position in self._positions and op is not None and not _compat.gives_views(func):
             self._held[op] = _Held(func, output, kwargs or {}, self._elsewhere.get(position))
         return output
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """Let go of what was written to. Not all writes show in versions: those through `.data`, or to new tensors."""
+        storages = {storage for tensor in written for storage in _compat.storages_of(tensor)}
+        for op in [op for op, held in self._held.items() if held.is_in(storages)]:
+            del self._held[op]
 
 
 class _Reuse(_Counting):

@@ -91,7 +91,7 @@ class Session:
         self._courses: dict[tuple[int, ...], Course] = {}
         self._course: Course | None = None
         self._is_clean = False
-        self._store: tuple[int, ActivationStore] | None = None  # by the bytes it has in flight
+        self._store: ActivationStore | None = None
 
     @property
     def graphs(self) -> list[PlannedGraph]:
@@ -140,10 +140,11 @@ class Session:
         return Run(variant, BlockOffload(store, choice.moved[position]), end_all)
 
     def _store_for(self, choice: Choice) -> ActivationStore:
-        if self._store is None or self._store[0] != choice.in_flight_bytes:
-            in_flight = choice.in_flight_bytes
-            self._store = in_flight, ActivationStore(host=self.chooser.host_bytes, in_flight=in_flight)
-        return self._store[1]
+        """The one store of all courses: the host memory that it locks is locked once, and counted once."""
+        if self._store is None:
+            self._store = ActivationStore(host=self.chooser.host_bytes)
+        self._store.allow_in_flight(choice.in_flight_bytes)
+        return self._store
 
     def is_compiling(self) -> None:
         """Peaks that are measured while something compiles are no step's."""

@@ -53,7 +53,7 @@ class Shelves:
         self._on_full, self._order = on_full, order
         self._folder = folder
         self._spill_folder: SpillFolder | None = None
-        self._in_flight_bytes = in_flight_bytes  # None: those of the largest unit so far; twice that on the way in
+        self.in_flight_bytes = in_flight_bytes  # None: those of the largest unit so far; twice that on the way in
         self._largest_bytes = 0
         self._evicted = evicted
         self._units: dict[SourceKey, Unit] = {}
@@ -366,7 +366,7 @@ class Shelves:
         """Bytes that copies one way may hold on the device: an allowance, and what is unused of the device's budget."""
         device = self._tiers.get(DEVICE)
         unused = 0 if device is None else device.budget_bytes - device.used_bytes
-        allowance = by_size if self._in_flight_bytes is None else self._in_flight_bytes
+        allowance = by_size if self.in_flight_bytes is None else self.in_flight_bytes
         return allowance + max(0, unused - other_way_bytes)
 
     def bring(self, unit: Unit) -> Fetched:

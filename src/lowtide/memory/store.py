@@ -177,6 +177,11 @@ class ActivationStore:
         with self._locked():
             self._add(self._stored(key, tensor, None, chosen, watch, ahead=True))
 
+    def allow_in_flight(self, num_bytes: int) -> None:
+        """From now on copies under way may hold so many bytes of device memory, each way."""
+        with self._locked():
+            self._shelves.in_flight_bytes = num_bytes
+
     def end_of_forward(self) -> int:
         """No more values come from this forward: what they were copied from goes, once copied. `fetch_before` this."""
         with self._locked():

@@ -150,6 +150,13 @@ class Plan:
             raise PlanError(
                 f"a compiled plan has ops to keep; {len(self.regions)} regions and {len(self.moves)} moves are given"
             )
+        held = {(region.path, region.nth): region.keep_ops for region in self.regions}
+        for move in self.moves:
+            if move.op is not None and move.op not in held.get((move.path, move.nth), ()):
+                raise PlanError(
+                    f"the output of op {move.op} in call {move.nth} of {move.path!r} is to be moved, and no region "
+                    "holds it: the call has to be recomputed, with the op among its keep_ops"
+                )
 
     @property
     def is_plain(self) -> bool:
@@ -291,8 +298,6 @@ class Plan:
         """The value that a move names: one of a recomputed call's inputs, an output it holds, or that of a save."""
         call = _call(graph, move.path, move.nth)
         if move.op is not None:
-            if call not in regions or move.op not in regions[call].keep_ops:
-                raise PlanError(f"the output of op {move.op} of {move.path} is to be moved, and no region holds it")
             outputs = graph.ops[graph.calls[call].first + move.op].outputs
             if not outputs:
                 raise PlanError(f"op {move.op} of {move.path} is to be moved, and makes nothing of its own")

@@ -3,8 +3,9 @@
 A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
 the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
 graph's fastest. What an instance saves is held from its forward to its backward. From everything saved, the step that
-gives bytes *at the peak* for the least seconds each is taken next, by early instances first, until the whole chain fits
-at each of its moments. The steps do not depend on the budget: a larger one never ends at a slower choice.
+gives bytes *at the peak* for the least seconds each is taken next, by early instances first. Of the choices along the
+way, the fastest is taken with which the whole chain fits at each of its moments. They do not depend on the budget: a
+larger one never ends at a slower choice.
 """
 
 from __future__ import annotations
@@ -158,17 +159,19 @@ class SharedBudget:
 
     `quotas` are bytes that the link carries to the host while the instance *after* each one runs; of the last one,
     whose values are needed again at once, none. All copies out have ended when the last forward has. Of what is moved,
-    `in_flight_bytes` may be on the device too, each way: on its way out, or back ahead of its use.
+    `in_flight_bytes` may be on the device too, each way: on its way out, or back ahead of its use. A byte that is moved
+    adds `moved_byte_s` to the compute beside it.
     """
 
     instances: Sequence[tuple[Variant, ...]]
     surroundings: Surroundings
     quotas: tuple[int, ...] = ()
+    moved_byte_s: float = 0.0
 
     def choose(self, budget: int) -> Shared | None:
-        """The first choice along the steps whose peak fits; None where none does."""
-        chosen = next((chosen for chosen, peak_bytes in self._path if peak_bytes <= budget), None)
-        return None if chosen is None else self._shared(chosen, budget)
+        """The fastest choice along the steps whose peak fits; None where none does."""
+        fitting = [chosen for chosen, peak_bytes in self._path if peak_bytes <= budget]
+        return self._shared(min(fitting, key=self._seconds), budget) if fitting else None
 
     @property
     def floor(self) -> Shared:
@@ -278,10 +281,13 @@ class SharedBudget:
         return [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
 
     def _shared(self, chosen: tuple[int, ...], budget: int) -> Shared:
-        extra_s = sum(variant.extra_s for variant in self._running(chosen))
-        moved = tuple(self.moved(chosen))
+        extra_s, moved = self._seconds(chosen), tuple(self.moved(chosen))
         bound_s = min(extra_s, self.lower_bound_s(budget))
         return Shared(chosen, moved, self.in_flight_bytes(moved), self.peak_bytes(chosen), extra_s, bound_s)
+
+    def _seconds(self, chosen: Sequence[int]) -> float:
+        recomputed_s = sum(variant.extra_s for variant in self._running(chosen))
+        return recomputed_s + self.moved_byte_s * sum(map(sum, self.moved(chosen)))
 
     def lower_bound_s(self, budget: int) -> float:
         """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
