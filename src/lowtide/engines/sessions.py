@@ -137,7 +137,8 @@ class Session:
             if is_last:
                 end_of_forward(store, (each for each in outputs if isinstance(each, torch.Tensor)))
 
-        return Run(variant, BlockOffload(store, choice.moved[position]), end_all)
+        moved = choice.moved[position]
+        return Run(variant, BlockOffload(store, moved) if moved else contextlib.nullcontext(), end_all)
 
     def _store_for(self, choice: Choice) -> ActivationStore:
         """The one store of all courses: the host memory that it locks is locked once, and counted once."""
