@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lowtide
@@ -142,6 +142,7 @@ def test_what_may_be_compressed_is_what_brute_force_says() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([("int8",), CODECS, ("int4", "float8_e4m3")]), st.booleans())
+@example(3773, ("int8",), False)  # a nested plan that is smaller than the floor
 def test_plans_are_monotone_and_refereed(seed: int, codecs: tuple[str, ...], moves: bool) -> None:
     graph = larger(seed)
     host = (1 << 18) * (moves and graph.hardware.link_bytes_per_s > 0)

@@ -229,6 +229,8 @@ class Search:
         for chain, share, _ in self._all_chains():
             if fastest is None or not self._is_late():
                 fastest = faster(fastest, self._of_chain(budget, chain, share, fastest))
+        if fastest is None and budget < self.floor.peak_bytes:  # some nested plan may fit
+            raise self._infeasible(budget)
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not self._is_late())):
                 nested = self._nested(number, share, splits, codecs)
@@ -273,8 +275,7 @@ class Search:
             for splits in (True, False)
         ]
         shares = sorted({share for _, share, _ in self._ways})
-        last = len(chain) - 1
-        last_s = pricing.seconds_of(chain.regions(last))
+        last_s = pricing.seconds_of(chain.regions(last := len(chain) - 1))
         ends = product(self._all_codecs, shares, (True, False))
         return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
