@@ -1,26 +1,23 @@
 """Compiled training under a budget against what people use today: same model, same run, measured peaks and times.
 
-    python bench/compiled.py [--out FOLDER] [--few] [--lock FILE] [models ...]
+    python bench/compiled.py [--out FOLDER] [--few] [--budgets N] [models ...]
 
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at various values with both of its
 runtime estimators; torch's checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak
 of each peer that no other beats, with host memory too where that peer costs anything, and at budgets between the floor
 and the plain peak, ten in all. Plain steps are timed between those of each contestant, and it is their ratio that
-counts: clocks drift. With `--lock`, several models can run side by side, a process for each: they compile at once, and
-only who holds the lock measures. Needs a GPU.
+counts: clocks drift. Needs a GPU, to itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,26 +181,12 @@ class Found:
         return self.seconds / self.plain_s - 1
 
 
-@contextlib.contextmanager
-def exclusive(lock: Path | None) -> Iterator[None]:
-    """A block in which no other process measures."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        torch.cuda.synchronize()
-
-
-def settle(contestant: Regional, lock: Path | None, num_steps: int) -> float:
+def settle(contestant: Regional, num_steps: int) -> float:
     """Steps until everything is compiled; seconds that took."""
     start = time.perf_counter()
     with contestant:
-        step(contestant.job)
-        with exclusive(lock):
-            for _ in range(num_steps - 1):
-                step(contestant.job)
+        for _ in range(num_steps):
+            step(contestant.job)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -220,14 +203,12 @@ def measured(contestant: Regional, plain: Regional, options: argparse.Namespace,
     """A contestant that has settled."""
     job = contestant.job
     theirs, ours = [], []
-    with exclusive(options.lock):
-        for _ in range(options.rounds):
-            with plain:
-                theirs.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
-            with contestant:
-                ours.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
-        peak = peak_of(contestant)
-    return Found(statistics.median(ours), statistics.median(theirs), peak, settled_s)
+    for _ in range(options.rounds):
+        with plain:
+            theirs.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
+        with contestant:
+            ours.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
+    return Found(statistics.median(ours), statistics.median(theirs), peak_of(contestant), settled_s)
 
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
@@ -267,9 +248,7 @@ def _peers(job: zoo.Job, plain: Regional, options: argparse.Namespace, page: Pag
     found: dict[str, Found] = {}
     page.add("", f"## {title}", "", "| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer, contestant in peers.items():
-        settled_s = settle(contestant, options.lock, 2)
-        with exclusive(options.lock):
-            peak = peak_of(contestant)
+        settled_s, peak = settle(contestant, 2), peak_of(contestant)
         same = next((other for other, each in found.items() if each.peak_bytes == peak), None)
         if same is not None:
             page.add(f"| {peer} | as {same.removeprefix('activation_memory_budget ')} | | {peak / GIB:.3f} | |")
@@ -288,7 +267,7 @@ def _ours(
 ) -> str:
     try:
         ours = Ours(job, budget, host)
-        found = measured(ours, plain, options, settle(ours, options.lock, 8))
+        found = measured(ours, plain, options, settle(ours, 8))
     except lowtide.InfeasibleBudgetError as error:
         return f"| {label} | {budget / GIB:.3f} | infeasible: {str(error).splitlines()[0]} |"
     explained = lowtide.explain_compiled(job.model)
@@ -310,7 +289,6 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="peers")
     parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="how many, with those of peers")
     parser.add_argument("--explain", action="store_true")
-    parser.add_argument("--lock", type=Path)
     parser.add_argument("--suffix", default="", help="of the name of the file with results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
