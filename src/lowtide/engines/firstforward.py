@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lowtide.engines import _compat
 from lowtide.engines.choosing import Chooser
 from lowtide.engines.compilewatch import CompileWatch
 from lowtide.engines.replanning import stand_in_loss
+from lowtide.engines.standins import stand_ins
 from lowtide.engines.surrounding import surroundings_of
 from lowtide.solvers.sharing import Surroundings
 from lowtide.tracing.eager import trace_once
@@ -62,11 +64,17 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
     def loss_fn(args: Any, kwargs: Any, hooks: Any = hooks) -> Tensor:
         return stand_in_loss(model(*args, **kwargs))
 
-    names = {module: name for name, module in model.named_modules()}
-    try:
-        with torch.compiler.set_stance("force_eager"):
+    def around(blocks_as_they_are: bool) -> Surroundings | None:
+        shortened = nullcontext() if blocks_as_they_are else stand_ins(blocks)
+        with torch.compiler.set_stance("force_eager"), shortened:
             graph = trace_once(model, loss_fn, args, kwargs, optimizer=optimizer)
         return surroundings_of(graph, [names[block] for block in blocks])
+
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        with suppress(Exception):  # blocks that differ in what only they know
+            return around(blocks_as_they_are=False)
+        return around(blocks_as_they_are=True)
     except Exception as error:  # whatever a model does with tensors that have no numbers: plans do without
         what = (str(error).splitlines() or [type(error).__name__])[0]
         logger.info("the model could not be traced (%s): the first peaks are guesses", what)
