@@ -37,9 +37,7 @@ def stand_ins(blocks: Iterable[nn.Module]) -> Iterator[None]:
 class _StandIn:
     """In place of a block's forward."""
 
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], known: dict[Hashable, _Given | None]
-    ) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], known: dict[Hashable, _Given | None]) -> None:
         self._block, self._forward, self._known = block, forward, known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +61,9 @@ def _facts(tensor: Tensor) -> _Facts:
 def _described(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return _facts(value)
-    return value if isinstance(value, bool | int | float | str | None) else type(value)
+    is_plain = isinstance(value, bool | int | float | str | None)
+    found: Hashable = value if is_plain else type(value).__qualname__
+    return found
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class _Block(torch.autograd.Function):
             for shape, strides, dtype, device, _ in given.tensors
         )
         ctx.mark_non_differentiable(*(t for t, facts in zip(made, given.tensors, strict=True) if not facts[-1]))
+        ctx.set_materialize_grads(False)  # what nobody differentiates makes no gradient
         ctx.save_for_backward(*taken)
         return made
 
