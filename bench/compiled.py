@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import zoo
-from reporting import RESULTS, Page, device_name, timed, versions
+from reporting import RESULTS, Page, device_name, median_over, timed, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,16 +169,14 @@ def step(job: zoo.Job) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """Median seconds, those of plain steps between, the peak, and seconds until everything was compiled."""
+    """Median seconds, and by how much they are over those of the plain steps right before; the peak; seconds until
+    everything was compiled.
+    """
 
     seconds: float
-    plain_s: float
+    over: float
     peak_bytes: int
     settled_s: float
-
-    @property
-    def over(self) -> float:
-        return self.seconds / self.plain_s - 1
 
 
 def settle(contestant: Regional, num_steps: int) -> float:
@@ -208,7 +206,7 @@ def measured(contestant: Regional, plain: Regional, options: argparse.Namespace,
             theirs.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
         with contestant:
             ours.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
-    return Found(statistics.median(ours), statistics.median(theirs), peak_of(contestant), settled_s)
+    return Found(statistics.median(ours), median_over(ours, theirs), peak_of(contestant), settled_s)
 
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import zoo
-from reporting import RESULTS, Page, device_name, timed, versions
+from reporting import RESULTS, Page, device_name, median_over, timed, versions
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -121,15 +121,15 @@ def peers(job: zoo.Job) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Timed:
-    """Median seconds under something, those of plain steps between, and the peak of the whole step."""
+    """Median seconds under something, those of plain steps between, and the peak of the whole step.
+
+    `over` is by how much a step takes longer than the plain one right before it, in the median.
+    """
 
     seconds: float
     plain_s: float
+    over: float
     peak_bytes: int
-
-    @property
-    def over(self) -> float:
-        return self.seconds / self.plain_s - 1
 
 
 def measured(job: zoo.Job, device: str, rounds: int, under: Callable[[], Any]) -> Timed:
@@ -154,7 +154,7 @@ def measured(job: zoo.Job, device: str, rounds: int, under: Callable[[], Any]) -
     with under():
         peak = lowtide.measure(job.step, device=device).total_peak_bytes
     job.model.zero_grad(set_to_none=True)
-    return Timed(statistics.median(ours), statistics.median(plain), peak)
+    return Timed(statistics.median(ours), statistics.median(plain), median_over(ours, plain), peak)
 
 
 @contextlib.contextmanager
