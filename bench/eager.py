@@ -121,40 +121,45 @@ def peers(job: zoo.Job) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Timed:
-    """Median seconds under something, those of plain steps between, and the peak of the whole step.
-
-    `over` is by how much a step takes longer than the plain one right before it, in the median.
-    """
+    """Median seconds under something, and by how much longer that takes than the plain steps right before it."""
 
     seconds: float
-    plain_s: float
     over: float
-    peak_bytes: int
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.seconds:.1f} | {100 * self.over:+.1f} %"
 
 
-def measured(job: zoo.Job, device: str, rounds: int, under: Callable[[], Any]) -> Timed:
-    """Steps under a context and plain ones in turns: it is their ratio that counts, as clocks drift.
+def in_turns(job: zoo.Job, device: str, rounds: int, *unders: Callable[[], Any]) -> list[Timed]:
+    """Plain steps, then some under each context, and so on: what is compared runs in the same minute.
 
     On a GPU several steps follow one another, as in a training loop: the host need not wait for the device.
     """
-    repeat = NUM_IN_A_ROW if device == "cuda" else 1
 
     def step() -> None:
         job.step()
         job.model.zero_grad(set_to_none=True)
 
-    with under():
-        step()
-    step()
-    plain, ours = [], []
+    repeat = NUM_IN_A_ROW if device == "cuda" else 1
+    contexts = [contextlib.nullcontext, *unders]
+    times: list[list[float]] = [[] for _ in contexts]
+    for context in contexts:
+        with context():
+            step()
     for _ in range(rounds):
-        plain.append(timed(step, device, repeat))
-        with under():
-            ours.append(timed(step, device, repeat))
+        for found, context in zip(times, contexts, strict=True):
+            with context():
+                found.append(timed(step, device, repeat))
+    return [Timed(statistics.median(found), median_over(found, times[0])) for found in times]
+
+
+def peak_of(job: zoo.Job, device: str, under: Callable[[], Any]) -> int:
     with under():
+        job.step()
+        job.model.zero_grad(set_to_none=True)
         peak = lowtide.measure(job.step, device=device).total_peak_bytes
     job.model.zero_grad(set_to_none=True)
-    return Timed(statistics.median(ours), statistics.median(plain), median_over(ours, plain), peak)
+    return peak
 
 
 @contextlib.contextmanager
@@ -168,29 +173,27 @@ def switched_on(handle: lowtide.Applied) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """A budget for ours: that of a peer, or a share of the way from the floor to the plain peak."""
+    """A budget for ours: the peak of a peer, or a share of the way from the floor to the plain peak."""
 
     label: str
     budget: int
-    peer: Timed | None = None
+    peer: str = ""
     host: int = 0
 
 
-def targets_of(found: dict[str, Timed], floor: int, top: int, there: int, device: str) -> list[Target]:
+def targets_of(peaks: dict[str, int], floor: int, device: str) -> list[Target]:
     """What tells most, first."""
-    targets = []
-    for peer, each in list(found.items())[1:]:
-        budget = each.peak_bytes + there
-        if "save_on_cpu" not in peer and budget not in [target.budget for target in targets]:
-            targets.append(Target(f"at the peak of: {peer}", budget, each))
+    targets: list[Target] = []
+    for peer, peak in list(peaks.items())[1:]:
+        if "save_on_cpu" not in peer and peak not in [target.budget for target in targets]:
+            targets.append(Target(f"at the peak of: {peer}", peak, peer))
+    top = peaks["nothing"]
     between = [
         Target(f"{int(100 * share)} % of the way from floor", int(floor + (top - floor) * share)) for share in SHARES
     ]
     if device != "cuda":
         return targets + between
-    offloaded = [
-        Target(f"at the peak of: {peer}", each.peak_bytes, each) for peer, each in found.items() if "on_cpu" in peer
-    ]
+    offloaded = [Target(f"at the peak of: {peer}", peak, peer) for peer, peak in peaks.items() if "on_cpu" in peer]
     with_host = [
         replace(each, label=f"{each.label}, with host memory", host=HOST)
         for each in (targets[0], *offloaded, *between[:2])
@@ -198,21 +201,21 @@ def targets_of(found: dict[str, Timed], floor: int, top: int, there: int, device
     return [targets[0], with_host[0], between[0], *targets[:0:-1], *with_host[1:], *between[1:]]
 
 
-def ours_at(job: zoo.Job, target: Target, device: str, rounds: int, there: int) -> str:
-    """A row of the table: `fit` at one budget."""
+def row(job: zoo.Job, target: Target, peer: Callable[[], Any] | None, device: str, rounds: int, there: int) -> str:
+    """A row of the table: `fit` at one budget, beside the peer with that peak."""
     start = f"| {target.label} | {target.budget / 2**30:.3f} "
     try:
         handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=target.budget, host=target.host)
     except lowtide.InfeasibleBudgetError as error:
         return f"{start}| infeasible: {str(error).splitlines()[0]} |"
-    ours = measured(job, device, rounds, functools.partial(switched_on, handle))
+    handle.enabled = False
+    ours = functools.partial(switched_on, handle)
+    rounds = 1 if "save_on_cpu" in target.peer else rounds  # it takes many times as long as the others
+    found = in_turns(job, device, rounds, *([] if peer is None else [peer]), ours)
+    peak = peak_of(job, device, ours) + there
     handle.remove()
-    plan, peer = handle.plan, target.peer
-    theirs = " | " if peer is None else f"{1e3 * peer.seconds:.1f} | {100 * peer.over:+.1f} %"
-    return (
-        f"{start}| {theirs} | {1e3 * ours.seconds:.1f} | {100 * ours.over:+.1f} % "
-        f"| {100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} % | {(ours.peak_bytes + there) / 2**30:.3f} |"
-    )
+    plan, theirs = handle.plan, " | " if peer is None else str(found[1])
+    return f"{start}| {theirs} | {found[-1]} | {100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} % | {peak / 2**30:.3f} |"
 
 
 def made(name: str, device: str) -> zoo.Job:
@@ -226,18 +229,15 @@ def compare(name: str, device: str, rounds: int, page: Page) -> None:
     job = made(name, device)
     tensors = [*job.model.parameters(), *job.model.buffers(), *job.batch]
     there = 0 if device == "cuda" else sum(tensor.nbytes for tensor in tensors)
-    # The last takes many times as long as the others: once is enough.
-    found = {
-        peer: measured(job, device, 1 if "save_on_cpu" in peer else rounds, context)
-        for peer, context in peers(job).items()
-    }
-    plain_s, plain_peak = found["nothing"].plain_s, found["nothing"].peak_bytes + there
+    contexts = peers(job)
+    peaks = {peer: peak_of(job, device, context) + there for peer, context in contexts.items()}
     floor = lowtide.sweep(lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real"), []).floor_bytes
-    page.add("", f"## {name}: plain {1e3 * plain_s:.1f} ms, {plain_peak / 2**30:.3f} GiB", "")
+    (plain,) = in_turns(job, device, rounds)
+    page.add("", f"## {name}: plain {1e3 * plain.seconds:.1f} ms, {peaks['nothing'] / 2**30:.3f} GiB", "")
     page.add("| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |")
     page.add("|" + "---|" * 9)
-    for target in targets_of(found, floor, plain_peak, there, device):
-        page.add(ours_at(job, target, device, rounds, there))
+    for target in targets_of(peaks, floor, device):
+        page.add(row(job, target, contexts.get(target.peer), device, rounds, there))
 
 
 def overhead(device: str, rounds: int) -> str:
@@ -251,7 +251,7 @@ def overhead(device: str, rounds: int) -> str:
         with lowtide.apply(job.model, plan) as handle, handle.disabled():
             yield
 
-    ratios = [1 + measured(job, device, rounds, patched).over for _ in range(3)]
+    ratios = [1 + in_turns(job, device, rounds, patched)[-1].over for _ in range(3)]
     return f"Every block patched and kept: {statistics.median(ratios):.3f} of the plain step's time (median of three)."
 
 
@@ -269,8 +269,8 @@ def main() -> None:
         f"eager-{options.device}{options.suffix}.md",
         f"# Eager training under a budget, {device_name(options.device)}",
         "",
-        f"{versions()}. `+` is over plain steps timed between those of each contestant. Budgets are peaks of the whole "
-        "step; ours are measured too.",
+        f"{versions()}. Plain steps, theirs and ours run in turns; `+` is over the plain steps right before, in the median. "
+        "Budgets are peaks of the whole step; ours are measured too.",
     )
     if "gpt" in options.names:
         page.add("", overhead(options.device, options.rounds))
