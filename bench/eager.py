@@ -84,14 +84,17 @@ def selective(every: int) -> Callable[[], Any]:
 def torch_checkpoints(job: zoo.Job, step: int = 1, context_fn: Any = None) -> Iterator[None]:
     """torch's own checkpoint on every `step`-th block."""
     blocks = list(find_regions(job.model, job.blocks).values())[::step]
+    before = [vars(block).pop("forward", None) for block in blocks]  # ours, which is switched off
     options = {} if context_fn is None else {"context_fn": context_fn}
     for block in blocks:
         block.forward = functools.partial(checkpoint, type(block).forward, block, use_reentrant=False, **options)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for block in blocks:
+        for block, forward in zip(blocks, before, strict=True):
             del block.forward
+            if forward is not None:
+                block.forward = forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -215,7 +218,8 @@ def row(job: zoo.Job, target: Target, peer: Callable[[], Any] | None, device: st
     peak = peak_of(job, device, ours) + there
     handle.remove()
     plan, theirs = handle.plan, " | " if peer is None else str(found[1])
-    return f"{start}| {theirs} | {found[-1]} | {100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} % | {peak / 2**30:.3f} |"
+    predicted = f"{100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} %"
+    return f"{start}| {theirs} | {found[-1]} | {predicted} | {peak / 2**30:.3f} |"
 
 
 def made(name: str, device: str) -> zoo.Job:
@@ -269,8 +273,8 @@ def main() -> None:
         f"eager-{options.device}{options.suffix}.md",
         f"# Eager training under a budget, {device_name(options.device)}",
         "",
-        f"{versions()}. Plain steps, theirs and ours run in turns; `+` is over the plain steps right before, in the median. "
-        "Budgets are peaks of the whole step; ours are measured too.",
+        f"{versions()}. Plain steps, theirs and ours run in turns; `+` is over the plain steps right before, in the "
+        "median. Budgets are peaks of the whole step; ours are measured too.",
     )
     if "gpt" in options.names:
         page.add("", overhead(options.device, options.rounds))
