@@ -577,6 +577,14 @@ def test_values_leave_memory() -> None:
             output.sum().backward()
 
 
+def step_of(job: zoo.Job) -> list[Tensor]:
+    """Gradients of one step, with the same random numbers each time."""
+    job.model.zero_grad()
+    torch.manual_seed(1)
+    job.step()
+    return [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
+
+
 @pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again"])
 def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     """With a disk as fast as memory, all that is simulated happens on the CPU too, but for fetching ahead."""
@@ -587,12 +595,7 @@ def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     frontier = lowtide.sweep(graph, [])
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
 
-    def step() -> list[Tensor]:
-        job.model.zero_grad()
-        torch.manual_seed(1)
-        job.step()
-        return [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
-
+    step = functools.partial(step_of, job)
     expected = step()
     for share in (0.3, 0.7):
         budget = int(frontier.floor_bytes + share * (frontier.plain_peak_bytes - frontier.floor_bytes))
@@ -650,12 +653,7 @@ def test_the_solver_moves_outputs_that_regions_hold() -> None:
     assert simulate(graph, plan).peak_bytes < held.peak_bytes
     assert simulate(graph, plan).replayed_s == held.replayed_s
 
-    def step() -> list[Tensor]:
-        job.model.zero_grad()
-        torch.manual_seed(1)
-        job.step()
-        return [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
-
+    step = functools.partial(step_of, job)
     expected = step()
     with lowtide.apply(job.model, plan) as handle:
         assert_same(step(), expected)
