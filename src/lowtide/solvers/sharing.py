@@ -87,26 +87,17 @@ def _most(timeline: Timeline, phases: tuple[int, ...]) -> int:
 
 def _convex(variants: list[Variant]) -> tuple[Variant, ...]:
     """Those on the lower convex hull of seconds over saved bytes."""
-    corners = _corners([variant.saved_bytes for variant in variants], [variant.extra_s for variant in variants])
-    return tuple(variants[number] for number in corners)
-
-
-def _price(sizes: Sequence[int], seconds: Sequence[float], fast: int, small: int) -> float:
-    """Seconds per byte from one point to a smaller one."""
-    return (seconds[small] - seconds[fast]) / (sizes[fast] - sizes[small])
-
-
-def _corners(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """From the first point, those on the lower convex hull of seconds over sizes; sizes fall along it."""
-    price = functools.partial(_price, sizes, seconds)
-    found = [0]
-    for number in range(1, len(sizes)):
-        if sizes[number] >= sizes[found[-1]]:
-            continue
-        while len(found) > 1 and price(found[-2], found[-1]) >= price(found[-1], number):
+    found: list[Variant] = []
+    for variant in variants:
+        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], variant):
             found.pop()
-        found.append(number)
-    return found
+        found.append(variant)
+    return tuple(found)
+
+
+def _price(fast: Variant, small: Variant) -> float:
+    """Seconds per saved byte from one variant to a smaller one."""
+    return (small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes)
 
 
 @dataclass(frozen=True)
@@ -292,8 +283,7 @@ class SharedBudget:
     def lower_bound_s(self, budget: int) -> float:
         """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
         allowed = budget - self.surroundings.between_bytes + sum(self.quotas)
-        pairs = (pair for variants in set(self.instances) for pair in pairwise(variants))
-        prices = {(small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes) for fast, small in pairs}
+        prices = {_price(fast, small) for variants in set(self.instances) for fast, small in pairwise(variants)}
         least_s = sum(variants[0].extra_s for variants in self.instances)
         for price in prices:
             duals = (min(v.extra_s + price * v.saved_bytes for v in variants) for variants in self.instances)
