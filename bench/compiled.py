@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import zoo
-from reporting import RESULTS, Page, device_name, median_over, timed, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,7 +96,6 @@ FLOPS_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 PROFILE_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
 SHARES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
 NUM_BUDGETS = 10
-NUM_IN_A_ROW = 3  # steps that follow one another, as in a training loop
 DEAR = 0.03  # what a peer costs, of the plain step, from which host memory is tried too
 
 
@@ -284,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--few", action="store_true", help="peers")
+    parser.add_argument("--few", action="store_true", help="fewer values of peers")
     parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="how many, with those of peers")
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--suffix", default="", help="of the name of the file with results")

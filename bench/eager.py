@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import zoo
-from reporting import RESULTS, Page, device_name, median_over, timed, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -31,7 +31,6 @@ from lowtide.engines.regions import find_regions
 PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
 SHARES = (0.5, 0.3, 0.7, 0.1, 0.9)
 HOST = 64 << 30
-NUM_IN_A_ROW = 3
 
 
 def gpt_large(device: str) -> zoo.Job:

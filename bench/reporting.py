@@ -14,6 +14,7 @@ import torch
 
 import lowtide
 
+NUM_IN_A_ROW = 3  # steps on a GPU that follow one another, as in a training loop
 RESULTS = Path(__file__).parent / "results"
 
 
