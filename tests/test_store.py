@@ -201,6 +201,18 @@ def test_views_of_one_storage_are_held_once() -> None:
         check_books(store)
 
 
+@pytest.mark.parametrize("takes_at_once", [True, False])
+def test_a_value_with_several_readers_comes_back_once(takes_at_once: bool) -> None:
+    """The query, key and value projections of attention all save their one input, and let go of it one by one."""
+    with lowtide.ActivationStore(host="1MiB") as store:
+        value = torch.randn(64, 64)
+        for key in "qkv":
+            store.put(key, value)
+        for key in "qkv":
+            assert torch.equal(store.take(key) if takes_at_once else store.get(key), value)
+        assert store.stats().moved_up_bytes == value.nbytes
+
+
 def test_small_parts_of_one_storage() -> None:
     base = torch.randn(12, 100)
     on_device, on_host = ActivationStore(), ActivationStore(host="1MiB")

@@ -71,7 +71,7 @@ class Unit:
     ready: Any = None  # the stream it was made on, and an event there: copies wait for it
     keys: dict[Any, None] = field(default_factory=dict)  # of the entries that are views of it
     num_entries: int = 0
-    num_served: int = 0  # entries given out since it was last fetched
+    num_served: int = 0  # entries given out since it was last fetched, and not let go of
     served_in: int = 0  # the backward in which all of its entries were given out
     cost: float = 0.0
     put_at: int = 0
