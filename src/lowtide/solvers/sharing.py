@@ -11,6 +11,7 @@ larger one never ends at a slower choice.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -261,11 +262,17 @@ class SharedBudget:
         return self.quotas[index] if index < len(self.quotas) else 0
 
     def in_flight_bytes(self, moved: Sequence[Sequence[int]]) -> int:
-        """Bytes that are to be copied when an instance has ended, at most."""
-        most = behind = 0
+        """Bytes that are on their way to the host when an instance has ended, at most: a value is there until all of
+        it is copied.
+        """
+        under_way, copied, most = deque[int](), 0, 0  # in the order of their copies; of those, what is copied by now
         for index, sizes in enumerate(moved):
-            most = max(most, behind + sum(sizes))
-            behind = max(0, behind + sum(sizes) - self._quota(index))
+            under_way.extend(sizes)
+            most = max(most, sum(under_way))
+            copied += self._quota(index)
+            while under_way and under_way[0] <= copied:
+                copied -= under_way.popleft()
+            copied = copied if under_way else 0
         return most
 
     def _running(self, chosen: Sequence[int]) -> list[Variant]:
