@@ -5,9 +5,9 @@
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at various values with both of its
 runtime estimators; torch's checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak
-of each peer that no other beats, with host memory too where that peer costs anything, and at budgets between the floor
-and the plain peak, ten in all. Plain steps are timed between those of each contestant, and it is their ratio that
-counts: clocks drift. Needs a GPU, to itself.
+of each peer, with and without host memory, and at budgets between the floor and the plain peak, ten in all. Plain
+steps, all peers and all of ours run in turns, and it is the ratio to the plain steps of the same round that counts:
+clocks drift. Needs a GPU, to itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,8 @@ FLOPS_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 PROFILE_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
 SHARES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
 NUM_BUDGETS = 10
-DEAR = 0.03  # what a peer costs, of the plain step, from which host memory is tried too
+DEAR = 0.02  # what a peer costs, of the plain step, from which ours is said as a share of it
+HOST = 64 * GIB
 
 
 def on_gpu(make: Callable[[], zoo.Job]) -> zoo.Job:
@@ -168,14 +169,10 @@ def step(job: zoo.Job) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """Median seconds, and by how much they are over those of the plain steps right before; the peak; seconds until
-    everything was compiled.
-    """
+    """Median seconds, and by how much they are over those of the plain steps of the same round, in the median."""
 
     seconds: float
     over: float
-    peak_bytes: int
-    settled_s: float
 
 
 def settle(contestant: Regional, num_steps: int) -> float:
@@ -196,86 +193,120 @@ def peak_of(contestant: Regional) -> int:
         return torch.cuda.max_memory_allocated()
 
 
-def measured(contestant: Regional, plain: Regional, options: argparse.Namespace, settled_s: float) -> Found:
-    """A contestant that has settled."""
-    job = contestant.job
-    theirs, ours = [], []
-    for _ in range(options.rounds):
-        with plain:
-            theirs.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
-        with contestant:
-            ours.append(timed(lambda: step(job), "cuda", NUM_IN_A_ROW))
-    return Found(statistics.median(ours), median_over(ours, theirs), peak_of(contestant), settled_s)
+def in_turns(contestants: list[Regional], rounds: int) -> list[Found]:
+    """Some steps of each contestant that has settled, then again, and so on: clocks drift. The first is plain."""
+    times: list[list[float]] = [[] for _ in contestants]
+    for _ in range(rounds):
+        for found, contestant in zip(times, contestants, strict=True):
+            with contestant:
+                step(contestant.job)
+                found.append(timed(functools.partial(step, contestant.job), "cuda", NUM_IN_A_ROW))
+    return [Found(statistics.median(found), median_over(found, times[0])) for found in times]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to compile that people have, and what came of it."""
+
+    label: str
+    contestant: Regional
+    peak_bytes: int
+    settled_s: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """A budget for ours: the peak of a peer, or one between."""
+
+    label: str
+    budget: int
+    peer: Peer | None = None
+    host: int = 0
 
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     title, make = MODELS[name]
     job = on_gpu(make)
-    plain = Regional(job)
-    found = _peers(job, plain, options, page, f"{name}: {title}")
-    floor, top = found["checkpoint per block"].peak_bytes, found["torch.compile"].peak_bytes
-    targets: list[tuple[str, int, float | None]] = []
-    for peer, each in found.items():
-        is_beaten = any(o.over < each.over and o.peak_bytes <= each.peak_bytes for o in found.values())
-        if peer == "checkpoint per block" or not (is_beaten or peer == "torch.compile"):
-            targets.append((f"at the peak of: {peer}", each.peak_bytes, each.over))
-    with_host = [target for target in targets if (target[2] or 0) >= DEAR]
-    targets += [("10 GiB", 10 * GIB, None)] if name == "B" else []
-    between = [(f"{int(100 * share)} % of the way from a checkpoint per block", share) for share in SHARES]
-    targets += [(label, int(floor + (top - floor) * share), None) for label, share in between]
-    targets = sorted(targets[: options.budgets], key=lambda target: -target[1])
+    page.add("", f"## {name}: {title}", "")
+    peers, alike = _peers(job, options.few)
+    ours: list[tuple[Target, Ours, str]] = []
+    for target in _targets(name, peers, options.budgets):
+        try:
+            each = Ours(job, target.budget, target.host)
+            settle(each, 8)
+        except lowtide.InfeasibleBudgetError as error:
+            page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: {str(error).splitlines()[0]}", "")
+            continue
+        explained = lowtide.explain_compiled(job.model)
+        if options.explain:
+            print(explained, flush=True)
+        (took,) = (line.split("took")[1].strip() for line in explained.splitlines() if line.startswith("  took"))
+        ours.append((target, each, took))
+    found = in_turns([*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds)
+    by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
+    page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
+    for peer in peers:
+        each = by_peer[peer.label]
+        page.add(
+            f"| {peer.label} | {1e3 * each.seconds:.1f} | {_over(each.over)} | {peer.peak_bytes / GIB:.3f} "
+            f"| {peer.settled_s:.1f} |"
+        )
+    page.add("", *alike)
     page.add(
         "",
         "| lowtide.compile | budget GiB | theirs | ours ms | ours | of theirs | peak GiB | compiling, planning |",
         "|" + "---|" * 8,
     )
-    for label, budget, over in targets:
-        page.add(_ours(job, plain, label, budget, over, 0, options))
-    for label, budget, over in with_host:
-        page.add(_ours(job, plain, f"{label}, host", budget, over, 64 * GIB, options))
+    for (target, contestant, took), each in zip(ours, found[len(peers) :], strict=True):
+        theirs = None if target.peer is None else by_peer[target.peer.label].over
+        page.add(_row(target, theirs, each, peak_of(contestant), took))
     torch._dynamo.reset()
 
 
-def _peers(job: zoo.Job, plain: Regional, options: argparse.Namespace, page: Page, title: str) -> dict[str, Found]:
-    """Every peer measured; those that do what another did before only once."""
-    flops, profile = (FLOPS_BUDGETS, PROFILE_BUDGETS) if not options.few else (FLOPS_BUDGETS[::3], (0.5,))
-    peers = {"torch.compile": plain, "checkpoint per block": Regional(job, checkpointed=True)}
-    peers |= {f"activation_memory_budget {f} (flops)": Regional(job, f) for f in flops}
-    peers |= {f"activation_memory_budget {f} (profile)": Regional(job, f, "profile") for f in profile}
-    found: dict[str, Found] = {}
-    page.add("", f"## {title}", "", "| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
-    for peer, contestant in peers.items():
+def _peers(job: zoo.Job, few: bool) -> tuple[list[Peer], list[str]]:
+    """Every peer, the plain one first; those that do what another did before are only named."""
+    flops, profile = (FLOPS_BUDGETS, PROFILE_BUDGETS) if not few else (FLOPS_BUDGETS[::3], (0.5,))
+    contestants = {"torch.compile": Regional(job), "checkpoint per block": Regional(job, checkpointed=True)}
+    contestants |= {f"activation_memory_budget {f} (flops)": Regional(job, f) for f in flops}
+    contestants |= {f"activation_memory_budget {f} (profile)": Regional(job, f, "profile") for f in profile}
+    found: dict[int, Peer] = {}
+    alike: list[str] = []
+    for label, contestant in contestants.items():
         settled_s, peak = settle(contestant, 2), peak_of(contestant)
-        same = next((other for other, each in found.items() if each.peak_bytes == peak), None)
-        if same is not None:
-            page.add(f"| {peer} | as {same.removeprefix('activation_memory_budget ')} | | {peak / GIB:.3f} | |")
-            continue
-        each = found[peer] = measured(contestant, plain, options, settled_s)
-        page.add(f"| {peer} | {1e3 * each.seconds:.1f} | {_over(each.over)} | {peak / GIB:.3f} | {settled_s:.1f} |")
-    return found
+        if peak in found:
+            alike.append(f"{label} has the same peak as {found[peak].label}.")
+        else:
+            found[peak] = Peer(label, contestant, peak, settled_s)
+    return list(found.values()), alike
+
+
+def _targets(name: str, peers: list[Peer], num_budgets: int) -> list[Target]:
+    """The peaks of peers, and as many budgets between as to make `num_budgets`; from large to small, then with host
+    memory.
+    """
+    top, floor = peers[0].peak_bytes, peers[1].peak_bytes
+    at_peers = [Target(f"at the peak of: {peer.label}", peer.peak_bytes, peer) for peer in peers[1:]]
+    between = [Target("10 GiB", 10 * GIB)] if name == "B" else []
+    between += [
+        Target(f"{int(100 * share)} % of the way from a checkpoint per block", int(floor + (top - floor) * share))
+        for share in SHARES
+    ]
+    targets = [*at_peers, *between][: max(num_budgets, len(at_peers))]
+    with_host = [replace(target, label=f"{target.label}, host", host=HOST) for target in at_peers]
+    return [*sorted(targets, key=lambda target: -target.budget), *sorted(with_host, key=lambda t: -t.budget)]
 
 
 def _over(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def _ours(
-    job: zoo.Job, plain: Regional, label: str, budget: int, theirs: float | None, host: int, options: argparse.Namespace
-) -> str:
-    try:
-        ours = Ours(job, budget, host)
-        found = measured(ours, plain, options, settle(ours, 8))
-    except lowtide.InfeasibleBudgetError as error:
-        return f"| {label} | {budget / GIB:.3f} | infeasible: {str(error).splitlines()[0]} |"
-    explained = lowtide.explain_compiled(job.model)
-    if options.explain:
-        print(explained, flush=True)
-    (took,) = (line.split("took")[1].strip() for line in explained.splitlines() if line.startswith("  took"))
-    peak = found.peak_bytes
+def _row(target: Target, theirs: float | None, ours: Found, peak: int, took: str) -> str:
+    """A row of the table of ours."""
+    share = "" if theirs is None or theirs < DEAR else f"{100 * ours.over / theirs:.0f} %"
     return (
-        f"| {label} | {budget / GIB:.3f} | {'' if theirs is None else _over(theirs)} | {1e3 * found.seconds:.1f} "
-        f"| {_over(found.over)} | {'' if theirs is None else f'{100 * found.over / theirs:.0f} %'} "
-        f"| {peak / GIB:.3f}{'' if peak <= budget else ' **over**'} | {took} |"
+        f"| {target.label} | {target.budget / GIB:.3f} | {'' if theirs is None else _over(theirs)} "
+        f"| {1e3 * ours.seconds:.1f} | {_over(ours.over)} | {share} "
+        f"| {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} | {took} |"
     )
 
 
