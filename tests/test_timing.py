@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowtide.tracing import timing
 from lowtide.tracing.timing import fit_to_total, host_costs, medians
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -31,9 +32,20 @@ def test_medians_go_op_by_op() -> None:
     assert medians([[9.0, 1.0], [2.0, 3.0], [1.0, 2.0]]) == [2.0, 2.0]
 
 
-def test_watching_costs_nothing_where_the_host_is_ahead() -> None:
-    assert host_costs(GPU, host_s=0.1, step_s=1.0) == (0.0, 0.0)
+def test_what_the_host_costs() -> None:
     state = torch.get_rng_state()
     watching_s, region_s = host_costs(CPU, host_s=0.1, step_s=1.0)
     assert 0.0 < watching_s < region_s < 1.0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_fifth_of_it_counts_where_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(device: torch.device, host_s: float) -> tuple[float, float]:
+        seconds = iter([1.0, 3.0, 1.0, 2.0, 8.0])
+        monkeypatch.setattr(timing, "_seconds_of", lambda call: next(seconds))
+        return host_costs(device, host_s=host_s, step_s=1.0)
+
+    watching_s, region_s = costs(CPU, 0.1)
+    assert region_s == 8.0 - 2.0 - 1.0
+    assert costs(GPU, 0.9) == (watching_s, region_s)
+    assert costs(GPU, 0.1) == pytest.approx((watching_s / 5, region_s / 5))
