@@ -151,7 +151,7 @@ def test_the_link_is_never_behind_by_more_than_an_instance() -> None:
     assert shared.moved((0, 0, 0, 0)) == [(8,), (8,), (5,), ()]
     assert (
         shared.in_flight_bytes(shared.moved((0, 0, 0, 0))) == 8 + 5
-    )  # the second 8 is not all copied when the 5 comes
+    )  # an 8 is not all copied when the 5 comes
     assert shared.peak((0, 0, 0, 0)) == (22 + 22 + 25 + 30 + 13, Moment(num_held=4, index=3))
 
 
