@@ -228,7 +228,7 @@ def made(name: str, device: str) -> zoo.Job:
     return job
 
 
-def compare(name: str, device: str, rounds: int, page: Page) -> None:
+def compare(name: str, device: str, rounds: int, num_rows: int | None, page: Page) -> None:
     job = made(name, device)
     tensors = [*job.model.parameters(), *job.model.buffers(), *job.batch]
     there = 0 if device == "cuda" else sum(tensor.nbytes for tensor in tensors)
@@ -239,7 +239,7 @@ def compare(name: str, device: str, rounds: int, page: Page) -> None:
     page.add("", f"## {name}: plain {1e3 * plain.seconds:.1f} ms, {peaks['nothing'] / 2**30:.3f} GiB", "")
     page.add("| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |")
     page.add("|" + "---|" * 9)
-    for target in targets_of(peaks, floor, device):
+    for target in targets_of(peaks, floor, device)[:num_rows]:
         page.add(row(job, target, contexts.get(target.peer), device, rounds, there))
 
 
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rows", type=int, help="of each table, those that tell most first; all of them by default")
     parser.add_argument("--suffix", default="", help="of the name of the file with results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -278,7 +279,7 @@ def main() -> None:
     if "gpt" in options.names:
         page.add("", overhead(options.device, options.rounds))
     for name in options.names:
-        compare(name, options.device, options.rounds, page)
+        compare(name, options.device, options.rounds, options.rows, page)
 
 
 if __name__ == "__main__":
