@@ -228,6 +228,10 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     title, make = MODELS[name]
     job = on_gpu(make)
     page.add("", f"## {name}: {title}", "")
+    if options.cold:
+        settle(Ours(job, int(options.cold * GIB), 0), 8)
+        page.add(f"From nothing, with {options.cold} GiB: {_took(lowtide.explain_compiled(job.model))}")
+        return
     peers, alike = _peers(job, options.few)
     ours: list[tuple[Target, Ours, str]] = []
     for target in _targets(name, peers, options.budgets):
@@ -240,8 +244,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         explained = lowtide.explain_compiled(job.model)
         if options.explain:
             print(explained, flush=True)
-        (took,) = (line.split("took")[1].strip() for line in explained.splitlines() if line.startswith("  took"))
-        ours.append((target, each, took))
+        ours.append((target, each, _took(explained)))
     found = in_turns([*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds)
     by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
     page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
@@ -261,6 +264,12 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         theirs = None if target.peer is None else by_peer[target.peer.label].over
         page.add(_row(target, theirs, each, peak_of(contestant), took))
     torch._dynamo.reset()
+
+
+def _took(explained: str) -> str:
+    """What compiling and planning took, in words."""
+    (took,) = (line.split("took")[1].strip() for line in explained.splitlines() if line.startswith("  took"))
+    return took
 
 
 def _peers(job: zoo.Job, few: bool) -> tuple[list[Peer], list[str]]:
@@ -317,6 +326,11 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="fewer values of peers")
     parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="how many, with those of peers")
     parser.add_argument("--explain", action="store_true")
+    parser.add_argument(
+        "--cold",
+        type=float,
+        help="only compile for so many GiB, and tell what that took (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1: all of it)",
+    )
     parser.add_argument("--suffix", default="", help="of the name of the file with results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
