@@ -98,6 +98,7 @@ SHARES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
 NUM_BUDGETS = 10
 DEAR = 0.02  # what a peer costs, of the plain step, from which ours is said as a share of it
 HOST = 64 * GIB
+_ROUNDS_SHARE = 0.3  # of the time that there is, for timing what has been compiled
 
 
 def on_gpu(make: Callable[[], zoo.Job]) -> zoo.Job:
@@ -193,10 +194,12 @@ def peak_of(contestant: Regional) -> int:
         return torch.cuda.max_memory_allocated()
 
 
-def in_turns(contestants: list[Regional], rounds: int) -> list[Found]:
+def in_turns(contestants: list[Regional], rounds: int, is_late: Callable[[], bool]) -> list[Found]:
     """Some steps of each contestant that has settled, then again, and so on: clocks drift. The first is plain."""
     times: list[list[float]] = [[] for _ in contestants]
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and is_late():
+            break
         for found, contestant in zip(times, contestants, strict=True):
             with contestant:
                 step(contestant.job)
@@ -226,6 +229,7 @@ class Target:
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     title, make = MODELS[name]
+    start = time.monotonic()
     job = on_gpu(make)
     page.add("", f"## {name}: {title}", "")
     if options.cold:
@@ -235,6 +239,9 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     peers, alike = _peers(job, options.few)
     ours: list[tuple[Target, Ours, str]] = []
     for target in _targets(name, peers, options.budgets):
+        if time.monotonic() > start + (1 - _ROUNDS_SHARE) * options.seconds:
+            page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: no time left", "")
+            continue
         try:
             each = Ours(job, target.budget, target.host)
             settle(each, 8)
@@ -245,7 +252,8 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         if options.explain:
             print(explained, flush=True)
         ours.append((target, each, _took(explained)))
-    found = in_turns([*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds)
+    is_late = functools.partial(_is_after, start + options.seconds)
+    found = in_turns([*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds, is_late)
     by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
     page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer in peers:
@@ -264,6 +272,10 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         theirs = None if target.peer is None else by_peer[target.peer.label].over
         page.add(_row(target, theirs, each, peak_of(contestant), took))
     torch._dynamo.reset()
+
+
+def _is_after(deadline: float) -> bool:
+    return time.monotonic() > deadline
 
 
 def _took(explained: str) -> str:
@@ -290,8 +302,8 @@ def _peers(job: zoo.Job, few: bool) -> tuple[list[Peer], list[str]]:
 
 
 def _targets(name: str, peers: list[Peer], num_budgets: int) -> list[Target]:
-    """The peaks of peers, and as many budgets between as to make `num_budgets`; from large to small, then with host
-    memory.
+    """The peaks of peers, and as many budgets between as to make `num_budgets`, from large to small; then the peaks of
+    peers with host memory, where it helps most first.
     """
     top, floor = peers[0].peak_bytes, peers[1].peak_bytes
     at_peers = [Target(f"at the peak of: {peer.label}", peer.peak_bytes, peer) for peer in peers[1:]]
@@ -302,7 +314,7 @@ def _targets(name: str, peers: list[Peer], num_budgets: int) -> list[Target]:
     ]
     targets = [*at_peers, *between][: max(num_budgets, len(at_peers))]
     with_host = [replace(target, label=f"{target.label}, host", host=HOST) for target in at_peers]
-    return [*sorted(targets, key=lambda target: -target.budget), *sorted(with_host, key=lambda t: -t.budget)]
+    return [*sorted(targets, key=lambda target: -target.budget), *sorted(with_host, key=lambda target: target.budget)]
 
 
 def _over(share: float) -> str:
@@ -324,6 +336,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--few", action="store_true", help="fewer values of peers")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="for each model; what comes late is left out"
+    )
     parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="how many, with those of peers")
     parser.add_argument("--explain", action="store_true")
     parser.add_argument(
