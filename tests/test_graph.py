@@ -16,7 +16,8 @@ from torch import nn
 
 import lowtide
 from lowtide import GraphError, StepGraph
-from lowtide.graph import Hardware, Op, Value
+from lowtide.graph import Call, Hardware, Op, Value
+from lowtide.graph.structures import with_even_seconds
 from lowtide.plans import Plan, Recompute
 
 
@@ -230,3 +231,14 @@ def test_any_damage_is_refused_or_harmless(start: int, length: int, inserted: st
 def test_any_text_is_refused(text: str) -> None:
     with pytest.raises(GraphError):
         StepGraph.from_json(text)
+
+
+def test_calls_that_are_alike_take_equally_long() -> None:
+    """Two layers of two ops, of which one is a call that another module makes too, and an op of its own between."""
+    ops = [Op("aten.mul", -1, seconds, 0, (), ()) for seconds in (1.0, 2.0, 8.0, 5.0, 4.0, 12.0)]
+    layers = [Call(path, "Layer", -1, first, first + 2, (), (), structure=1) for path, first in (("a", 0), ("b", 3))]
+    places = ("a.x", 1), ("b.x", 4), ("c", 5)
+    inner = [Call(path, "Inner", -1, first, first + 1, (), (), structure=2) for path, first in places]
+    found = with_even_seconds(ops, [layers[0], inner[0], layers[1], inner[1], inner[2]])
+    assert [op.seconds for op in found] == [3.0, 3.0, 8.0, 3.0, 3.0, 12.0]  # within layers first
+    assert with_even_seconds(ops, []) == ops

@@ -149,9 +149,7 @@ def test_the_link_is_never_behind_by_more_than_an_instance() -> None:
     shared = SharedBudget([each] * 4, Surroundings.flat(4, 0), (9, 5, 9, 0))
     # 9 take an 8. 5 take no 8 alone, but with the next 9: 3 are behind then. 6 are left, which take a 5.
     assert shared.moved((0, 0, 0, 0)) == [(8,), (8,), (5,), ()]
-    assert (
-        shared.in_flight_bytes(shared.moved((0, 0, 0, 0))) == 8 + 5
-    )  # an 8 is not all copied when the 5 comes
+    assert shared.in_flight_bytes(shared.moved((0, 0, 0, 0))) == 8 + 5  # an 8 is not all copied when the 5 comes
     assert shared.peak((0, 0, 0, 0)) == (22 + 22 + 25 + 30 + 13, Moment(num_held=4, index=3))
 
 

@@ -232,6 +232,8 @@ def test_repeated_layers_are_one_structure(mode: Any) -> None:
     layers = [graph.calls[graph.calls_by_path[f"layers.{index}"][0]] for index in range(24)]
     assert len({call.structure for call in layers}) == 1
     assert "24 x Block (as layers.0)" in str(graph)
+    for ops in zip(*(graph.ops[call.first : call.end] for call in layers), strict=True):
+        assert len({op.seconds for op in ops}) == 1  # what they seem to differ in is noise
 
 
 def test_frozen_weights() -> None:

@@ -1,8 +1,10 @@
-"""Which module calls are the same but for names, so that a solver need look at one of them only."""
+"""Which module calls are the same but for names: a solver need look at one of them only, and they take equally long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from lowtide.graph import Call, Op, Save, Value
 
@@ -46,3 +48,26 @@ def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Val
             call.path, call.kind, call.parent, call.first, call.end, call.inputs, call.outputs, structure
         )
     return marked
+
+
+def with_even_seconds(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
+    """`ops`, those that do the same in calls of one structure with the same seconds: the mean of what was measured.
+
+    What layers that are alike seem to differ in is noise, and a solver would go by it.
+    """
+    alike: dict[int, list[Call]] = {}
+    for call in calls:
+        alike.setdefault(call.structure, []).append(call)
+    found, is_done = list(ops), [False] * len(ops)
+    for call in calls:  # the outermost first
+        firsts = [each.first for each in alike[call.structure]]
+        for offset in range(call.end - call.first if len(firsts) > 1 else 0):
+            if is_done[call.first + offset]:
+                continue
+            same = [first + offset for first in firsts if not is_done[first + offset]]
+            seconds = [ops[index].seconds for index in same]
+            for index in same:
+                is_done[index] = True
+                if min(seconds) < max(seconds):
+                    found[index] = replace(ops[index], seconds=math.fsum(seconds) / len(seconds))
+    return found

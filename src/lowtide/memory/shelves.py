@@ -131,8 +131,7 @@ class Shelves:
 
     def release(self, unit: Unit) -> None:
         """One entry fewer; the last one takes the unit along."""
-        unit.num_entries -= 1
-        unit.num_served = max(0, unit.num_served - 1)  # it was most likely given out: those left are still to come
+        unit.let_go()
         if unit.num_entries == 0:
             self._drop(unit)
 

@@ -77,6 +77,11 @@ class Unit:
     put_at: int = 0
     touched_at: int = 0
 
+    def let_go(self) -> None:
+        """One entry fewer. Most likely it had been given out: those that are left are still to come."""
+        self.num_entries -= 1
+        self.num_served = max(0, self.num_served - 1)
+
     def decode(self, parts: Parts) -> Tensor:
         """The flat tensor, from parts on the device."""
         return parts[0] if self.encoded is None else self.encoded.codec.decode(self.encoded, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -40,11 +40,13 @@ class _Leg:
 class Chain:
     """Plans numbered from 0 (everything kept) to `len - 1` (as little kept as can be), on the whole slower, smaller.
 
-    Each call that changes does so by way of `easing`: its new regions first hold on to more than they need.
+    Each call that changes does so by way of `easing`: its new regions first hold on to more than they need. Calls
+    change from the first one on; or, if `is_spread`, so that those that have changed lie evenly among the others.
     """
 
-    def __init__(self, graph: StepGraph, choices: list[Choice], easing: Easing) -> None:
-        self._legs = [_leg(graph, a, b) for a, b in pairwise(choices)]
+    def __init__(self, graph: StepGraph, choices: list[Choice], easing: Easing, *, is_spread: bool = False) -> None:
+        legs = [_leg(graph, a, b) for a, b in pairwise(choices)]
+        self._legs = [_spread(leg) for leg in legs] if is_spread else legs
         self._easing, self._steps = easing, easing.num_between + 1
         ends = list(accumulate((self._steps * len(leg.units) for leg in self._legs), initial=0))
         self._length = ends[-1] + 1
@@ -171,6 +173,14 @@ def _bisect(
 def _thinned(numbers: list[int], most: int) -> list[int]:
     """At most `most` of the numbers, evenly chosen, first and last among them."""
     return [numbers[index] for index in np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))]
+
+
+def _spread(leg: _Leg) -> _Leg:
+    """A leg whose units change in another order: halves, then quarters, and so on, as the bits of numbers reversed."""
+    num_bits = len(leg.units).bit_length()
+    order = sorted(range(len(leg.units)), key=lambda number: f"{number:0{num_bits}b}"[::-1])
+    units, values = (tuple(each[number] for number in order) for each in (leg.units, leg.values))
+    return replace(leg, units=units, values=values)
 
 
 def _leg(graph: StepGraph, first: Choice, second: Choice) -> _Leg:

@@ -4,9 +4,9 @@ The plain step's peak names the moment at which memory is short. For that moment
 every price of a byte, which lie on a convex hull; `chain` fills in the plans between them. The first plan of the chain
 found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
-for links used to various shares, and for regions that `loading` makes for them. Where codecs are allowed there are
-chains more, in which values may be encoded (`pressing`). Beside these there are `standing` plans, and for smaller steps
-those that `exploring` finds; the fastest of all is taken. The hull is also a lower bound on what any plan costs.
+for links used to various shares, also with layers that change in an even spread and with what `loading` makes. Where
+codecs are allowed there are chains more, with values encoded (`pressing`). Beside these there are `standing` plans, and
+for smaller steps those that `exploring` finds; the fastest is taken. The hull is also a bound on what any plan costs.
 
 Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
@@ -42,9 +42,8 @@ from lowtide.solvers.pricing import Pricing, contains_layers, hull
 from lowtide.solvers.standing import replayed_s, standing_plans
 from lowtide.units import parse_bytes
 
-# Of the link's bandwidth, and of the price of bytes that could be moved.
-_SHARES = (0.5, 0.8)  # of the link: the last part of it is left for what it does slower than measured
-_DISCOUNTS = (0.0, 0.3, 0.9)
+_SHARES = (0.5, 0.95)  # of the link: the last part of it is left for what it does slower than measured
+_DISCOUNTS = (0.0, 0.3, 0.9)  # of the price of bytes that could be moved
 _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded take a smaller part of it
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
@@ -131,15 +130,14 @@ class Search:
             )
         if not time_limit_s > 0:
             raise ValueError(f"time_limit_s is {time_limit_s}: it must be above 0")
-        self.graph = graph
-        self._deadline = time.monotonic() + time_limit_s
+        self.graph, self._deadline = graph, time.monotonic() + time_limit_s
         self._press = Press(graph, lossy) if lossy else None
         self._all_codecs: list[Codecs] = [()] if self._press is None else [(), self._press.everything]
         ways = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
         self._ways = [(0.0, 0.0, False), *ways]
         if lossy:
             self._ways += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host or disk)]
-        self._chains: dict[tuple[int, float, bool, bool], Chain] = {}
+        self._chains: dict[tuple[int, float, bool, bool, bool], Chain] = {}
         self._nested_found: dict[tuple[int, float, bool, Codecs], Found] = {}
         self._mover = Mover(graph, host, disk, self._press)
         self._movable_bytes = host + disk
@@ -174,21 +172,23 @@ class Search:
         kinds = [(moment, discount, narrow, share, coded) for moment, discount, share, coded in found]
         return [*kinds, (0, 0.0, False, 0.0, False)] if narrow and kinds else kinds
 
-    def _chain(self, moment: int, discount: float, narrow: bool, coded: bool) -> Chain:
-        key = moment, discount, narrow, coded
+    def _chain(self, moment: int, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> Chain:
+        key = moment, discount, narrow, coded, is_spread
         if key not in self._chains:
             pricing, found = self._moments[moment].pricing, self._moments[moment].hull
             if discount or narrow or coded:
                 press = self._press if coded else None
                 pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow, press)
                 found = hull(pricing)
-            self._chains[key] = Chain(self.graph, found.choices, Easing(self.graph, pricing))
+            self._chains[key] = Chain(self.graph, found.choices, Easing(self.graph, pricing), is_spread=is_spread)
         return self._chains[key]
 
     def _all_chains(self) -> Iterator[tuple[Chain | Loads, float, bool]]:
         """Chains, each with the share of the link that its moves use, and whether values may be encoded."""
         for moment, discount, narrow, share, coded in self._kinds_of_chains:
             yield self._chain(moment, discount, narrow, coded), share, coded
+            if share:
+                yield self._chain(moment, discount, narrow, coded, is_spread=True), share, coded
         if self._moments and self._movable_bytes:
             yield self._loads, _SHARES[-1], False
 

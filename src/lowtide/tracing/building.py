@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
-from lowtide.graph.structures import with_structures
+from lowtide.graph.structures import with_even_seconds, with_structures
 from lowtide.tracing.recorder import Recorder
 
 
@@ -31,12 +31,13 @@ def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: 
     ]
     saves = [Save(s.value, s.call, s.made, s.read, s.released, s.used, s.number) for s in recorder.saves]
     calls = [Call(c.path, c.kind, c.parent, c.first, c.end, c.inputs, c.outputs) for c in recorder.calls]
+    calls = with_structures(ops[: recorder.num_forward], calls, values, saves)
     return StepGraph(
-        ops=tuple(ops),
+        ops=tuple(with_even_seconds(ops, calls)),
         num_forward=recorder.num_forward,
         values=tuple(values),
         saves=tuple(saves),
-        calls=tuple(with_structures(ops[: recorder.num_forward], calls, values, saves)),
+        calls=tuple(calls),
         hardware=hardware,
         notes=(*dict.fromkeys(recorder.notes), *notes),
         **facts,
