@@ -62,6 +62,7 @@ class _Regions:
             for call, region in planned.items()
             if all_saves[call]
         }
+        self.left_out = {graph.calls[call].first + op for call, region in planned.items() for op in region.skip_ops}
         self.all_saves = {call: all_saves[call] for call in self.kept_ops}
         self.away_ops = {
             (graph.calls_by_path[move.path][move.nth], move.op) for move in plan.moves if move.op is not None
@@ -207,6 +208,7 @@ class _Step:
         self.any_movers = {("save", index) for index in self.regions.own_saves(None)}
         self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}
+        self.garbage: set[Incarnation] = set()  # what ops that were left out would have made
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
         self.replayed: set[int] = set()
@@ -298,6 +300,7 @@ class _Step:
         for index in self.regions.own_saves(region):
             save = self.graph.saves[index]
             if save.made == position and index not in self.released:
+                assert (save.value, region) not in self.garbage, f"value {save.value} is saved in {region}: garbage"
                 self.save(save.value, region, ("save", index))
 
     def enter_regions(self, region: int | None, position: int) -> None:
@@ -402,7 +405,7 @@ class _Step:
             self.drop(position, region)
             if position < stop and position not in self.regions.kept_ops[region]:
                 self.run(position, home=region)
-                self.extra_s += self.graph.ops[position].seconds
+                self.extra_s += 0.0 if position in self.regions.left_out else self.graph.ops[position].seconds
         for incarnation in [i for i in self.holders if i[1] == region]:
             self.let_go(PYTHON, of=incarnation)
         self.let_go(("keep", region))
@@ -410,17 +413,22 @@ class _Step:
     # Running, and auditing
 
     def run(self, op: int, *, home: int) -> None:
-        """Run op `op`: an event."""
+        """Run op `op`: an event. In a replay, one that is left out makes garbage, in no time."""
         self.let_leave()
+        is_left_out = home != FORWARD and op in self.regions.left_out
+        computes = bool(self.graph.ops[op].outputs or self.graph.ops[op].mutates) and not is_left_out
         for value in (*self.graph.ops[op].inputs, *self.graph.ops[op].mutates):
             assert self.is_readable(value, op, home), f"op {op} in {home} reads value {value}, which is not there"
+            assert not computes or (value, home) not in self.garbage, f"op {op} in {home} reads value {value}: garbage"
         for value in self.graph.ops[op].outputs:
             self.allocate((value, home))
+            if is_left_out:
+                self.garbage.add((value, home))
             for region, kept in self.regions.kept_ops.items():
                 if home == FORWARD and op in kept:
                     self.hold((value, home), ("keep", region))
         self.record(self.graph.ops[op].workspace_bytes)
-        self.clock_s += self.graph.ops[op].seconds
+        self.clock_s += 0.0 if is_left_out else self.graph.ops[op].seconds
         for region in self.regions.inside(None) if home == FORWARD else ():
             for value in self.regions.away(region):
                 if value in self.graph.ops[op].outputs:

@@ -38,10 +38,10 @@ def may_keep(graph: StepGraph) -> np.ndarray:
 
 
 def with_kept(graph: StepGraph, regions: list[int], ops: tuple[int, ...]) -> EagerLives:
+    """Those outputs held, and nothing left out besides: what holding one spares shall not depend on others."""
     spans = {call: (graph.calls[call].first, graph.calls[call].end) for call in regions}
-    return EagerLives(
-        graph, {call: tuple(op - first for op in ops if first <= op < end) for call, (first, end) in spans.items()}
-    )
+    held = {call: tuple(op - first for op in ops if first <= op < end) for call, (first, end) in spans.items()}
+    return EagerLives(graph, held, skipped={})
 
 
 @pytest.mark.parametrize("seed", range(60))

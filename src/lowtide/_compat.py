@@ -258,11 +258,11 @@ class FrameObserver(Protocol):
     def replay_checked(self) -> None: ...
 
 
-def watch_frame(frame: Any, observer: FrameObserver) -> None:
+def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
     """Let `observer` describe what the frame saves, and raise its errors in place of torch's.
 
     `overwritten` concerns a recomputed tensor changed in place after the replay saved it: torch hands it to the
-    backward as it is, where plain autograd raises.
+    backward as it is, where plain autograd raises. A `watch` sees the tensors too (`SaveWatch` in `memory.region`).
     """
     ref = weakref.ref(frame)  # a strong one would be a cycle, and activations would wait for the garbage collector
     versions: list[int] = []  # of saved tensors, in the order of frame.weak_holders
@@ -272,20 +272,27 @@ def watch_frame(frame: Any, observer: FrameObserver) -> None:
         note_version(tensor._version)
         return describe(tensor)
 
+    def show_and_describe_saved(tensor: Tensor) -> Any:
+        watch.saved(tensor)
+        return describe_saved(tensor)
+
     def check_recomputed_tensors_match(gid: Any) -> None:
         frame: Any = ref()
         frame.metadata_fn = describe
         try:
             type(frame).check_recomputed_tensors_match(frame, gid)
+            if watch is not None:
+                watch.saved_again(frame.recomputed[gid].values())
             if not frame.ignore_saved_mismatch:
                 _check_overwritten(frame, gid, versions, observer)
         except TorchCheckpointError as error:
             raise (error if isinstance(error, LowtideError) else observer.diverged(error)) from None
         finally:
-            frame.metadata_fn = describe_saved
+            frame.metadata_fn = shown
             observer.replay_checked()
 
-    frame.metadata_fn = describe_saved
+    shown = describe_saved if watch is None else show_and_describe_saved
+    frame.metadata_fn = shown
     frame.check_recomputed_tensors_match = check_recomputed_tensors_match
 
 

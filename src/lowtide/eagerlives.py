@@ -26,12 +26,21 @@ _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 
 
 class EagerLives:
-    """One step in which `regions` (calls, and the ops of each whose outputs it holds) are replayed."""
+    """One step in which `regions` (calls, and the ops of each whose outputs it holds) are replayed.
+
+    `skipped` are ops that replays leave out, by call; None: all that need not run. What they would make takes its room.
+    """
 
     host_bytes = 0
 
-    def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        regions: Mapping[int, Sequence[int]],
+        skipped: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         self.graph, self.facts = graph, graph.arrays
+        self._skipped = skipped_ops(graph, regions) if skipped is None else skipped
         self._set_regions(regions)
         self._set_ticks()
         self._set_lives()
@@ -291,8 +300,17 @@ class EagerLives:
         return ops, sizes, starts, np.maximum(starts, stops)
 
     @cached_property
+    def _seconds(self) -> np.ndarray:
+        """What each event takes."""
+        seconds = self.facts.seconds[self.ops]
+        left_out = [self.graph.calls[call].first + op for call, ops in self._skipped.items() for op in ops]
+        if left_out:
+            seconds[(self.phases == _REPLAY) & np.isin(self.ops, left_out)] = 0.0
+        return seconds
+
+    @cached_property
     def replayed_s(self) -> float:
-        seconds = self.facts.seconds[self.ops[self.phases == _REPLAY]]
+        seconds = self._seconds[self.phases == _REPLAY]
         return float(np.cumsum(seconds)[-1]) if len(seconds) else 0.0
 
     @property
@@ -339,7 +357,7 @@ class EagerLives:
             "live_bytes": live,
             "ops": self.ops,
             "phases": self.phases,
-            "starts_s": np.concatenate([[0.0], np.cumsum(self.facts.seconds[self.ops[:-1]])]),
+            "starts_s": np.concatenate([[0.0], np.cumsum(self._seconds[:-1])]),
             "replayed_s": self.replayed_s,
             "stalled_s": 0.0,
             "watched_s": self.watched_s,
@@ -347,6 +365,16 @@ class EagerLives:
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,
         }
+
+
+def skipped_ops(graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """For each region that holds outputs, the ops that need not run again. One with regions inside leaves out none."""
+    found: dict[int, tuple[int, ...]] = {}
+    for call, kept in regions.items():
+        after = int(graph.arrays.after[call])
+        if kept and not any(inner in regions for inner in range(call + 1, after)):
+            found[call] = graph.unneeded.of(call, tuple(sorted(set(kept))))
+    return {call: ops for call, ops in found.items() if ops}
 
 
 def _ends_before(

@@ -281,7 +281,7 @@ class EagerStep:
         scope: dict[int, Life] = {}
         self.scopes[region] = scope
         first, stop = self.graph.calls[region].first, self.stops[region]
-        kept = set(self.regions[region].keep_ops)
+        kept, left_out = set(self.regions[region].keep_ops), set(self.regions[region].skip_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
             for value in self._held_outputs(region):
                 self.clock = self.copies.read(self.lives[value], self.clock)
@@ -290,7 +290,7 @@ class EagerStep:
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
-                self._run(op, 1, scope)
+                self._run(op, 1, scope, is_left_out=op - first in left_out)
         self._settle(stop, region, scope)
         for life in scope.values():
             self.ledger.drop(life)
@@ -316,20 +316,22 @@ class EagerStep:
                     self.copies.released(self.lives[value])
                 self.ledger.unhold(self.lives[value])
 
-    def _run(self, index: int, phase: int, scope: dict[int, Life]) -> None:
+    def _run(self, index: int, phase: int, scope: dict[int, Life], *, is_left_out: bool = False) -> None:
+        """Run an op; one that is left out takes no time, and room for what it would make."""
         op = self.graph.ops[index]
+        seconds = 0.0 if is_left_out else op.seconds
         for value in op.outputs:
             scope[value] = self.ledger.bear(value, self.graph.values[value])
             if phase == 0 and index in self.kept_ops:
                 self.ledger.hold(scope[value])
         self.copies.advance(self.clock)
         self._emit(index, phase, op.workspace_bytes)
-        self.clock += op.seconds
+        self.clock += seconds
         if phase == 0:
             for value in self.leaving.intersection(op.outputs):
                 self.copies.saved(scope[value], self.clock)
         if phase == 1:
-            self.replayed_s += op.seconds
+            self.replayed_s += seconds
 
     def _emit(self, op: int, phase: int, workspace: int) -> None:
         books, copies = self.ledger, self.copies

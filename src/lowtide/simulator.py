@@ -93,7 +93,7 @@ class Timeline:
             compiled = compiledstep.play(self.graph, self.plan.kept_ops(self.graph))
             return [compiled.live_at(event, most) for event in events]
         if not self.plan.moves:
-            lives = EagerLives(self.graph, self.plan.held_ops(self.graph))
+            lives = _lives(self.graph, self.plan)
             return [lives.live_at(event, most) for event in events]
         step = EagerStep(self.graph, self.plan)
         step.watch(events, most)
@@ -125,7 +125,11 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
     if plan.engine == "compiled" and not plan.is_plain:
         return Timeline(graph, plan, **compiledstep.play(graph, plan.kept_ops(graph)).columns())
     if not plan.moves:
-        return Timeline(graph, plan, **EagerLives(graph, plan.held_ops(graph)).columns())
+        return Timeline(graph, plan, **_lives(graph, plan).columns())
     step = EagerStep(graph, plan)
     step.play()
     return Timeline(graph, plan, **step.columns())
+
+
+def _lives(graph: StepGraph, plan: Plan) -> EagerLives:
+    return EagerLives(graph, plan.held_ops(graph), plan.skipped_ops(graph))

@@ -20,6 +20,7 @@ from lowtide._compat import (
     clone_all,
     current_hooks,
     disable_dynamo,
+    is_plain,
     is_sharded,
     module_tensors,
     overwrite_all,
@@ -36,12 +37,14 @@ from lowtide.tracing.records import tensors_in
 __all__ = [
     "BOOKKEEPING_OPS",
     "PLAIN_TYPES",
+    "StorageReference",
     "accelerator",
     "clone_all",
     "disable_dynamo",
     "is_sharded",
     "module_tensors",
     "overwrite_all",
+    "storage_id",
     "submodules",
     "under_functorch",
     "version_of",
@@ -83,9 +86,35 @@ def writes(op: Any) -> bool:
     return getattr(getattr(op, "_schema", None), "is_mutable", False)
 
 
+def is_op_with_schema(op: Any) -> bool:
+    """Whether an op is one that says what it does with its arguments, unlike those that take functions."""
+    return hasattr(op, "_schema")
+
+
 def gives_views(op: Any) -> bool:
     """Whether what an op gives is a view of what it was given. Obsolete with a public schema."""
     return getattr(op, "is_view", False)
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory, and its numbers are there as they are: none to be conjugated or negated.
+
+    Obsolete with a public way to ask for tensors that stand for zeros.
+    """
+    return (
+        is_plain(tensor)
+        and tensor.storage_offset() == 0
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor())
+    )
+
+
+def may_be_remembered(op: Any, args: Any) -> bool:
+    """Whether an op is a cast that autocast remembers, for all of its block. Obsolete with a public `_to_copy`."""
+    return op is _CAST and args[0].requires_grad and args[0].is_leaf
+
+
+# Views that are none by their schemas.
+UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default})
 
 
 def saves_are_nobodys() -> bool:

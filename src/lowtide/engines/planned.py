@@ -22,24 +22,20 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
-from lowtide.engines.moves import Keeping, Moves, counted_paths
+from lowtide.engines.moves import Moves, counted_paths
 from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
+from lowtide.engines.skippedops import holding
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
-from lowtide.memory.ambient import Ambient
 from lowtide.memory.checkpoint import checkpoint
-from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
-from lowtide.tracing.opfacts import facts_of
 
 if TYPE_CHECKING:
     from lowtide.reports import Report
     from lowtide.solvers.sweeping import Frontier
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class AppliedPlan(Applied):
@@ -161,7 +157,7 @@ class AppliedPlan(Applied):
         inputs = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         kept = {} if moves is None else moves.keeping_outputs(region.name, nth)
-        held = functools.partial(_holding, decision, kept) if decision.keep_ops else noop_context_fn
+        held = functools.partial(holding, decision, kept) if decision.keep_ops or decision.skip_ops else noop_context_fn
         call = functools.partial(self._replayable, region, forward, Begun(run))
         with self._turns[region.name] or nullcontext():
             return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)
@@ -225,118 +221,3 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
     refuse_other_checkpointing(model)
     return AppliedPlan(model, plan)
-
-
-def _holding(region: Recompute, elsewhere: dict[int, Keeping]) -> Contexts:
-    """Contexts for one region: the forward keeps the outputs of the planned ops, the replay takes them from there."""
-    held: dict[_Op, _Held] = {}
-    return _Hold(held, frozenset(region.keep_ops), elsewhere), _Reuse(held)
-
-
-_Op = tuple[Any, int]  # the op, with the parameter that it casts if it does; and how often that was done before
-
-
-class _Held:
-    """The output of one op, its first tensor kept by `keep` if given, and the random states after it."""
-
-    def __init__(self, op: Any, output: Any, kwargs: dict[str, Any], keep: Keeping | None) -> None:
-        parts, self._build = _compat.taken_apart(output)
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        self._storages = [storage for tensor in tensors for storage in _compat.storage_references(tensor)]
-        self._random = None
-        is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-        self._hides = _compat.without_modes if is_random or keep is not None else nullcontext  # it takes a while
-        with self._hides():
-            if is_random:
-                generators = [value for value in kwargs.values() if isinstance(value, torch.Generator)]
-                self._random = Ambient({tensor.device for tensor in tensors}, generators, preserve_rng_state=True)
-            with _compat.sharing_versions():
-                self._parts = [self._kept(part, keep, tensors) for part in parts]
-
-    @staticmethod
-    def _kept(part: Any, keep: Keeping | None, tensors: list[Tensor]) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return KeptHere(part) if keep is None or part is not tensors[0] else keep(part)
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether nothing was written into it since."""
-        return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
-
-    def is_in(self, storages: set[int]) -> bool:
-        """Whether a part of it was put into one of these storages."""
-        return any(storage.id in storages for storage in self._storages)
-
-    def take(self) -> Any:
-        """The output; random numbers go on from where the op left them."""
-        with self._hides():
-            if self._random is not None:
-                self._random.restore()
-            kept = KeptHere | KeptInStore
-            return self._build([part.restore() if isinstance(part, kept) else part for part in self._parts])
-
-
-class _Counting(_compat.DispatchMode):
-    """Knows the ops of a region again in its replay. It sees each of them, so what it does for each is little.
-
-    Not by position: a parameter that autocast had cast before the forward came here is cast once more in the replay.
-    """
-
-    def __init__(self, held: dict[_Op, _Held]) -> None:
-        super().__init__()
-        self._held = held
-        self._seen: dict[Any, int] = {}
-        self._num_seen = 0
-
-    def __enter__(self) -> Any:
-        self._seen.clear()
-        self._num_seen = 0
-        return super().__enter__()
-
-    def _counted(self, func: Any, args: Any) -> _Op | None:
-        """The op that is about to run, as its replay knows it; None for one that computes nothing."""
-        kind: Any = id(func)  # an op lives as long as torch does, and takes long to hash
-        if kind in _BOOKKEEPING:
-            return None
-        if _compat.is_cast_of_parameter(func, args):
-            kind = kind, id(args[0])
-        self._num_seen += 1
-        self._seen[kind] = count = self._seen.get(kind, 0) + 1
-        return kind, count
-
-
-_BOOKKEEPING = frozenset(map(id, _compat.BOOKKEEPING_OPS))
-
-
-class _Hold(_Counting):
-    def __init__(self, held: dict[_Op, _Held], positions: frozenset[int], elsewhere: dict[int, Keeping]) -> None:
-        super().__init__(held)
-        self._positions = positions
-        self._elsewhere = elsewhere
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, position = self._counted(func, args), self._num_seen - 1
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        if _compat.writes(func):
-            self._forget(facts_of(func).written_tensors(args, kwargs or {}))
-        elif position in self._positions and op is not None and not _compat.gives_views(func):
-            self._held[op] = _Held(func, output, kwargs or {}, self._elsewhere.get(position))
-        return output
-
-    def _forget(self, written: list[Tensor]) -> None:
-        """Let go of what was written to. Not all writes show in versions: those through `.data`, or to new tensors."""
-        storages = {storage for tensor in written for storage in _compat.storages_of(tensor)}
-        for op in [op for op, held in self._held.items() if held.is_in(storages)]:
-            del self._held[op]
-
-
-class _Reuse(_Counting):
-    """Takes each output once. What is not there, in a second backward say, is computed."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op = self._counted(func, args)
-        held = None if op is None else self._held.pop(op, None)
-        if held is not None and held.is_intact:
-            return held.take()
-        return func(*args, **kwargs) if kwargs else func(*args)

@@ -24,6 +24,7 @@ from lowtide.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lowtide.graph.arrays import StepArrays
     from lowtide.graph.needs import Needs
+    from lowtide.graph.unneeded import Unneeded
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
 VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
@@ -252,6 +253,13 @@ class StepGraph:
             digest.update(repr((call.path, call.first, call.end)).encode())
         digest.update(repr(self.num_forward).encode())
         return digest.hexdigest()[:16]
+
+    @cached_property
+    def unneeded(self) -> Unneeded:
+        """Which ops of regions need not run again, where others are held: for eager steps."""
+        from lowtide.graph.unneeded import Unneeded
+
+        return Unneeded(self)
 
     @cached_property
     def needs(self) -> Needs:

@@ -140,6 +140,7 @@ class _Selection:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         self._forward_context, replay_context = self._context_fn()
+        self._region.begin_watch = getattr(self._forward_context, "begin_watch", None)
         return self._forward_context, _WithInputs(self._region, replay_context)
 
     def check_used(self) -> None:

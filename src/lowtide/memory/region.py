@@ -11,8 +11,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ def is_recomputing() -> bool:
     return getattr(_replays, "depth", 0) > 0
 
 
+class SaveWatch(Protocol):
+    """Who wants to see the tensors that are saved: each as the forward saves it, a replay's when that is over."""
+
+    def saved(self, tensor: Tensor) -> None: ...
+    def saved_again(self, tensors: Iterable[Tensor]) -> None: ...
+
+
 class Region:
     """Call it once for the forward, again for each replay."""
 
@@ -63,6 +70,7 @@ class Region:
         self._compares_values = determinism_check == "values"
         self._is_watched = False  # whether torch's check of the replay will call `replay_checked`
         self._has_contexts = has_contexts
+        self.begin_watch: Callable[[], SaveWatch] | None = None  # of a context that wants to see what is saved
         self._arguments = arguments = Arguments(args, kwargs)
         self._watched = [(weakref.ref(tensor), _compat.version_of(tensor)) for tensor in arguments.tensors]
         self._objects = [(path, value, Fingerprint(value)) for path, value in arguments.objects]
@@ -87,7 +95,9 @@ class Region:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_checked and (frame := _compat.current_frame()) is not None:
-            _compat.watch_frame(frame, self)
+            watch = None if self.begin_watch is None else self.begin_watch()
+            self.begin_watch = None
+            _compat.watch_frame(frame, self, watch)
             self._is_watched = True
         output = self._function(*args, **kwargs)
         self._mutated_path = self._arguments.changed_container(args, kwargs)

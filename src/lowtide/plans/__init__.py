@@ -25,11 +25,14 @@ class Recompute:
     """One call of one module (its `nth`) whose activations are dropped and recomputed.
 
     `keep_ops` are ops, counted from the region's first, whose outputs are kept all the same and not computed again.
+    `skip_ops` are those that need not be computed again either, as nothing but kept ops, and ops like them, reads what
+    they make.
     """
 
     path: str
     nth: int = 0
     keep_ops: tuple[int, ...] = ()
+    skip_ops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +258,15 @@ class Plan:
             if any(not 0 <= op < length for op in region.keep_ops):
                 raise PlanError(f"{region.path} has {length} ops; {region.keep_ops} are to be kept")
             found[call] = region
+        for call, region in found.items():
+            needed = set(region.skip_ops) - set(graph.unneeded.of(call, region.keep_ops)) if region.skip_ops else ()
+            if needed:
+                raise PlanError(f"{region.path} is to skip ops {sorted(needed)}, and what they make is needed")
         return found
+
+    def skipped_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
+        """The recomputed calls of `graph`, and for each the ops, counted from its first, that do not run again."""
+        return {call: region.skip_ops for call, region in self.calls(graph).items()}
 
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
         """The recomputed calls of `graph`, and for each the ops, counted from its first, whose outputs are kept."""

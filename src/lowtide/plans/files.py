@@ -12,7 +12,7 @@ from lowtide.graph.files import decode, encode, parse_object
 from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 
 FORMAT = "lowtide plan"
-VERSION = 3
+VERSION = 4
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": Row}
 

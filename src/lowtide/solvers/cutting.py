@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
 from lowtide.graph import StepGraph
+from lowtide.solvers.flows import minimum_cut
 
 _UNITS = 1 << 30
 _DEAREST = 1024  # the last price of a hull: all bytes of it cost so many times all its seconds
@@ -174,15 +173,9 @@ class Moment:
         # In slots and then rounded: what is parallel is one edge.
         totals = np.bincount(self._slot, weights=costs, minlength=len(self._tails))
         capacities = np.minimum(np.floor(totals), _UNITS + 1).astype(np.int32)
-        shape = (self._num_nodes, self._num_nodes)
-        network = csr_array((capacities, (self._tails.astype(np.int32), self._heads.astype(np.int32))), shape=shape)
-        found = maximum_flow(network, 0, 1)
-        left = network - found.flow
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
-        reached = breadth_first_order(left, 0, directed=True, return_predecessors=False).tolist()
+        flow_units, reached = minimum_cut(self._num_nodes, self._tails, self._heads, capacities)
         names = self._ops_of_nodes
-        return int(found.flow_value), frozenset(names[node] for node in reached if node in names)
+        return flow_units, frozenset(names[node] for node in reached if node in names)
 
     def _bytes(self, recomputed: frozenset[int]) -> int:
         values = self.graph.values

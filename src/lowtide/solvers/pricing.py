@@ -1,10 +1,11 @@
 """The best plan for a price: `seconds + price * bytes held`, exactly, over all plans the eager engine can run.
 
 A forward op is either outside of every replayed region, and then its saves are held; or inside one, and then it is run
-again or its output is held. So with a price per byte each op of a region decides for itself, a region costs the sum
-over its ops and its inputs, and which regions to take is decided from the leaves of the module tree upwards: a call is
-either one region, or what is best for its ops and the calls inside it. Regions inside regions change what a replay
-holds, not what the forward leaves behind, so they have no place here.
+again, or its output is held, or nothing but held ops reads what it makes and it is left out. With a price per byte most
+ops of a region decide for themselves, the others by a cut (`regioncuts`); a region costs the sum over its ops and its
+inputs, and which regions to take is decided from the leaves of the module tree upwards: a call is either one region, or
+what is best for its ops and the calls inside it. Regions inside regions change what a replay holds, not what the
+forward leaves behind, so they have no place here.
 
 Bytes are those held at one moment, while op `at` runs; `holding` says who pays for each value. Charging no value twice
 and none that the moment does not hold, and no op that a plan might get around, is what makes the least
@@ -24,6 +25,7 @@ from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.holding import Holding
 from lowtide.solvers.pressing import Charges, Press
+from lowtide.solvers.regioncuts import RegionCuts
 
 NEVER = 1 << 30
 _ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not worth it by a hair
@@ -78,6 +80,7 @@ class Pricing:
         if narrow:
             is_wide = contains_layers(graph)
             self.replayable = [can and not wide for can, wide in zip(self.replayable, is_wide, strict=True)]
+        self._cuts = RegionCuts(graph, self._seconds, self.may_keep, self.must_keep, self._stop)
         holding = Holding(graph, plain, at)
         self.base_bytes = holding.base_bytes
         self._charges_of_ops(holding)
@@ -142,6 +145,11 @@ class Pricing:
         return depth[a]
 
     @property
+    def rounding(self) -> float:
+        """The share of a least cost by which it may be off."""
+        return _ROUNDING + self._cuts.rounding
+
+    @property
     def highest_price(self) -> float:
         """A price at which a page of memory is worth all replays and codecs, and seconds still count besides bytes."""
         codecs_s = self._press.total_s if self._press is not None else 0.0
@@ -185,6 +193,9 @@ class Pricing:
             run, past_stop = _sums(np.where(self.must_keep, must, either)), _sums(must)
             here = self._calls_at[depth]
             holding[here] += (run[stop] - run[first] + past_stop[end] - past_stop[stop])[here]
+        for call in self._cuts.calls:
+            if self.replayable[call]:
+                holding[call] -= self._cuts.best(call, price, self._held[self._depth[call]])[0]
         return simple.tolist(), holding.tolist()
 
     def _watching_s(self) -> np.ndarray:
@@ -198,7 +209,8 @@ class Pricing:
         total = 0.0
         for call, kept in regions.items():
             first, stop = self.graph.calls[call].first, self._stop[call]
-            held = [self._seconds[first + op] for op in kept if first + op < stop]
+            spared = {*kept, *self.graph.unneeded.of(call, kept)}
+            held = [self._seconds[first + op] for op in spared if first + op < stop]
             total += float(sums[stop] - sums[first]) - float(sum(held))
         return (total + len(regions) * self._region_s) * (1 - _ROUNDING)
 
@@ -223,19 +235,28 @@ class Pricing:
             if as_region[index] == 2:
                 seconds += float(self._watching[index])
                 held = self._held[self._depth[index]]
-                for op in range(call.first, call.end):
-                    is_run = op < self._stop[index]
-                    if self.must_keep[op] or (is_run and self.may_keep[op] and price * held[op] < self._seconds[op]):
-                        kept.append(op - call.first)
-                        size += held[op]
-                    elif is_run:
-                        seconds += self._seconds[op]
+                kept = self._kept(index, price, held)
+                size += float(held[[call.first + op for op in kept]].sum())
+                left_out = {*kept, *self.graph.unneeded.of(index, tuple(kept))}
+                run = [op for op in range(call.first, self._stop[index]) if op - call.first not in left_out]
+                seconds += float(self._seconds[run].sum())
             else:
                 seconds += float(self._seconds[call.first : self._stop[index]].sum())
             regions[index] = tuple(kept)
         size += sum(pays for pays, _, _, _ in pressed)
         seconds += sum(takes for _, takes, _, _ in pressed)
         return Choice(seconds, size, regions, {value: codec for _, _, value, codec in pressed if codec})
+
+    def _kept(self, index: int, price: float, held: np.ndarray) -> list[int]:
+        """The ops of a call, counted from its first, whose outputs it holds at a price if it is a region."""
+        call, stop = self.graph.calls[index], self._stop[index]
+        worth = self.may_keep & (price * held < self._seconds)
+        worth[stop:] = False
+        kept = set((np.flatnonzero((worth | self.must_keep)[call.first : call.end])).tolist())
+        if index in self._cuts:
+            kept -= set((self._cuts.ops(index) - call.first).tolist())
+            kept |= set(self._cuts.best(index, price, held)[1])
+        return sorted(kept)
 
 
 def _sums(items: np.ndarray) -> np.ndarray:
@@ -254,11 +275,12 @@ class Hull:
 
     choices: list[Choice]
     supports: list[tuple[float, float, float]]
+    rounding: float = _ROUNDING
 
     def least_s(self, allowed: float) -> float:
         """Seconds that every plan takes that holds at most `allowed` bytes at the hull's moment."""
         bounds = [
-            seconds + price * (size - allowed) - _ROUNDING * (seconds + price * size)
+            seconds + price * (size - allowed) - self.rounding * (seconds + price * size)
             for price, seconds, size in self.supports
         ]
         return max(bounds, default=0.0)
@@ -288,7 +310,7 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
             look_between(low, choice)
             look_between(choice, high)
     unique = {(choice.bytes, choice.seconds): choice for choice in found}
-    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports)
+    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports, pricing.rounding)
 
 
 def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:

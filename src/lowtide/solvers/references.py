@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from lowtide.eagerlives import skipped_ops
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan, Recompute
 
@@ -58,12 +59,17 @@ def reference_plans(graph: StepGraph) -> dict[str, Plan]:
 
 
 def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
-    return Plan(regions=recomputes(graph, regions))
+    paths = ((graph.calls[call].path, graph.nths[call], regions[call]) for call in sorted(regions))
+    return Plan(regions=tuple(Recompute(path, nth, kept) for path, nth, kept in paths))  # they leave out nothing
 
 
 def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
-    """Regions given by call numbers, as a plan names them."""
-    return tuple(Recompute(graph.calls[call].path, graph.nths[call], regions[call]) for call in sorted(regions))
+    """Regions given by call numbers, as a plan names them, with the ops that need not run again."""
+    left_out = skipped_ops(graph, regions)
+    return tuple(
+        Recompute(graph.calls[call].path, graph.nths[call], regions[call], left_out.get(call, ()))
+        for call in sorted(regions)
+    )
 
 
 def _products(graph: StepGraph, call: int) -> tuple[int, ...]:

@@ -1,0 +1,163 @@
+"""Ops that a replay leaves out: which those are, and what to hold at a price when they count."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from graphs import random_graph, repeated_blocks
+from lowtide import StepGraph, simulate
+from lowtide.errors import PlanError
+from lowtide.plans import Plan, Recompute
+from lowtide.solvers.pricing import Pricing, keepable
+from lowtide.solvers.references import recomputes
+from referee import replay
+
+SEEDS = range(80)
+
+
+class Rotated(nn.Module):
+    """A query that is projected, rotated and then used by an op that saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8, bias=False)
+        self.register_buffer("cos", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.project(x)
+        turned = torch.cat([-query[..., 4:], query[..., :4]], dim=-1)
+        return (query * self.cos + turned).exp().sin()
+
+
+def rotated() -> tuple[StepGraph, int, dict[str, list[int]]]:
+    """A step with such a call, its number, and its ops by name, counted from its first."""
+    model = nn.Sequential(nn.Linear(8, 8), Rotated(), nn.Linear(8, 1))
+    x = torch.randn(4, 2, 8)
+    graph = lowtide.trace(model, lambda x: model(x).sum(), x, mode="real")
+    call = graph.calls_by_path["1"][0]
+    first, end = graph.calls[call].first, graph.calls[call].end
+    by_name: dict[str, list[int]] = {}
+    for op in range(first, end):
+        by_name.setdefault(graph.ops[op].name.split(".")[1], []).append(op - first)
+    return graph, call, by_name
+
+
+def test_what_was_computed_for_held_outputs_alone() -> None:
+    graph, call, ops = rotated()
+    (added,) = ops["add"]
+    expected = sorted([*ops["mm"], *ops["neg"], *ops["cat"], *ops["mul"]])
+    assert list(graph.unneeded.of(call, (added,))) == expected
+    # The projection is read by both: to hold one of them spares nothing, the rotation goes with the other.
+    assert graph.unneeded.of(call, tuple(ops["mul"])) == ()
+    assert list(graph.unneeded.of(call, tuple(ops["cat"]))) == ops["neg"]
+    assert list(graph.unneeded.of(call, (*ops["mul"], *ops["cat"]))) == sorted([*ops["mm"], *ops["neg"]])
+    assert graph.unneeded.of(call, ()) == ()
+
+
+def test_what_is_left_out_takes_no_time_and_its_room() -> None:
+    graph, call, ops = rotated()
+    graph = replace(graph, ops=tuple(replace(op, seconds=1.0 if op.outputs else 0.0) for op in graph.ops))
+    held = Plan(regions=(Recompute("1", keep_ops=tuple(ops["add"])),))
+    skipping = Plan(regions=recomputes(graph, {call: tuple(ops["add"])}))
+    assert skipping.regions[0].skip_ops == graph.unneeded.of(call, tuple(ops["add"]))
+    plain, less = simulate(graph, held), simulate(graph, skipping)
+    assert less.replayed_s == plain.replayed_s - 4.0  # the product, the sign, the pieces joined, the cosines
+    assert less.peak_bytes == plain.peak_bytes and less.total_bytes.tolist() == plain.total_bytes.tolist()
+    assert replay(graph, skipping).extra_s == less.replayed_s
+
+
+def test_what_is_needed_cannot_be_left_out() -> None:
+    graph, _, ops = rotated()
+    plan = Plan(regions=(Recompute("1", keep_ops=tuple(ops["mul"]), skip_ops=tuple(ops["mm"])),))
+    with pytest.raises(PlanError, match=r"1 is to skip ops \[\d+\], and what they make is needed"):
+        simulate(graph, plan)
+
+
+@pytest.mark.parametrize("flag", ["random", "collective", "custom", "opaque", "index"])
+def test_ops_that_do_more_than_to_make_their_outputs_run(flag: str) -> None:
+    graph, call, ops = rotated()
+    at = graph.calls[call].first + ops["mm"][0]
+    changed = replace(graph.ops[at], flags=(flag,))
+    graph = replace(graph, ops=(*graph.ops[:at], changed, *graph.ops[at + 1 :]))
+    assert ops["mm"][0] not in graph.unneeded.of(call, tuple(ops["add"]))
+
+
+def test_memory_that_no_one_fills_leaves_out_nothing() -> None:
+    """It is filled by kernels that no trace sees, which may read anything."""
+    graph, call, ops = rotated()
+    at = graph.calls[call].end - 1
+    changed = replace(graph.ops[at], name="aten.empty_like.default")
+    assert graph.unneeded.of(call, tuple(ops["add"]))
+    graph = replace(graph, ops=(*graph.ops[:at], changed, *graph.ops[at + 1 :]))
+    assert not graph.unneeded.of(call, tuple(ops["add"]))
+
+
+def some_held(graph: StepGraph, rng: random.Random) -> dict[int, tuple[int, ...]]:
+    """Calls of which none is inside another, each with outputs to hold."""
+    may_keep, found = keepable(graph)[0], dict[int, tuple[int, ...]]()
+    for index, call in enumerate(graph.calls):
+        is_inside = any(outer < index < graph.arrays.after[outer] for outer in found)
+        if call.path and call.end > call.first and not is_inside and rng.random() < 0.7:
+            ops = [op - call.first for op in range(call.first, call.end) if may_keep[op]]
+            found[index] = tuple(sorted(rng.sample(ops, rng.randint(0, len(ops)))))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_garbage_is_read(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(seed) if seed % 2 else repeated_blocks(seed)
+    plan = Plan(regions=recomputes(graph, some_held(graph, rng)))
+    found, verdict = simulate(graph, plan), replay(graph, plan)
+    assert found.peak_bytes == verdict.peak_bytes and found.extra_s == pytest.approx(verdict.extra_s, abs=1e-9)
+
+
+def test_random_steps_leave_something_out() -> None:
+    """Else the tests above would say nothing."""
+    skipped = 0
+    for seed in SEEDS:
+        graph = random_graph(seed) if seed % 2 else repeated_blocks(seed)
+        plan = Plan(regions=recomputes(graph, some_held(graph, random.Random(seed))))
+        skipped += sum(len(region.skip_ops) for region in plan.regions)
+    assert skipped >= 20
+
+
+def least_by_brute_force(pricing: Pricing, call: int, price: float, held: np.ndarray) -> float:
+    """The least seconds and price of bytes of a region over all sets of outputs to hold."""
+    graph, facts = pricing.graph, pricing.graph.calls[call]
+    stop = pricing._stop[call]
+    must = [op - facts.first for op in range(facts.first, facts.end) if pricing.must_keep[op]]
+    may = [op - facts.first for op in pricing.keepable_in(call) if not pricing.must_keep[op]]
+    costs = []
+    for size in range(len(may) + 1):
+        for chosen in combinations(may, size):
+            kept = tuple(sorted((*must, *chosen)))
+            spared = {*kept, *graph.unneeded.of(call, kept)}
+            run = (op for op in range(facts.first, stop) if op - facts.first not in spared)
+            seconds = sum(graph.ops[op].seconds for op in run)
+            costs.append(seconds + price * sum(held[facts.first + op] for op in kept))
+    return min(costs)
+
+
+def test_the_best_to_hold_at_a_price() -> None:
+    looked_at = 0
+    for seed in range(60):
+        graph = random_graph(seed) if seed % 2 else repeated_blocks(seed)
+        plain = simulate(graph)
+        pricing = Pricing(graph, plain, int(plain.ops[plain.peak_event]))
+        for price, call in product((0.0, 0.01, 0.03, 0.1, 0.3), pricing._cuts.calls):
+            if pricing.replayable[call] and len(pricing.keepable_in(call)) <= 8:
+                looked_at += 1
+                _, holding = pricing._as_regions(price)
+                entry = pricing._region_s + price * pricing._inputs[call] + pricing._watching[call]
+                best = least_by_brute_force(pricing, call, price, pricing._held[pricing._depth[call]])
+                assert holding[call] - entry == pytest.approx(best, rel=1e-6, abs=1e-9)
+    assert looked_at > 50
