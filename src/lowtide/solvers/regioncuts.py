@@ -28,6 +28,7 @@ class _Network:
     heads: np.ndarray
     op_of: np.ndarray  # of each edge
     kind: np.ndarray  # of each edge: 0 costs seconds, 1 costs bytes, 2 has no limit
+    form: bytes  # the same for networks that are alike
 
 
 class RegionCuts:
@@ -60,10 +61,9 @@ class RegionCuts:
         """
         network, first = self._networks[call], self._graph.calls[call].first
         seconds, sizes = self._seconds[network.ops], held[network.ops]
-        key = self._graph.calls[call].structure, price, seconds.tobytes(), sizes.tobytes()
+        key = network.form, price, seconds.tobytes(), sizes.tobytes()
         if key not in self._known:
-            cost, ops = self._cut(network, price, seconds, sizes, first)
-            self._known[key] = cost, ops
+            self._known[key] = self._cut(network, price, seconds, sizes, first)
         return self._known[key]
 
     def ops(self, call: int) -> np.ndarray:
@@ -114,5 +114,6 @@ class RegionCuts:
             edges.append((again, 1, index, 0))
             if op in is_skippable:
                 edges += [(3 + 2 * place[reader], need, index, 2) for reader in readers[op]]
-        table = np.array(sorted(edges), dtype=np.int64)
-        return _Network(np.array(inside), table[:, 0], table[:, 1], table[:, 2], table[:, 3])
+        table, ops = np.array(sorted(edges), dtype=np.int64), np.array(inside)
+        form = (ops - first).tobytes() + table.tobytes()
+        return _Network(ops, table[:, 0], table[:, 1], table[:, 2], table[:, 3], form)
