@@ -398,6 +398,44 @@ def test_memory_made_when_it_is_gone_is_none_for_such_a_kernel() -> None:
     assert num_skipped(model, plan) == 2
 
 
+class Numbers(nn.Module):
+    """Has Python read numbers, of which no op knows: from what `made` gives, past all ops or besides one."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any], *, by_an_op: bool) -> None:
+        super().__init__()
+        self.linear, self.made, self.read, self.by_an_op = nn.Linear(16, 16), made, read, by_an_op
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = self.made(x)
+            scale = made * 0.5 if self.by_an_op else torch.ones(())
+        return (self.linear(x) * scale * self.read(made)).sin()
+
+
+def parts(x: Tensor) -> Tensor:
+    return (x > 0).sum(dim=(0, 1)).float().mean().to(torch.int64)[None]
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "by_an_op"),
+    [
+        (lambda x: x.abs().amax(), lambda made: made.tolist(), False),
+        (lambda x: x.abs().amax(), lambda made: made.numpy().item(), False),
+        (parts, lambda made: made.tolist()[0], True),
+        (parts, lambda made: torch.ones(99).tensor_split(made)[0].numel(), True),
+    ],
+    ids=["list", "numpy", "counts in a list", "counts to split at"],
+)
+def test_python_reads_numbers(made: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any], by_an_op: bool) -> None:
+    """Whatever is held, with all that a plan may leave out then and with all that comes before."""
+    model = nn.Sequential(nn.Linear(16, 16), Numbers(made, read, by_an_op=by_an_op))
+    graph = lowtide.trace(model, lambda x: loss_of(model, x, None), data(), mode="real")
+    call = graph.calls_by_path["1"][0]
+    for op in range(graph.calls[call].end - graph.calls[call].first):
+        for skipped in (graph.unneeded.of(call, (op,)), tuple(range(op))):
+            check(model, Plan((Recompute("1", keep_ops=(op,), skip_ops=skipped),)), steps=1)
+
+
 def test_someone_has_it_when_the_region_has_returned() -> None:
     def stashed(block: Attention, query: Tensor, turned: Tensor, y: Tensor) -> Tensor:
         block.last = query.detach()
