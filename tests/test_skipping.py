@@ -211,6 +211,45 @@ def test_casts_that_autocast_remembers_are_made_again() -> None:
     assert num_skipped(model, plan, **how) == 2
 
 
+class WithLeaf(nn.Module):
+    """A weight that is no parameter, and is cast before the region that casts other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.eye(16).roll(1, 0).requires_grad_()
+        self.inside = InLeaf(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):  # over when the backward comes, and what it remembers gone
+            return self.inside((x @ self.weight).float())
+
+
+class InLeaf(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.scale = weight, nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.weight).float()
+        return ((hidden.sigmoid() * self.scale).bfloat16() + 1).float().exp() * hidden.bfloat16()
+
+
+def test_a_weight_that_is_no_parameter_was_cast_before() -> None:
+    """Its replay casts it once more, and is not to take that for another cast."""
+    model = WithLeaf()
+
+    def gradients() -> list[Tensor]:
+        x = data()
+        output = model(x)
+        return [output.detach(), *torch.autograd.grad(output.float().sum(), (x, model.weight, model.inside.scale))]
+
+    plain = gradients()
+    for op in range(len(ops_of(model, "inside"))):
+        for skipped in ((), tuple(range(op))):
+            with lowtide.apply(model, Plan((Recompute("inside", keep_ops=(op,), skip_ops=skipped),))):
+                assert_same(gradients(), plain)
+
+
 def test_held_outputs_may_be_elsewhere() -> None:
     model = nn.Sequential(Attention(), Attention(dropout=0.2))
     here = planned("0", "1")

@@ -20,7 +20,7 @@ from lowtide.memory.ambient import Ambient
 from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.tracing.opfacts import facts_of
 
-Op = tuple[Any, int]  # the op, with the parameter that it casts if it does; and how often that was done before
+Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often that was done before
 
 
 class Held:
@@ -67,7 +67,7 @@ class Held:
 class Counting(_compat.DispatchMode):
     """Knows the ops of a region again in its replay. It sees each of them, so what it does for each is little.
 
-    Not by position: a parameter that autocast had cast before the forward came here is cast once more in the replay.
+    Not by position: a weight that autocast had cast before the forward came here is cast once more in the replay.
     """
 
     def __init__(self, held: dict[Op, Held]) -> None:
@@ -86,7 +86,7 @@ class Counting(_compat.DispatchMode):
         kind: Any = id(func)  # an op lives as long as torch does, and takes long to hash
         if kind in _BOOKKEEPING:
             return None
-        if _compat.is_cast_of_parameter(func, args):
+        if _compat.is_cast_of_weight(func, args):
             kind = kind, id(args[0])
         self._num_seen += 1
         self._seen[kind] = count = self._seen.get(kind, 0) + 1
