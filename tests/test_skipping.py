@@ -532,6 +532,29 @@ def test_a_backward_inside_the_region() -> None:
     refused(inner)
 
 
+class Inner(nn.Module):
+    """Goes back through a part of its own, which begins a replay in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x) * 2 + 1
+        leaf = (hidden + 1).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(leaf.exp().sum(), leaf)
+        return (slope * 0.01 + hidden + 1).exp().sin()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_backward_inside_the_region_comes_before_what_is_held(skips: bool) -> None:
+    """The ops of a replay that begins in the forward are none of the forward's."""
+    model = nn.Sequential(nn.Linear(16, 16), Inner())
+    for op in range(len(ops_of(model, "1"))):
+        skipped = tuple(range(op)) if skips else ()
+        check(model, Plan((Recompute("1", keep_ops=(op,), skip_ops=skipped),)), steps=1)
+
+
 @pytest.mark.parametrize("run", [lowtide.checkpoint, torch.utils.checkpoint.checkpoint], ids=["lowtide", "torch"])
 def test_nobody_tells_what_autograd_saves(run: Callable[..., Any]) -> None:
     def call(x: Tensor) -> Tensor:
