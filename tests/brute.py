@@ -7,9 +7,10 @@ from itertools import chain, combinations, product
 
 from lowtide.codings import form_of
 from lowtide.graph import StepGraph
-from lowtide.plans import Plan, Recompute
+from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.solvers.places import Places
+from lowtide.solvers.references import recomputes
 
 
 def region_calls(graph: StepGraph) -> list[int]:
@@ -68,12 +69,12 @@ def _subsets(items: list[int]) -> chain[tuple[int, ...]]:
 def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> list[tuple[int, float]] | None:
     """Peak and extra seconds of every plan, None if there are more than `most`.
 
-    Any regions, in one another or not; any ops held by those inside of none. Ops that make indices are held, always.
+    Any regions, in one another or not; any ops held by those inside of none, and all left out that need not run then.
+    Ops that make indices are held, always.
     Any values compressed by any of `codecs`.
     """
     choices = product(*codec_choices(graph, codecs))
     presses = [{value: ("device", codec) for value, codec in choice if codec} for choice in choices]
-    nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
     calls, keepable, indices = region_calls(graph), keepable_ops(graph), index_ops(graph)
     if 2 ** len(calls) * len(presses) > most:
         return None
@@ -98,20 +99,11 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
         if count > most:
             return None
         for kept in map(set, _subsets(ops)):
-            plan = Plan(
-                tuple(
-                    Recompute(
-                        graph.calls[call].path,
-                        nth[call],
-                        tuple(
-                            op - graph.calls[call].first
-                            for op in range(graph.calls[call].first, graph.calls[call].end)
-                            if call in outermost and op in (kept | indices)
-                        ),
-                    )
-                    for call in regions
-                )
-            )
+            held: dict[int, tuple[int, ...]] = dict.fromkeys(regions, ())
+            for call, first in outermost.items():
+                inside = range(first, graph.calls[call].end)
+                held[call] = tuple(op - first for op in inside if op in kept or op in indices)
+            plan = Plan(recomputes(graph, held))
             for ways in presses:
                 everywhere = Places(graph).everywhere(ways, dict.fromkeys(regions, ()))
                 timeline = simulate(graph, replace(plan, moves=everywhere))

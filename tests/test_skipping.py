@@ -211,6 +211,45 @@ def test_casts_that_autocast_remembers_are_made_again() -> None:
     assert num_skipped(model, plan, **how) == 2
 
 
+class WithLeaf(nn.Module):
+    """A weight that is no parameter, and is cast before the region that casts other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.eye(16).roll(1, 0).requires_grad_()
+        self.inside = InLeaf(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):  # over when the backward comes, and what it remembers gone
+            return self.inside((x @ self.weight).float())
+
+
+class InLeaf(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.scale = weight, nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.weight).float()
+        return ((hidden.sigmoid() * self.scale).bfloat16() + 1).float().exp() * hidden.bfloat16()
+
+
+def test_a_weight_that_is_no_parameter_was_cast_before() -> None:
+    """Its replay casts it once more, and is not to take that for another cast."""
+    model = WithLeaf()
+
+    def gradients() -> list[Tensor]:
+        x = data()
+        output = model(x)
+        return [output.detach(), *torch.autograd.grad(output.float().sum(), (x, model.weight, model.inside.scale))]
+
+    plain = gradients()
+    for op in range(len(ops_of(model, "inside"))):
+        for skipped in ((), tuple(range(op))):
+            with lowtide.apply(model, Plan((Recompute("inside", keep_ops=(op,), skip_ops=skipped),))):
+                assert_same(gradients(), plain)
+
+
 def test_held_outputs_may_be_elsewhere() -> None:
     model = nn.Sequential(Attention(), Attention(dropout=0.2))
     here = planned("0", "1")
@@ -398,6 +437,44 @@ def test_memory_made_when_it_is_gone_is_none_for_such_a_kernel() -> None:
     assert num_skipped(model, plan) == 2
 
 
+class Numbers(nn.Module):
+    """Has Python read numbers, of which no op knows: from what `made` gives, past all ops or besides one."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any], *, by_an_op: bool) -> None:
+        super().__init__()
+        self.linear, self.made, self.read, self.by_an_op = nn.Linear(16, 16), made, read, by_an_op
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = self.made(x)
+            scale = made * 0.5 if self.by_an_op else torch.ones(())
+        return (self.linear(x) * scale * self.read(made)).sin()
+
+
+def parts(x: Tensor) -> Tensor:
+    return (x > 0).sum(dim=(0, 1)).float().mean().to(torch.int64)[None]
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "by_an_op"),
+    [
+        (lambda x: x.abs().amax(), lambda made: made.tolist(), False),
+        (lambda x: x.abs().amax(), lambda made: made.numpy().item(), False),
+        (parts, lambda made: made.tolist()[0], True),
+        (parts, lambda made: torch.ones(99).tensor_split(made)[0].numel(), True),
+    ],
+    ids=["list", "numpy", "counts in a list", "counts to split at"],
+)
+def test_python_reads_numbers(made: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any], by_an_op: bool) -> None:
+    """Whatever is held, with all that a plan may leave out then and with all that comes before."""
+    model = nn.Sequential(nn.Linear(16, 16), Numbers(made, read, by_an_op=by_an_op))
+    graph = lowtide.trace(model, lambda x: loss_of(model, x, None), data(), mode="real")
+    call = graph.calls_by_path["1"][0]
+    for op in range(graph.calls[call].end - graph.calls[call].first):
+        for skipped in (graph.unneeded.of(call, (op,)), tuple(range(op))):
+            check(model, Plan((Recompute("1", keep_ops=(op,), skip_ops=skipped),)), steps=1)
+
+
 def test_someone_has_it_when_the_region_has_returned() -> None:
     def stashed(block: Attention, query: Tensor, turned: Tensor, y: Tensor) -> Tensor:
         block.last = query.detach()
@@ -453,6 +530,29 @@ def test_a_backward_inside_the_region() -> None:
         return y * gradient * query.mean().exp()
 
     refused(inner)
+
+
+class Inner(nn.Module):
+    """Goes back through a part of its own, which begins a replay in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x) * 2 + 1
+        leaf = (hidden + 1).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(leaf.exp().sum(), leaf)
+        return (slope * 0.01 + hidden + 1).exp().sin()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_backward_inside_the_region_comes_before_what_is_held(skips: bool) -> None:
+    """The ops of a replay that begins in the forward are none of the forward's."""
+    model = nn.Sequential(nn.Linear(16, 16), Inner())
+    for op in range(len(ops_of(model, "1"))):
+        skipped = tuple(range(op)) if skips else ()
+        check(model, Plan((Recompute("1", keep_ops=(op,), skip_ops=skipped),)), steps=1)
 
 
 @pytest.mark.parametrize("run", [lowtide.checkpoint, torch.utils.checkpoint.checkpoint], ids=["lowtide", "torch"])

@@ -76,9 +76,12 @@ def taken_apart(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 _CAST = torch.ops.aten._to_copy.default
 
 
-def is_cast_of_parameter(op: Any, args: Any) -> bool:
-    """Whether an op casts a parameter, as autocast does once and then remembers. Obsolete with a public `_to_copy`."""
-    return op is _CAST and isinstance(args[0], nn.Parameter)
+def is_cast_of_weight(op: Any, args: Any) -> bool:
+    """Whether an op casts a parameter, or another leaf, as autocast does once and then remembers.
+
+    Obsolete with a public `_to_copy`.
+    """
+    return op is _CAST and (isinstance(args[0], nn.Parameter) or may_be_remembered(op, args))
 
 
 def writes(op: Any) -> bool:

@@ -18,9 +18,10 @@ from lowtide.engines import _compat
 from lowtide.engines.moves import Keeping
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.offload import KeptHere, KeptInStore
+from lowtide.memory.region import replay_depth
 from lowtide.tracing.opfacts import facts_of
 
-Op = tuple[Any, int]  # the op, with the parameter that it casts if it does; and how often that was done before
+Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often that was done before
 
 
 class Held:
@@ -67,26 +68,31 @@ class Held:
 class Counting(_compat.DispatchMode):
     """Knows the ops of a region again in its replay. It sees each of them, so what it does for each is little.
 
-    Not by position: a parameter that autocast had cast before the forward came here is cast once more in the replay.
+    Not by position: a weight that autocast had cast before the forward came here is cast once more in the replay. Nor
+    by what replays run that begin inside, for a backward in the middle of a forward.
     """
+
+    num_replays_in = 0  # to be in the region: none for its forward, one for its replay
 
     def __init__(self, held: dict[Op, Held]) -> None:
         super().__init__()
         self._held = held
         self._seen: dict[Any, int] = {}
         self._num_seen = 0
+        self._depth = 0
 
     def __enter__(self) -> Any:
+        self._depth = replay_depth() + self.num_replays_in
         self._seen.clear()
         self._num_seen = 0
         return super().__enter__()
 
     def _counted(self, func: Any, args: Any) -> Op | None:
-        """The op that is about to run, as its replay knows it; None for one that computes nothing."""
+        """The op that is about to run, as its replay knows it; None for one that computes nothing, or for others."""
         kind: Any = id(func)  # an op lives as long as torch does, and takes long to hash
-        if kind in _BOOKKEEPING:
+        if kind in _BOOKKEEPING or replay_depth() != self._depth:
             return None
-        if _compat.is_cast_of_parameter(func, args):
+        if _compat.is_cast_of_weight(func, args):
             kind = kind, id(args[0])
         self._num_seen += 1
         self._seen[kind] = count = self._seen.get(kind, 0) + 1
@@ -126,6 +132,8 @@ class Hold(Counting):
 
 class Reuse(Counting):
     """Takes each output once. What is not there, in a second backward say, is computed."""
+
+    num_replays_in = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self._counted(func, args)

@@ -7,8 +7,10 @@ nothing. The proof follows storages. What an op to be skipped makes must not be 
 be written to, nor be saved by autograd for this region, nor be alive when the region has returned: whoever has it then
 would be given a stand-in by the replay. Views of it are free.
 
-Kernels that the dispatcher does not see, those launched by hand, may read anything. They need memory to write to, and
-so memory without values, or with zeros only, that is there at the same time as a value to be skipped refutes too.
+The dispatcher does not see all that reads. Python reads numbers from host memory (`tolist()`, numpy): what is copied
+there, and whole numbers and truth values there, are never skipped, and what no op reads was made for someone else and
+refutes. Kernels launched by hand need memory to write to, and so memory without values, or with zeros only, that is
+there at the same time as a value to be skipped refutes too.
 
 The replay looks once more: an op that reads a stand-in, or autograd saving one, is an error. That takes a program that
 runs other ops in its replay than in its forward.
@@ -29,6 +31,7 @@ from lowtide.engines.moves import Keeping
 from lowtide.memory.divergence import ReplayError
 from lowtide.plans import Recompute
 from lowtide.tracing.opfacts import facts_of
+from lowtide.tracing.records import tensors_in
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Storages = dict[int, _compat.StorageReference]  # by id, which no other storage is given meanwhile
@@ -73,6 +76,7 @@ class Proof:
         self.stand_ins: dict[Op, StandIn] = {}
         self.skipped: Storages = {}  # what ops to be skipped made, in the forward
         self.standing: Storages = {}  # what stands for it in a replay, which a backward inside the forward may begin
+        self._unread: set[int] = set()  # of what they made, what no op has read so far, by id
         self._unwritten: list[_compat.StorageReference] = []
         self._resting_on: list[Op] = []
         self._num_held = 0
@@ -83,6 +87,7 @@ class Proof:
         self.positions = frozenset()
         self.stand_ins.clear()
         self.skipped.clear()
+        self._unread.clear()
         self._unwritten.clear()
 
     # What the forward does.
@@ -97,7 +102,7 @@ class Proof:
         if self.skipped and _are_among(self.skipped, (tensor,)):
             self.refute()
 
-    def made(self, op: Op, output: Any) -> bool:
+    def made(self, op: Op, output: Any, args: Any) -> bool:
         """An op ran that is to be skipped. Whether it can be."""
         parts: list[Any] = [output]
         build = None
@@ -106,9 +111,13 @@ class Proof:
         tensors = [part for part in parts if part is not None]
         if not all(isinstance(part, Tensor) and _compat.is_own(part) for part in tensors):
             return False
+        if any(_is_for_python(tensor, args) for tensor in tensors):
+            return False
         for tensor in tensors:
             reference = _compat.StorageReference(tensor)
             self.skipped[reference.id] = reference
+            if tensor.numel():
+                self._unread.add(reference.id)
         self.stand_ins[op] = StandIn(parts, build)
         if self._unwritten:
             self._unwritten = [reference for reference in self._unwritten if reference.is_alive()]
@@ -119,6 +128,12 @@ class Proof:
     def let_go(self) -> None:
         """Forget what is gone: nobody can read it."""
         self.skipped = {at: reference for at, reference in self.skipped.items() if reference.is_alive()}
+
+    def read(self, args: Any, kwargs: Any) -> None:
+        """An op that does not run again reads something to be skipped."""
+        if self._unread:
+            tensors = tensors_in((args, kwargs))
+            self._unread.difference_update(storage for each in tensors for storage in _compat.storages_of(each))
 
     def held(self, op: Op) -> None:
         """An output is held, of an op that read something to be skipped."""
@@ -136,7 +151,8 @@ class Proof:
     def end_of_forward(self, held: dict[Op, Held]) -> None:
         """The forward has returned. Whatever of it is still there has been put somewhere by someone."""
         is_gone = not any(reference.is_alive() for reference in self.skipped.values())
-        self._is_proven = is_gone and self._sees_saves and all(op in held for op in self._resting_on)
+        is_seen = self._sees_saves and not self._unread
+        self._is_proven = is_gone and is_seen and all(op in held for op in self._resting_on)
         self._num_held = len(held)
         self.skipped.clear()
         self._unwritten.clear()
@@ -205,10 +221,13 @@ class HoldAndProve(Hold):
         elif position in self._positions and not _compat.gives_views(func):
             self._hold(op, position, func, output, kwargs)
             if reads:
+                proof.read(args, kwargs)
                 proof.held(op)
             return output
         elif position in proof.positions and nature is COMPUTES and not _compat.may_be_remembered(func, args):
-            reads = not proof.made(op, output) and reads
+            if proof.made(op, output, args) and reads:
+                proof.read(args, kwargs)
+                reads = False
         if reads:
             proof.refute()
         return output
@@ -271,6 +290,14 @@ def _find_nature(func: Any) -> str:
         return ALLOCATES
     is_left_out = _NOT_LEFT_OUT.isdisjoint(facts.flags) and not facts.written_in_training
     return COMPUTES if is_left_out and not facts.has_dynamic_shape else RUNS
+
+
+def _is_for_python(tensor: Tensor, args: Any) -> bool:
+    """Whether a tensor is in host memory to be read by Python, where no op shows that: copied there, or a count."""
+    if tensor.device.type != "cpu":
+        return False
+    is_count = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_count or any(each.device.type != "cpu" for each in tensors_in(args))
 
 
 def _reads(storages: Storages, args: Any, kwargs: Any, is_sure: bool = False) -> bool:

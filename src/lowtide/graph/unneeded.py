@@ -43,6 +43,8 @@ class Unneeded:
         for op in ops[:num]:
             runs = not op.outputs or bool(op.mutates) or not _ALWAYS_RUN.isdisjoint(op.flags)
             runs = runs or not needed.isdisjoint(op.outputs)
+            # What no op reads was made for someone who is not seen: Python, for its numbers.
+            runs = runs or any(graph.values[value].bytes and value not in readers_of for value in op.outputs)
             found = {reader for value in op.outputs for reader in readers_of.get(value, ())}
             self.readers.append(None if runs else tuple(sorted(found)))
             self._dropped.append(max((graph.values[value].dropped for value in op.outputs), default=0))

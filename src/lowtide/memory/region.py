@@ -40,7 +40,12 @@ def is_recomputing() -> bool:
     >>> lowtide.is_recomputing()
     False
     """
-    return getattr(_replays, "depth", 0) > 0
+    return replay_depth() > 0
+
+
+def replay_depth() -> int:
+    """How many replays this thread is in: one inside another where a replay asks for what another region saved."""
+    return getattr(_replays, "depth", 0)
 
 
 class SaveWatch(Protocol):
@@ -140,7 +145,7 @@ class Region:
         # that through generators cost more than all of the rest here.
         undo_state = self._around_modes(self._state.restore)
         undo_ambient = self._ambient.restore()
-        _replays.depth = getattr(_replays, "depth", 0) + 1
+        _replays.depth = replay_depth() + 1
         try:
             return self._function(*args, **kwargs)
         finally:
