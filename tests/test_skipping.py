@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -460,10 +461,12 @@ def parts(x: Tensor) -> Tensor:
     [
         (lambda x: x.abs().amax(), lambda made: made.tolist(), False),
         (lambda x: x.abs().amax(), lambda made: made.numpy().item(), False),
+        (lambda x: x.abs().amax(), lambda made: made.tolist(), True),
+        (lambda x: x.abs().amax(), lambda made: float(np.asarray(made.detach())), True),
         (parts, lambda made: made.tolist()[0], True),
         (parts, lambda made: torch.ones(99).tensor_split(made)[0].numel(), True),
     ],
-    ids=["list", "numpy", "counts in a list", "counts to split at"],
+    ids=["list", "numpy", "list and op", "numpy and op", "counts in a list", "counts to split at"],
 )
 def test_python_reads_numbers(made: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any], by_an_op: bool) -> None:
     """Whatever is held, with all that a plan may leave out then and with all that comes before."""

@@ -7,10 +7,10 @@ nothing. The proof follows storages. What an op to be skipped makes must not be 
 be written to, nor be saved by autograd for this region, nor be alive when the region has returned: whoever has it then
 would be given a stand-in by the replay. Views of it are free.
 
-The dispatcher does not see all that reads. Python reads numbers from host memory (`tolist()`, numpy): what is copied
-there, and whole numbers and truth values there, are never skipped, and what no op reads was made for someone else and
-refutes. Kernels launched by hand need memory to write to, and so memory without values, or with zeros only, that is
-there at the same time as a value to be skipped refutes too.
+The dispatcher does not see all that reads. Python reads numbers from host memory (`tolist()`, numpy). Where there is an
+accelerator, what is in host memory is never skipped; else a mode above autograd sees who asks for numbers or an
+address. What no op reads was made for someone else and refutes. Kernels launched by hand need memory to write to, and
+so memory without values, or with zeros only, that is there at the same time as a value to be skipped refutes too.
 
 The replay looks once more: an op that reads a stand-in, or autograd saving one, is an error. That takes a program that
 runs other ops in its replay than in its forward.
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lowtide.engines import _compat
 from lowtide.engines.heldops import Held, Hold, Op, Reuse
@@ -102,7 +103,7 @@ class Proof:
         if self.skipped and _are_among(self.skipped, (tensor,)):
             self.refute()
 
-    def made(self, op: Op, output: Any, args: Any) -> bool:
+    def made(self, op: Op, output: Any) -> bool:
         """An op ran that is to be skipped. Whether it can be."""
         parts: list[Any] = [output]
         build = None
@@ -111,7 +112,7 @@ class Proof:
         tensors = [part for part in parts if part is not None]
         if not all(isinstance(part, Tensor) and _compat.is_own(part) for part in tensors):
             return False
-        if any(_is_for_python(tensor, args) for tensor in tensors):
+        if any(_is_for_python(tensor) for tensor in tensors):
             return False
         for tensor in tensors:
             reference = _compat.StorageReference(tensor)
@@ -196,9 +197,17 @@ class HoldAndProve(Hold):
         self._proof = proof
         self._last = max(proof.positions)  # from here on there will be ever less to look for
         self.begin_watch = proof.begin_watch
+        self._unseen = _Unseen(proof) if _compat.accelerator() is None else None
+
+    def __enter__(self) -> Any:
+        if self._unseen is not None:
+            self._unseen.__enter__()
+        return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        if self._unseen is not None:
+            self._unseen.__exit__(kind, error, trace)
         if error is None:
             self._proof.end_of_forward(self._held)
 
@@ -225,12 +234,28 @@ class HoldAndProve(Hold):
                 proof.held(op)
             return output
         elif position in proof.positions and nature is COMPUTES and not _compat.may_be_remembered(func, args):
-            if proof.made(op, output, args) and reads:
+            if proof.made(op, output) and reads:
                 proof.read(args, kwargs)
                 reads = False
         if reads:
             proof.refute()
         return output
+
+
+class _Unseen(TorchFunctionMode):
+    """Sees who reads host memory other than by an op."""
+
+    def __init__(self, proof: Proof) -> None:
+        super().__init__()
+        self._proof = proof
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READERS and self._proof.skipped and _are_among(self._proof.skipped, args):
+            self._proof.refute()
+        return func(*args, **(kwargs or {}))
+
+
+_READERS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__})
 
 
 class ReuseAndSkip(Reuse):
@@ -292,12 +317,11 @@ def _find_nature(func: Any) -> str:
     return COMPUTES if is_left_out and not facts.has_dynamic_shape else RUNS
 
 
-def _is_for_python(tensor: Tensor, args: Any) -> bool:
-    """Whether a tensor is in host memory to be read by Python, where no op shows that: copied there, or a count."""
+def _is_for_python(tensor: Tensor) -> bool:
+    """Whether a tensor is in host memory to be read by Python: any where an accelerator computes, else a count."""
     if tensor.device.type != "cpu":
         return False
-    is_count = not (tensor.is_floating_point() or tensor.is_complex())
-    return is_count or any(each.device.type != "cpu" for each in tensors_in(args))
+    return _compat.accelerator() is not None or not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _reads(storages: Storages, args: Any, kwargs: Any, is_sure: bool = False) -> bool:
