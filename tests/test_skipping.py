@@ -327,6 +327,18 @@ def test_an_op_that_is_computed_again_reads_it() -> None:
     refused(lambda block, query, turned, y: y * query.mean(dim=-1, keepdim=True).exp())
 
 
+def test_what_was_not_left_out_is_told_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Attention())
+    caplog.set_level("DEBUG", logger="lowtide")
+    with lowtide.apply(model, planned("0")):
+        model(data())
+        assert not caplog.messages
+        model[0].extra = lambda block, query, turned, y: y * query.mean(dim=-1, keepdim=True).exp()
+        model(data())
+    (said,) = caplog.messages
+    assert said == "the replay of 0 leaves out no values: aten.mean.dim reads or writes one of them"
+
+
 def test_an_op_reads_it_in_a_list() -> None:
     refused(lambda block, query, turned, y: torch.stack([y, query.detach()]).exp().sum(dim=0))
 

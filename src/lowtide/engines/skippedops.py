@@ -18,6 +18,7 @@ runs other ops in its replay than in its forward.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,6 +34,8 @@ from lowtide.memory.divergence import ReplayError
 from lowtide.plans import Recompute
 from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import tensors_in
+
+logger = logging.getLogger("lowtide")
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Storages = dict[int, _compat.StorageReference]  # by id, which no other storage is given meanwhile
@@ -83,8 +86,10 @@ class Proof:
         self._num_held = 0
         self._sees_saves = False
         self._is_proven = False
+        self._why = ""
 
-    def refute(self) -> None:
+    def refute(self, why: str) -> None:
+        self._why = self._why or why
         self.positions = frozenset()
         self.stand_ins.clear()
         self.skipped.clear()
@@ -101,7 +106,7 @@ class Proof:
     def saved(self, tensor: Tensor) -> None:
         """Autograd saves a tensor."""
         if self.skipped and _are_among(self.skipped, (tensor,)):
-            self.refute()
+            self.refute("autograd saves one of them")
 
     def made(self, op: Op, output: Any) -> bool:
         """An op ran that is to be skipped. Whether it can be."""
@@ -123,7 +128,7 @@ class Proof:
         if self._unwritten:
             self._unwritten = [reference for reference in self._unwritten if reference.is_alive()]
             if self._unwritten:
-                self.refute()
+                self.refute("memory without values was there to be written to")
         return True
 
     def let_go(self) -> None:
@@ -145,7 +150,7 @@ class Proof:
         if tensor.numel() == 0:
             return
         if not _compat.is_own(tensor) or any(reference.is_alive() for reference in self.skipped.values()):
-            self.refute()
+            self.refute("memory without values is there to be written to")
         else:
             self._unwritten.append(_compat.StorageReference(tensor))
 
@@ -155,6 +160,11 @@ class Proof:
         is_seen = self._sees_saves and not self._unread
         self._is_proven = is_gone and is_seen and all(op in held for op in self._resting_on)
         self._num_held = len(held)
+        if not self._is_proven or self._why:
+            why = self._why or (
+                "what reads them is not held" if is_gone and is_seen else "someone else has or reads one"
+            )
+            logger.debug("the replay of %s leaves out no values: %s", self.path or "the model", why)
         self.skipped.clear()
         self._unwritten.clear()
 
@@ -238,7 +248,7 @@ class HoldAndProve(Hold):
                 proof.read(args, kwargs)
                 reads = False
         if reads:
-            proof.refute()
+            proof.refute(f"{func} reads or writes one of them")
         return output
 
 
@@ -251,7 +261,7 @@ class _Unseen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READERS and self._proof.skipped and _are_among(self._proof.skipped, args):
-            self._proof.refute()
+            self._proof.refute(f"{func.__name__} reads one of them")
         return func(*args, **(kwargs or {}))
 
 
