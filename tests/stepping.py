@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 
@@ -60,3 +61,15 @@ def assert_same(a: Outcome, b: Outcome) -> None:
 def assert_exact(step: Callable[[Runner, nn.Module, Any], Tensor], model: nn.Module, inputs: Any) -> None:
     """The step through `lowtide.checkpoint` leaves behind what the plain step does."""
     assert_same(run_step(step, model, inputs, plainly), run_step(step, model, inputs, lowtide.checkpoint))
+
+
+class RunsOf(TorchDispatchMode):
+    """Counts how often an op runs."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.count, self._op = 0, op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self._op
+        return func(*args, **(kwargs or {}))

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.engines import moves as engine
@@ -28,6 +27,7 @@ from lowtide.memory.units import Unit
 from lowtide.plans import Move, Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.solvers.moving import Mover
+from stepping import RunsOf
 
 NEVER = 1 << 40  # a save that no call makes: saves are counted, and nothing is moved
 
@@ -302,18 +302,6 @@ def test_inputs_of_regions_move() -> None:
 # mul 5, and so on.
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products with a bias that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.addmm.default
-        return func(*args, **(kwargs or {}))
-
-
 def held_elsewhere(paths: str, ops: range | tuple[int, ...], to: str = "host") -> Plan:
     """All outputs of some ops of single modules, held and moved."""
     return Plan(
@@ -329,7 +317,7 @@ def test_outputs_of_regions_move_and_are_not_made_again(to: str) -> None:
     with lowtide.apply(model, held_elsewhere("012", (2,), to)) as handle:
         output = model(data())
         assert handle.stats().stored_bytes == 3 * 32 * 32 * 4
-        with Products() as products:
+        with RunsOf(torch.ops.aten.addmm.default) as products:
             output.sum().backward()
         assert products.count == 3, "of six, the second of each module"
         assert handle.stats().stored_bytes == 0
@@ -372,7 +360,7 @@ def test_an_output_written_to_after_it_left_is_made_again(activation: Any, produ
     with lowtide.apply(model, held_elsewhere("0", (1,), to)) as handle:
         both(model, twin, lambda model: model(data()).square().mean().backward())
         output = model(data())
-        with Products() as ran:
+        with RunsOf(torch.ops.aten.addmm.default) as ran:
             output.sum().backward()
         assert ran.count == products
         assert handle.stats().moved_bytes > 0

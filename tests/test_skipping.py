@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.engines import skippedops
 from lowtide.plans import Move, Plan, Recompute
+from stepping import RunsOf
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_worst_garbage")
 
@@ -72,18 +72,6 @@ class Attention(nn.Module):
         if self.extra is not None:
             y = self.extra(self, query, turned, y)
         return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Products(TorchDispatchMode):
-    """Counts the matrix products that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
 
 
 def data(*, requires_grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -139,7 +127,7 @@ def products_of(model: nn.Module, plan: Plan, *, precision: torch.dtype | None =
     """How many matrix products run in the backward."""
     with lowtide.apply(model, plan):
         loss = loss_of(model, data(**kwargs), precision)
-        with Products() as products:
+        with RunsOf(torch.ops.aten.mm.default) as products:
             loss.backward()
     model.zero_grad()
     return products.count
