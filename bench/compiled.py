@@ -194,11 +194,11 @@ def peak_of(contestant: Regional) -> int:
         return torch.cuda.max_memory_allocated()
 
 
-def in_turns(contestants: list[Regional], rounds: int, is_late: Callable[[], bool]) -> list[Found]:
+def in_turns(contestants: list[Regional], rounds: int, deadline: float) -> list[Found]:
     """Some steps of each contestant that has settled, then again, and so on: clocks drift. The first is plain."""
     times: list[list[float]] = [[] for _ in contestants]
     for number in range(rounds):
-        if number and is_late():
+        if number and time.monotonic() > deadline:
             break
         for found, contestant in zip(times, contestants, strict=True):
             with contestant:
@@ -252,8 +252,9 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         if options.explain:
             print(explained, flush=True)
         ours.append((target, each, _took(explained)))
-    is_late = functools.partial(_is_after, start + options.seconds)
-    found = in_turns([*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds, is_late)
+    found = in_turns(
+        [*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds, start + options.seconds
+    )
     by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
     page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer in peers:
@@ -272,10 +273,6 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         theirs = None if target.peer is None else by_peer[target.peer.label].over
         page.add(_row(target, theirs, each, peak_of(contestant), took))
     torch._dynamo.reset()
-
-
-def _is_after(deadline: float) -> bool:
-    return time.monotonic() > deadline
 
 
 def _took(explained: str) -> str:
