@@ -40,7 +40,7 @@ class EagerLives:
         skipped: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.graph, self.facts = graph, graph.arrays
-        self._skipped = skipped_ops(graph, regions) if skipped is None else skipped
+        self._skipped = graph.unneeded.of_regions(regions) if skipped is None else skipped
         self._set_regions(regions)
         self._set_ticks()
         self._set_lives()
@@ -365,16 +365,6 @@ class EagerLives:
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,
         }
-
-
-def skipped_ops(graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """For each region that holds outputs, the ops that need not run again. One with regions inside leaves out none."""
-    found: dict[int, tuple[int, ...]] = {}
-    for call, kept in regions.items():
-        after = int(graph.arrays.after[call])
-        if kept and not any(inner in regions for inner in range(call + 1, after)):
-            found[call] = graph.unneeded.of(call, tuple(sorted(set(kept))))
-    return {call: ops for call, ops in found.items() if ops}
 
 
 def _ends_before(

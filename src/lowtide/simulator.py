@@ -132,4 +132,6 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
 
 
 def _lives(graph: StepGraph, plan: Plan) -> EagerLives:
-    return EagerLives(graph, plan.held_ops(graph), plan.skipped_ops(graph))
+    regions = plan.calls(graph)
+    held = {call: region.keep_ops for call, region in regions.items()}
+    return EagerLives(graph, held, {call: region.skip_ops for call, region in regions.items()})

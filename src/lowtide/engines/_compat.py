@@ -116,10 +116,6 @@ def may_be_remembered(op: Any, args: Any) -> bool:
     return op is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
-# Views that are none by their schemas.
-UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default})
-
-
 def saves_are_nobodys() -> bool:
     """Whether saved-tensor hooks may be put on, and no one else has. Obsolete with public ways to ask."""
     return current_hooks() is None and torch._C._autograd._saved_tensors_hooks_is_enabled() and not under_functorch()

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.engines import _compat
 from lowtide.engines.heldops import Held, Hold, Op, Reuse
 from lowtide.engines.moves import Keeping
+from lowtide.graph.unneeded import ALIASES, ALWAYS_RUN, is_blank
 from lowtide.memory.divergence import ReplayError
 from lowtide.plans import Recompute
 from lowtide.tracing.opfacts import facts_of
@@ -300,10 +301,6 @@ class ReuseAndSkip(Reuse):
 # What an op does to storages: it looks at one in another way, may be left out, makes memory to write to, or none such.
 VIEW, COMPUTES, ALLOCATES, RUNS = "view", "computes", "allocates", "runs"
 _NATURES: dict[int, str] = {}  # by the id of the op, which lives as long as torch does
-_ALLOCATIONS = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like new_zeros".split()
-)
-_NOT_LEFT_OUT = frozenset({"random", "collective", "mutates", "view", "custom"})
 
 
 def _nature_of(func: Any) -> str:
@@ -319,11 +316,11 @@ def _find_nature(func: Any) -> str:
     facts = facts_of(func)
     if "custom" in facts.flags or "collective" in facts.flags:
         return RUNS
-    if func in _compat.UNDECLARED_VIEWS or ("view" in facts.flags and "mutates" not in facts.flags):
+    if facts.name in ALIASES or ("view" in facts.flags and "mutates" not in facts.flags):
         return VIEW
-    if facts.name.split(".")[1] in _ALLOCATIONS and "mutates" not in facts.flags:
+    if is_blank(facts.name) and "mutates" not in facts.flags:
         return ALLOCATES
-    is_left_out = _NOT_LEFT_OUT.isdisjoint(facts.flags) and not facts.written_in_training
+    is_left_out = ALWAYS_RUN.isdisjoint(facts.flags) and not facts.written_in_training
     return COMPUTES if is_left_out and not facts.has_dynamic_shape else RUNS
 
 

@@ -8,14 +8,15 @@ that is held rotated, say.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowtide.graph import StepGraph
 
-_ALIASES = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})  # views but for their schemas
+ALIASES = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})  # views but for their schemas
 # What else they do than to make their outputs is not known, or has to happen.
-_ALWAYS_RUN = frozenset({"random", "collective", "custom", "opaque", "mutates", "index", "view"})
+ALWAYS_RUN = frozenset({"random", "collective", "custom", "opaque", "mutates", "index", "view"})
 
 
 class Unneeded:
@@ -25,9 +26,10 @@ class Unneeded:
     """
 
     def __init__(self, graph: StepGraph) -> None:
+        self._after = graph.arrays.after
         self._calls, self._found = graph.calls, dict[tuple[int, tuple[int, ...]], tuple[int, ...]]()
         # Memory without values may be there for kernels that no one sees, and those may read anything.
-        self._allocations = [index for index, op in enumerate(graph.ops[: graph.num_forward]) if _is_blank(op.name)]
+        self._allocations = [index for index, op in enumerate(graph.ops[: graph.num_forward]) if is_blank(op.name)]
         ops, num = graph.ops, graph.num_forward
         needed = {save.value for save in graph.saves}
         needed.update(value for op in ops for value in op.mutates)
@@ -35,13 +37,13 @@ class Unneeded:
         needed.update(number for number, value in enumerate(graph.values) if value.kind != "activation")
         readers_of: dict[int, list[int]] = {}
         for index, op in enumerate(ops[:num]):
-            if "view" not in op.flags and op.name not in _ALIASES:
+            if "view" not in op.flags and op.name not in ALIASES:
                 for value in dict.fromkeys(op.inputs):
                     readers_of.setdefault(value, []).append(index)
         self.readers: list[tuple[int, ...] | None] = []
         self._dropped: list[int] = []  # when the last of what each op makes is gone
         for op in ops[:num]:
-            runs = not op.outputs or bool(op.mutates) or not _ALWAYS_RUN.isdisjoint(op.flags)
+            runs = not op.outputs or bool(op.mutates) or not ALWAYS_RUN.isdisjoint(op.flags)
             runs = runs or not needed.isdisjoint(op.outputs)
             # What no op reads was made for someone who is not seen: Python, for its numbers.
             runs = runs or any(graph.values[value].bytes and value not in readers_of for value in op.outputs)
@@ -77,6 +79,15 @@ class Unneeded:
             self._found[key] = tuple(op - first for op in sorted(left_out))
         return self._found[key]
 
+    def of_regions(self, regions: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+        """For each region that holds outputs, the ops that need not run again. None of one with others inside."""
+        found: dict[int, tuple[int, ...]] = {}
+        for call, kept in regions.items():
+            if kept and not any(inner in regions for inner in range(call + 1, self._after[call])):
+                found[call] = self.of(call, tuple(sorted(set(kept))))
+        return {call: ops for call, ops in found.items() if ops}
 
-def _is_blank(name: str) -> bool:
+
+def is_blank(name: str) -> bool:
+    """Whether an op makes memory without values, or with zeros only."""
     return any(word in name.split(".")[1] for word in ("empty", "zeros")) if name.count(".") else False

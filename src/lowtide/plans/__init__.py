@@ -264,10 +264,6 @@ class Plan:
                 raise PlanError(f"{region.path} is to skip ops {sorted(needed)}, and what they make is needed")
         return found
 
-    def skipped_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The recomputed calls of `graph`, and for each the ops, counted from its first, that do not run again."""
-        return {call: region.skip_ops for call, region in self.calls(graph).items()}
-
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
         """The recomputed calls of `graph`, and for each the ops, counted from its first, whose outputs are kept."""
         return {call: region.keep_ops for call, region in self.calls(graph).items()}

@@ -250,9 +250,10 @@ class Pricing:
     def _kept(self, index: int, price: float, held: np.ndarray) -> list[int]:
         """The ops of a call, counted from its first, whose outputs it holds at a price if it is a region."""
         call, stop = self.graph.calls[index], self._stop[index]
-        worth = self.may_keep & (price * held < self._seconds)
-        worth[stop:] = False
-        kept = set((np.flatnonzero((worth | self.must_keep)[call.first : call.end])).tolist())
+        ops = slice(call.first, call.end)
+        worth = self.may_keep[ops] & (price * held[ops] < self._seconds[ops])
+        worth[max(0, stop - call.first) :] = False
+        kept = set(np.flatnonzero(worth | self.must_keep[ops]).tolist())
         if index in self._cuts:
             kept -= set((self._cuts.ops(index) - call.first).tolist())
             kept |= set(self._cuts.best(index, price, held)[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from lowtide.eagerlives import skipped_ops
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan, Recompute
 
@@ -65,7 +64,7 @@ def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
 
 def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
     """Regions given by call numbers, as a plan names them, with the ops that need not run again."""
-    left_out = skipped_ops(graph, regions)
+    left_out = graph.unneeded.of_regions(regions)
     return tuple(
         Recompute(graph.calls[call].path, graph.nths[call], regions[call], left_out.get(call, ()))
         for call in sorted(regions)

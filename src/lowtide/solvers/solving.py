@@ -137,7 +137,7 @@ class Search:
         self._ways = [(0.0, 0.0, False), *ways]
         if lossy:
             self._ways += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host or disk)]
-        self._chains: dict[tuple[int, float, bool, bool, bool], Chain] = {}
+        self._chains: dict[tuple[int, float, bool, bool], list[Chain]] = {}  # in the order of the forward, and spread
         self._nested_found: dict[tuple[int, float, bool, Codecs], Found] = {}
         self._mover = Mover(graph, host, disk, self._press)
         self._movable_bytes = host + disk
@@ -173,15 +173,15 @@ class Search:
         return [*kinds, (0, 0.0, False, 0.0, False)] if narrow and kinds else kinds
 
     def _chain(self, moment: int, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> Chain:
-        key = moment, discount, narrow, coded, is_spread
+        key = moment, discount, narrow, coded
         if key not in self._chains:
             pricing, found = self._moments[moment].pricing, self._moments[moment].hull
             if discount or narrow or coded:
-                press = self._press if coded else None
-                pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow, press)
+                pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow, self._press if coded else None)
                 found = hull(pricing)
-            self._chains[key] = Chain(self.graph, found.choices, Easing(self.graph, pricing), is_spread=is_spread)
-        return self._chains[key]
+            easing = Easing(self.graph, pricing)
+            self._chains[key] = [Chain(self.graph, found.choices, easing, is_spread=each) for each in (False, True)]
+        return self._chains[key][is_spread]
 
     def _all_chains(self) -> Iterator[tuple[Chain | Loads, float, bool]]:
         """Chains, each with the share of the link that its moves use, and whether values may be encoded."""

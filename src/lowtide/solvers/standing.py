@@ -69,9 +69,10 @@ def replayed_s(graph: StepGraph, regions: Regions) -> float:
             stops[outer] = max(stops.get(outer, 0), graph.calls[inner].first)
             is_read |= {outer} if inner in is_read else set()
     sums = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops[: graph.num_forward]])])
-    total = 0.0
+    total, left_out = 0.0, graph.unneeded.of_regions(regions)
     for region in sorted(is_read):
         first, stop = graph.calls[region].first, stops[region]
-        held = sum(graph.ops[first + op].seconds for op in regions[region] if first + op < stop)
-        total += max(0.0, float(sums[stop] - sums[first]) - held)
+        spared = {*regions[region], *left_out.get(region, ())}
+        spared_s = sum(graph.ops[first + op].seconds for op in sorted(spared) if first + op < stop)
+        total += max(0.0, float(sums[stop] - sums[first]) - spared_s)
     return total
