@@ -74,8 +74,9 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def data(*, requires_grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_(requires_grad)
+def data(*, requires_grad: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    made = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+    return made.to(device, dtype).requires_grad_(requires_grad)
 
 
 def loss_of(model: nn.Module, x: Tensor, precision: torch.dtype | None) -> Tensor:
@@ -161,6 +162,14 @@ def test_what_leads_to_held_outputs_only_is_not_computed_again() -> None:
     plan = planned("0", "1", "2")
     check(model, plan)
     assert num_skipped(model, plan) == 6
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    model = nn.Sequential(Attention(), Attention(dropout=0.2)).cuda()
+    plan = planned("0", "1", ops=ops_of(model, device="cuda"))
+    check(model, plan, device="cuda")
+    assert num_skipped(model, plan, device="cuda") == 4
 
 
 def test_only_the_ops_named_are_left_out() -> None:
