@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint_module
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
-from lowtide.errors import LowtideError
 
 # Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
 torch_checkpoint = torch_checkpoint_module.checkpoint
@@ -229,102 +226,6 @@ def current_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] |
     return None if hooks is None else (hooks[0], hooks[1])
 
 
-def current_frame() -> Any | None:
-    """The bookkeeping of the torch checkpoint whose forward runs now, found in the closure of its pack hook.
-
-    Obsolete when torch's checkpoint takes a metadata function and an error callback.
-    """
-    hooks = current_hooks()
-    if hooks is None or not hasattr(hooks[0], "__code__"):
-        return None
-    pack: Any = hooks[0]
-    for name, cell in zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True):
-        if name == "frame":
-            return cell.cell_contents
-    return None
-
-
-# What torch compares of a saved tensor and its recomputation: shape, dtype and device.
-metadata_of: Callable[[Tensor], dict[str, Any]] = torch_checkpoint_module._default_meta_extractor
-
-
-class FrameObserver(Protocol):
-    """Who wants to see what a torch checkpoint saves and recomputes."""
-
-    @property
-    def metadata(self) -> Callable[[Tensor], Any]: ...
-    def diverged(self, torch_error: Exception) -> Exception: ...
-    def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None: ...
-    def replay_checked(self) -> None: ...
-
-
-def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
-    """Let `observer` describe what the frame saves, and raise its errors in place of torch's.
-
-    `overwritten` concerns a recomputed tensor changed in place after the replay saved it: torch hands it to the
-    backward as it is, where plain autograd raises. A `watch` sees the tensors too (`SaveWatch` in `memory.region`).
-    """
-    ref = weakref.ref(frame)  # a strong one would be a cycle, and activations would wait for the garbage collector
-    versions: list[int] = []  # of saved tensors, in the order of frame.weak_holders
-    describe, note_version = observer.metadata, versions.append
-
-    def describe_saved(tensor: Tensor) -> Any:  # once per saved tensor: nothing here may cost a microsecond
-        note_version(tensor._version)
-        return describe(tensor)
-
-    def show_and_describe_saved(tensor: Tensor) -> Any:
-        watch.saved(tensor)
-        return describe_saved(tensor)
-
-    def check_recomputed_tensors_match(gid: Any) -> None:
-        frame: Any = ref()
-        frame.metadata_fn = describe
-        try:
-            type(frame).check_recomputed_tensors_match(frame, gid)
-            if watch is not None:
-                watch.saved_again(frame.recomputed[gid].values())
-            if not frame.ignore_saved_mismatch:
-                _check_overwritten(frame, gid, versions, observer)
-        except TorchCheckpointError as error:
-            raise (error if isinstance(error, LowtideError) else observer.diverged(error)) from None
-        finally:
-            frame.metadata_fn = shown
-            observer.replay_checked()
-
-    shown = describe_saved if watch is None else show_and_describe_saved
-    frame.metadata_fn = shown
-    frame.check_recomputed_tensors_match = check_recomputed_tensors_match
-
-
-def _check_overwritten(frame: Any, gid: Any, versions: list[int], observer: FrameObserver) -> None:
-    recomputed = frame.recomputed[gid]
-    if [tensor._version for tensor in recomputed.data.values()] == versions:  # as nearly always
-        return
-    for position, weak_holder in enumerate(frame.weak_holders):
-        holder = weak_holder()
-        handle = None if holder is None else holder.handles[gid]
-        if handle is not None and recomputed[handle]._version > versions[position]:
-            error = observer.overwritten(position, frame.x_metadatas[position])
-            if error is not None:
-                raise error
-
-
-def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:
-    """What a selective checkpoint's forward mode saw: its policy, the ops that ran, and whether any was saved.
-
-    None for a context of another kind. On torch 2.11 only ops that were saved are listed.
-    """
-    if not isinstance(mode, torch_checkpoint_module._CachingTorchDispatchMode):
-        return None
-    recompute = getattr(torch_checkpoint_module, "_RECOMPUTE", None)
-    saved = any(
-        entry is not recompute
-        for entries in mode.storage.values()
-        for entry in (entries.values() if isinstance(entries, dict) else entries)
-    )
-    return mode.policy_fn, [str(key[0] if isinstance(key, tuple) else key) for key in mode.storage], saved
-
-
 def is_op(value: Any) -> bool:
     return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
 
@@ -337,6 +238,16 @@ def has_values(tensor: Tensor) -> bool:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """A block whose ops no dispatch mode sees (a selective checkpoint would count them)."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def bare_kernels() -> Iterator[None]:
+    """A block whose ops are kernels and nothing else: no history, no casts, and nobody sees them.
+
+    Obsolete with a public way to switch autocast off for all devices.
+    """
+    with torch.no_grad(), torch._C._DisableAutocast(), without_modes():
+        yield
 
 
 @functools.cache
@@ -357,6 +268,11 @@ class StorageReference:
 
     def is_alive(self) -> bool:
         return not self._reference.expired()
+
+    def as_tensor(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """The storage, which is alive, as a tensor from its beginning."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, stride)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -1,13 +1,13 @@
 """Outputs of single ops that a recomputed region holds, so that its replay takes them instead of making them again.
 
-Two dispatch modes, one around the region's forward and one around its replay, see every op below autograd. The first
-keeps the outputs of the planned ops, the second returns them when it comes to the same ops: autograd's nodes are made
-as always, and what was not kept, or was written to since, is computed. What only those ops read need not be computed
-either: that is `skippedops`.
+A region's forward keeps the outputs of planned ops (`shownops`), its replay returns them when it comes to the same ops
+(`replayedops`): autograd's nodes are made as always, and what was not kept, or was written to since, is computed. What
+only those ops read need not be computed either: that is `skippedops`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,50 +19,47 @@ from lowtide.engines.moves import Keeping
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import replay_depth
-from lowtide.tracing.opfacts import facts_of
 
 Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often that was done before
+Build = Callable[[list[Any]], Any]
 
 
 class Held:
-    """The output of one op, its first tensor kept by `keep` if given, and the random states after it."""
+    """The output of one op, in parts: tensors kept here or elsewhere, and what else there is."""
 
-    def __init__(self, op: Any, output: Any, kwargs: dict[str, Any], keep: Keeping | None) -> None:
-        parts, self._build = _compat.taken_apart(output)
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        self._storages = [storage for tensor in tensors for storage in _compat.storage_references(tensor)]
-        self._random = None
-        is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-        self._hides = _compat.without_modes if is_random or keep is not None else nullcontext  # it takes a while
-        with self._hides():
-            if is_random:
-                generators = [value for value in kwargs.values() if isinstance(value, torch.Generator)]
-                self._random = Ambient({tensor.device for tensor in tensors}, generators, preserve_rng_state=True)
-            with _compat.sharing_versions():
-                self._parts = [self._kept(part, keep, tensors) for part in parts]
-
-    @staticmethod
-    def _kept(part: Any, keep: Keeping | None, tensors: list[Tensor]) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return KeptHere(part) if keep is None or part is not tensors[0] else keep(part)
+    def __init__(self, parts: list[Any], build: Build, random: Ambient | None, is_elsewhere: bool) -> None:
+        self._parts, self._build = parts, build
+        self._random = random  # the states after the op, if it draws numbers
+        self._hides = _compat.without_modes if random is not None or is_elsewhere else nullcontext  # it takes a while
 
     @property
     def is_intact(self) -> bool:
         """Whether nothing was written into it since."""
         return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
 
-    def is_in(self, storages: set[int]) -> bool:
-        """Whether a part of it was put into one of these storages."""
-        return any(storage.id in storages for storage in self._storages)
-
-    def take(self) -> Any:
-        """The output; random numbers go on from where the op left them."""
+    def take(self) -> tuple[Any, list[Any]]:
+        """The output, and its parts; random numbers go on from where the op left them."""
         with self._hides():
             if self._random is not None:
                 self._random.restore()
             kept = KeptHere | KeptInStore
-            return self._build([part.restore() if isinstance(part, kept) else part for part in self._parts])
+            parts = [part.restore() if isinstance(part, kept) else part for part in self._parts]
+            return self._build(parts), parts
+
+
+def kept(tensor: Tensor, keep: Keeping | None) -> KeptHere | KeptInStore:
+    """A tensor that was just made, kept by `keep` if given."""
+    with _compat.sharing_versions():
+        return KeptHere(tensor) if keep is None else keep(tensor)
+
+
+def random_states(tensors: Iterable[Tensor], generators: Iterable[torch.Generator]) -> Ambient:
+    """The random states after an op that made these tensors, with those of the generators that it was given."""
+    return Ambient({tensor.device for tensor in tensors}, generators, preserve_rng_state=True)
+
+
+def is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 class Counting(_compat.DispatchMode):
@@ -74,9 +71,8 @@ class Counting(_compat.DispatchMode):
 
     num_replays_in = 0  # to be in the region: none for its forward, one for its replay
 
-    def __init__(self, held: dict[Op, Held]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._held = held
         self._seen: dict[Any, int] = {}
         self._num_seen = 0
         self._depth = 0
@@ -102,42 +98,5 @@ class Counting(_compat.DispatchMode):
 _BOOKKEEPING = frozenset(map(id, _compat.BOOKKEEPING_OPS))
 
 
-class Hold(Counting):
-    """Keeps the outputs of the ops at some positions; `elsewhere` says where, for those that do not stay."""
-
-    def __init__(self, held: dict[Op, Held], positions: frozenset[int], elsewhere: dict[int, Keeping]) -> None:
-        super().__init__(held)
-        self._positions = positions
-        self._elsewhere = elsewhere
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, position = self._counted(func, args), self._num_seen - 1
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        if _compat.writes(func):
-            self._forget(func, args, kwargs)
-        elif position in self._positions and op is not None and not _compat.gives_views(func):
-            self._hold(op, position, func, output, kwargs)
-        return output
-
-    def _hold(self, op: Op, position: int, func: Any, output: Any, kwargs: Any) -> None:
-        self._held[op] = Held(func, output, kwargs or {}, self._elsewhere.get(position))
-
-    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Let go of what was written to. Not all writes show in versions: those through `.data`, or to new tensors."""
-        written = facts_of(func).written_tensors(args, kwargs or {})
-        storages = {storage for tensor in written for storage in _compat.storages_of(tensor)}
-        for op in [op for op, held in self._held.items() if held.is_in(storages)]:
-            del self._held[op]
-
-
-class Reuse(Counting):
-    """Takes each output once. What is not there, in a second backward say, is computed."""
-
-    num_replays_in = 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op = self._counted(func, args)
-        held = None if op is None else self._held.pop(op, None)
-        if held is not None and held.is_intact:
-            return held.take()
-        return func(*args, **kwargs) if kwargs else func(*args)
+def computes_nothing(func: Any) -> bool:
+    return id(func) in _BOOKKEEPING

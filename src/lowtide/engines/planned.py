@@ -23,9 +23,10 @@ from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
+from lowtide.engines.replayedops import holding
 from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
-from lowtide.engines.skippedops import holding
+from lowtide.engines.shownops import Lessons, shapes_of_inputs
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
 from lowtide.memory.checkpoint import checkpoint
@@ -54,6 +55,7 @@ class AppliedPlan(Applied):
         self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
         self._all_moves: list[Moves] = []  # of every plan so far
+        self._lessons: dict[Recompute, Lessons] = {}  # on what regions hold
         try:
             self.decisions = self.take_in(plan)
         except BaseException:
@@ -157,7 +159,10 @@ class AppliedPlan(Applied):
         inputs = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
         forward, kwargs = self._without_options(forward, kwargs)
         kept = {} if moves is None else moves.keeping_outputs(region.name, nth)
-        held = functools.partial(holding, decision, kept) if decision.keep_ops or decision.skip_ops else noop_context_fn
+        held: Any = noop_context_fn
+        if decision.keep_ops or decision.skip_ops:
+            lessons = self._lessons.setdefault(decision, Lessons(region.name))
+            held = functools.partial(holding, decision, kept, lessons, shapes_of_inputs(args, kwargs))
         call = functools.partial(self._replayable, region, forward, Begun(run))
         with self._turns[region.name] or nullcontext():
             return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import _compat
+from lowtide.memory import _compat as frames
 from lowtide.memory.region import InputsKeeper, Region
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
@@ -145,7 +146,7 @@ class _Selection:
 
     def check_used(self) -> None:
         """Raise if a policy that names ops to save met none of them (`aten.mm` where `aten.mm.default` ran, say)."""
-        seen, self._forward_context = _compat.selective_ops(self._forward_context), None
+        seen, self._forward_context = frames.selective_ops(self._forward_context), None
         if seen is None:
             return
         policy, ran, saved_any = seen

@@ -11,13 +11,14 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.memory import _compat as frames
 from lowtide.memory import divergence
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.arguments import Arguments, Fingerprint, Path
@@ -49,10 +50,13 @@ def replay_depth() -> int:
 
 
 class SaveWatch(Protocol):
-    """Who wants to see the tensors that are saved: each as the forward saves it, a replay's when that is over."""
+    """Who wants to see the tensors that are saved: each as the forward saves it, a replay's when that is over.
+
+    A replay whose tensors it does not approve of is run once more. Of those that nobody wants any more it sees None.
+    """
 
     def saved(self, tensor: Tensor) -> None: ...
-    def saved_again(self, tensors: Iterable[Tensor]) -> None: ...
+    def saved_again(self, tensors: Sequence[Tensor | None]) -> bool: ...
 
 
 class Region:
@@ -99,10 +103,10 @@ class Region:
         return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_checked and (frame := _compat.current_frame()) is not None:
+        if self._is_checked and (frame := frames.current_frame()) is not None:
             watch = None if self.begin_watch is None else self.begin_watch()
             self.begin_watch = None
-            _compat.watch_frame(frame, self, watch)
+            frames.watch_frame(frame, self, watch)
             self._is_watched = True
         output = self._function(*args, **kwargs)
         self._mutated_path = self._arguments.changed_container(args, kwargs)
@@ -172,12 +176,12 @@ class Region:
             if tensor is not None and _compat.version_of(tensor) != version:
                 raise divergence.mutated_argument(self._function, path, "was changed in place")
 
-    # What torch's bookkeeping calls (see `_compat.watch_frame`).
+    # What torch's bookkeeping calls (see `watch_frame`).
 
     @property
     def metadata(self) -> Callable[[Tensor], dict[str, Any]]:
         """What tells of a saved tensor what has to be the same in the replay."""
-        return _metadata_and_values if self._compares_values else _compat.metadata_of
+        return _metadata_and_values if self._compares_values else frames.metadata_of
 
     def replay_checked(self) -> None:
         """Let go of the inputs: kept until here in case the replay has to be looked into."""
@@ -215,4 +219,4 @@ class Region:
 
 
 def _metadata_and_values(tensor: Tensor) -> dict[str, Any]:
-    return {**_compat.metadata_of(tensor), "checksum": checksum(tensor)}
+    return {**frames.metadata_of(tensor), "checksum": checksum(tensor)}

@@ -1,0 +1,72 @@
+"""The replay of a region that holds outputs of ops: it takes those, puts off what only they read, and runs the rest."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lowtide.engines import _compat
+from lowtide.engines.heldops import Counting, Op
+from lowtide.engines.moves import Keeping
+from lowtide.engines.shownops import Call, Lessons, Shapes, Shown, Watched
+from lowtide.engines.skippedops import StandIn, Unseen, allocates
+from lowtide.plans import Recompute
+from lowtide.tracing.opfacts import facts_of
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def holding(region: Recompute, elsewhere: dict[int, Keeping], lessons: Lessons, shapes: Shapes) -> Contexts:
+    """Contexts for one call of a region: the forward keeps the outputs of planned ops, the replay takes them.
+
+    `elsewhere` says where, for those that do not stay; `lessons` are the region's.
+    """
+    call, lesson = Call(lessons, shapes), lessons.known(shapes)
+    forward = Watched(call, region, elsewhere) if lesson is None else Shown(call, lesson, elsewhere)
+    return forward, Replayed(call)
+
+
+class Replayed(Counting):
+    """Takes each output once. What is not there, in a second backward say, is computed."""
+
+    num_replays_in = 1
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call, self._later = call, call.later
+        self._stand_ins: dict[Op, StandIn] = {}
+        self._unseen: Unseen | None = None
+
+    def __enter__(self) -> Any:
+        self._stand_ins = self._call.begin_replay()
+        if self._stand_ins and _compat.accelerator() is None:
+            self._unseen = Unseen(self._later)
+            self._unseen.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self._unseen is not None:
+            self._unseen.__exit__(kind, error, trace)
+            self._unseen = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, later = self._counted(func, args), self._later
+        if op is not None:
+            held = self._call.held.pop(op, None)
+            if held is not None and held.is_intact:
+                output, parts = held.take()
+                if self._call.is_shown:
+                    self._call.took(op, parts)
+                return output
+            stand_in = self._stand_ins.get(op)
+            if stand_in is not None and later.may_put_off() and stand_in.fits(args, kwargs):
+                return later.put_off(stand_in, func, args, kwargs)
+        if later:
+            later.before(func, args, kwargs)
+        if self._call.taken and _compat.writes(func):
+            self._call.wrote(facts_of(func).written_tensors(args, kwargs or {}))
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._stand_ins and allocates(func):
+            later.made_blank(output)
+        return output

@@ -1,0 +1,138 @@
+"""The private torch API that a region needs of torch's checkpoint, with what would make it obsolete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint_module
+from torch import Tensor
+
+from lowtide._compat import TorchCheckpointError, current_hooks
+from lowtide.errors import LowtideError
+
+
+def current_frame() -> Any | None:
+    """The bookkeeping of the torch checkpoint whose forward runs now, found in the closure of its pack hook.
+
+    Obsolete when torch's checkpoint takes a metadata function and an error callback.
+    """
+    hooks = current_hooks()
+    if hooks is None or not hasattr(hooks[0], "__code__"):
+        return None
+    pack: Any = hooks[0]
+    for name, cell in zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True):
+        if name == "frame":
+            return cell.cell_contents
+    return None
+
+
+# What torch compares of a saved tensor and its recomputation: shape, dtype and device.
+metadata_of: Callable[[Tensor], dict[str, Any]] = torch_checkpoint_module._default_meta_extractor
+
+
+class FrameObserver(Protocol):
+    """Who wants to see what a torch checkpoint saves and recomputes."""
+
+    @property
+    def metadata(self) -> Callable[[Tensor], Any]: ...
+    def diverged(self, torch_error: Exception) -> Exception: ...
+    def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None: ...
+    def replay_checked(self) -> None: ...
+
+
+def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
+    """Let `observer` describe what the frame saves, and raise its errors in place of torch's.
+
+    `overwritten` concerns a recomputed tensor changed in place after the replay saved it: torch hands it to the
+    backward as it is, where plain autograd raises. A `watch` sees the tensors too (`SaveWatch` in `memory.region`).
+    """
+    ref = weakref.ref(frame)  # a strong one would be a cycle, and activations would wait for the garbage collector
+    versions: list[int] = []  # of saved tensors, in the order of frame.weak_holders
+    describe, note_version = observer.metadata, versions.append
+
+    def describe_saved(tensor: Tensor) -> Any:  # once per saved tensor: nothing here may cost a microsecond
+        note_version(tensor._version)
+        return describe(tensor)
+
+    def show_and_describe_saved(tensor: Tensor) -> Any:
+        watch.saved(tensor)
+        return describe_saved(tensor)
+
+    def check_recomputed_tensors_match(gid: Any) -> None:
+        frame: Any = ref()
+        frame.metadata_fn = describe
+        try:
+            type(frame).check_recomputed_tensors_match(frame, gid)
+            if watch is not None and not watch.saved_again(_recomputed(frame, gid)):
+                _recompute_once_more(frame, gid)
+                type(frame).check_recomputed_tensors_match(frame, gid)
+                watch.saved_again(_recomputed(frame, gid))
+            if not frame.ignore_saved_mismatch:
+                _check_overwritten(frame, gid, versions, observer)
+        except TorchCheckpointError as error:
+            raise (error if isinstance(error, LowtideError) else observer.diverged(error)) from None
+        finally:
+            frame.metadata_fn = shown
+            observer.replay_checked()
+
+    shown = describe_saved if watch is None else show_and_describe_saved
+    frame.metadata_fn = shown
+    frame.check_recomputed_tensors_match = check_recomputed_tensors_match
+
+
+def _recomputed(frame: Any, gid: Any) -> list[Tensor | None]:
+    """What a replay has saved, in order; None for what nobody wants any more."""
+    holders = [reference() for reference in frame.weak_holders]
+    handles = [None if holder is None else holder.handles.get(gid) for holder in holders]
+    return [None if handle is None else frame.recomputed[gid].get(handle) for handle in handles]
+
+
+def _recompute_once_more(frame: Any, gid: Any) -> None:
+    """Throw away what a replay has saved, and replay again, as the frame's unpack hook does."""
+    for reference in frame.weak_holders:
+        if (holder := reference()) is not None:
+            holder.handles.pop(gid, None)
+    frame.recomputed[gid].clear()
+    frame.recomp_counter[gid] = 0
+    if hasattr(frame, "get_inputs"):
+        args = frame.get_inputs()
+    else:  # until torch 2.12
+        saver = frame.input_saver.grad_fn
+        args = saver.get_args(saver.saved_tensors)
+    try:
+        with torch_checkpoint_module._recomputation_hook(weakref.ref(frame), gid), torch.enable_grad():
+            frame.recompute_fn(*args)
+    except torch_checkpoint_module._StopRecomputationError:
+        pass
+
+
+def _check_overwritten(frame: Any, gid: Any, versions: list[int], observer: FrameObserver) -> None:
+    recomputed = frame.recomputed[gid]
+    if [tensor._version for tensor in recomputed.data.values()] == versions:  # as nearly always
+        return
+    for position, weak_holder in enumerate(frame.weak_holders):
+        holder = weak_holder()
+        handle = None if holder is None else holder.handles[gid]
+        if handle is not None and recomputed[handle]._version > versions[position]:
+            error = observer.overwritten(position, frame.x_metadatas[position])
+            if error is not None:
+                raise error
+
+
+def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:
+    """What a selective checkpoint's forward mode saw: its policy, the ops that ran, and whether any was saved.
+
+    None for a context of another kind. On torch 2.11 only ops that were saved are listed.
+    """
+    if not isinstance(mode, torch_checkpoint_module._CachingTorchDispatchMode):
+        return None
+    recompute = getattr(torch_checkpoint_module, "_RECOMPUTE", None)
+    saved = any(
+        entry is not recompute
+        for entries in mode.storage.values()
+        for entry in (entries.values() if isinstance(entries, dict) else entries)
+    )
+    return mode.policy_fn, [str(key[0] if isinstance(key, tuple) else key) for key in mode.storage], saved
