@@ -415,9 +415,8 @@ def test_a_region_inside_takes_it(run: Callable[..., Any]) -> None:
     def inside_unnamed(block: Attention, query: Tensor, turned: Tensor, y: Tensor) -> Tensor:
         return run(lambda y: y * query.exp().sigmoid(), y, use_reentrant=False)
 
-    num_left_out = 0 if run is lowtide.checkpoint else 1  # ours makes memory, for random states
-    computed(inside, num_left_out=num_left_out)
-    computed(inside_unnamed, num_left_out=num_left_out)
+    computed(inside)
+    computed(inside_unnamed)
 
 
 @pytest.mark.parametrize("allocate", [torch.empty, torch.zeros])

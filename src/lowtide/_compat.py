@@ -262,12 +262,14 @@ class StorageReference:
     Obsolete when `weakref.ref(tensor.untyped_storage())` says so on every torch we allow.
     """
 
+    __slots__ = ("_reference", "id")
+
     def __init__(self, tensor: Tensor) -> None:
         self._reference = StorageWeakRef(tensor.untyped_storage())
         self.id: int = self._reference.cdata
 
     def is_alive(self) -> bool:
-        return not self._reference.expired()
+        return not torch.UntypedStorage._expired(self.id)  # as `StorageWeakRef` does, three calls later
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """The storage, which is alive, as a tensor from its beginning."""

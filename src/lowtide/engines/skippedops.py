@@ -64,28 +64,40 @@ class StandIn:
             ]
         return parts[0] if self._build is None else self._build(parts), parts
 
+    def fill(self, storages: list[_compat.StorageReference], parts: list[Tensor | None]) -> None:
+        """Put the parts of an output where one was made, as far as that is still there."""
+        full = [part for part in parts if part is not None]
+        forms = [form for form in self._forms if form is not None]
+        for storage, form, part in zip(storages, forms, full, strict=True):
+            if storage.is_alive():
+                storage.as_tensor(form[2], form[0], form[1]).copy_(part)
+
 
 class _Postponed:
-    """An op that was put off, with what it would read; `made` are the parts of its output, by storage."""
+    """An op that was put off, with what it would read; `made` are the storages of its output's parts."""
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, made: list[Tensor | None]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs or {}
-        self.made = [None if part is None else _compat.StorageReference(part) for part in made]
-        self.forms = [None if part is None else (part.shape, part.stride()) for part in made]
-        self.reads = _storages_in((args, kwargs))
+    __slots__ = ("args", "func", "kwargs", "made", "stand_in")
+
+    def __init__(self, stand_in: StandIn, func: Any, args: Any, kwargs: Any, parts: list[Tensor | None]) -> None:
+        self.stand_in, self.func, self.args, self.kwargs = stand_in, func, args, kwargs or {}
+        self.made = [_compat.StorageReference(part) for part in parts if part is not None]
 
     def is_wanted(self) -> bool:
         """Whether anyone could still ask for what it makes."""
-        return any(reference is not None and reference.is_alive() for reference in self.made)
+        for reference in self.made:
+            if reference.is_alive():
+                return True
+        return False
+
+    def reads(self) -> set[int]:
+        """The storages of its arguments."""
+        return _storages_in((self.args, self.kwargs))
 
     def compute(self) -> None:
         """Make it after all, where its stand-ins are."""
         with _compat.bare_kernels():
             output = self.func(*self.args, **self.kwargs)
-            parts = [output] if isinstance(output, Tensor) else _compat.taken_apart(output)[0]
-            for part, reference, form in zip(parts, self.made, self.forms, strict=True):
-                if reference is not None and form is not None and reference.is_alive():
-                    reference.as_tensor(part.dtype, *form).copy_(part)
+            self.stand_in.fill(self.made, [output] if isinstance(output, Tensor) else _compat.taken_apart(output)[0])
 
 
 class Later:
@@ -108,9 +120,10 @@ class Later:
         """What stands for the output of an op that is not run."""
         self._sweep()
         output, parts = stand_in.make()
-        postponed = _Postponed(func, args, kwargs, parts)
+        postponed = _Postponed(stand_in, func, args, kwargs, parts)
         self._postponed.append(postponed)
-        self._by_storage.update((made.id, postponed) for made in postponed.made if made is not None)
+        for made in postponed.made:
+            self._by_storage[made.id] = postponed
         return output
 
     def may_put_off(self) -> bool:
@@ -127,37 +140,51 @@ class Later:
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to run: whatever it reads has to be there, and whatever it changes must have been read."""
-        if computes_nothing(func):
+        if computes_nothing(func) or _nature_of(func) is VIEW:
             return
         self._sweep()
-        nature = _nature_of(func)
-        if not self._postponed or nature is VIEW:
+        if not self._postponed:
             return
-        tensors = list(tensors_in((args, kwargs)))
-        if nature is ALLOCATES or not all(
-            map(_compat.is_plain, tensors)
-        ):  # a tensor of another class may be made of any
-            self.compute_all()
-            return
-        self.compute(_storages_in(tensors))
+        wanted: list[_Postponed] = []
+        if not (self._add_read(args, wanted) and self._add_read((kwargs or {}).values(), wanted)):
+            wanted = self._postponed  # a tensor of another class may be made of anything
+        if wanted:
+            self._compute(wanted)
         if self._postponed and _compat.writes(func):
             written = _storages_in(facts_of(func).written_tensors(args, kwargs or {}))
-            self._compute([each for each in self._postponed if not written.isdisjoint(each.reads)])
+            self._compute([each for each in self._postponed if not written.isdisjoint(each.reads())])
 
-    def compute(self, storages: Iterable[int]) -> None:
-        """Have what belongs into these storages there."""
-        self._compute([self._by_storage[storage] for storage in storages if storage in self._by_storage])
+    def _add_read(self, values: Iterable[Any], wanted: list[_Postponed]) -> bool:
+        """Add the ops whose stand-ins are among the values. Whether all values say what they are made of."""
+        for value in values:
+            kind = type(value)
+            if kind in _compat.PLAIN_TYPES and value.layout is torch.strided:
+                found = self._by_storage.get(_compat.storage_id(value))
+                if found is not None:
+                    wanted.append(found)
+            elif kind in _NUMBERS:
+                continue
+            elif kind in (tuple, list):
+                if not self._add_read(value, wanted):
+                    return False
+            elif isinstance(value, Tensor):
+                return False
+        return True
+
+    def compute(self, values: Any) -> None:
+        """Have what belongs into these tensors there."""
+        self._compute([self._by_storage[at] for at in _storages_in(values) if at in self._by_storage])
 
     def compute_all(self) -> None:
         """Have everything there that someone could still ask for."""
         self._sweep()
-        self._compute(list(self._postponed))
+        self._compute(self._postponed)
 
     def _compute(self, wanted: list[_Postponed]) -> None:
         needed = set(map(id, wanted))
         for each in reversed(self._postponed):  # what one of them reads was put off before it
             if id(each) in needed:
-                needed.update(id(self._by_storage[at]) for at in each.reads if at in self._by_storage)
+                needed.update(id(self._by_storage[at]) for at in each.reads() if at in self._by_storage)
         for each in [each for each in self._postponed if id(each) in needed]:
             each.compute()
             self._forget(self._postponed.index(each))
@@ -170,8 +197,7 @@ class Later:
 
     def _forget(self, index: int) -> None:
         for made in self._postponed.pop(index).made:
-            if made is not None:
-                del self._by_storage[made.id]
+            del self._by_storage[made.id]
 
 
 class Unseen(TorchFunctionMode):
@@ -183,7 +209,7 @@ class Unseen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READERS and self._later:
-            self._later.compute(_storages_in(args))
+            self._later.compute(args)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,380 @@
+"""Outputs that a region holds by their place among what is saved: no mode in the forward, and never another value."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.engines.shownops import Lessons
+from lowtide.plans import Move, Plan, Recompute
+from stepping import RunsOf
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Body = Callable[["Block", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Runs `body`, and notes at its end how many dispatch modes are on."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.flag = False
+        self.num_modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(self, x)
+        self.num_modes.append(torch._C._len_torch_dispatch_stack())
+        return y
+
+
+def feed_forward(block: Block, x: Tensor) -> Tensor:
+    return x + block.down(F.gelu(block.up(x)))
+
+
+def stack(body: Body) -> nn.Sequential:
+    return nn.Sequential(Block(body), nn.Linear(16, 16))
+
+
+def data(batch: int = 4) -> Tensor:
+    return torch.randn(batch, 16, generator=torch.Generator().manual_seed(batch)).requires_grad_()
+
+
+def ops_of(model: nn.Module) -> list[str]:
+    graph = lowtide.trace(model, lambda x: model(x).sum(), data(), mode="real")
+    call = graph.calls[graph.calls_by_path["0"][0]]
+    return [op.name.removeprefix("aten.").split(".")[0] for op in graph.ops[call.first : call.end]]
+
+
+def holds(model: nn.Module, *names: str, nth: int = 0) -> Plan:
+    """A plan that holds the output of the nth op of each name."""
+    ops = ops_of(model)
+    found = tuple(sorted([at for at, op in enumerate(ops) if op == name][nth] for name in names))
+    return Plan((Recompute("0", keep_ops=found),))
+
+
+Change = Callable[[nn.Module, int], None]
+
+
+def left_behind(model: nn.Module, inputs: list[Tensor], change: Change | None = None) -> list[Tensor]:
+    """All that some steps leave: outputs, gradients, random state."""
+    torch.manual_seed(3)
+    found = []
+    for number, x in enumerate(inputs):
+        if change is not None:
+            change(model, number)
+        model.zero_grad()
+        x.grad = None
+        y = model(x)
+        y.square().sum().backward()
+        found += [y.detach(), *(t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None)]
+    return [*found, torch.get_rng_state()]
+
+
+def check(model: nn.Module, plan: Plan, inputs: list[Tensor] | None = None, change: Change | None = None) -> list[int]:
+    """With the plan and without, the same is left behind. How many modes each forward had."""
+    inputs = inputs or [data() for _ in range(4)]
+    plain = left_behind(copy.deepcopy(model), inputs, change)
+    model[0].num_modes.clear()
+    with lowtide.apply(model, plan):
+        actual = left_behind(model, inputs, change)
+    assert len(actual) == len(plain)
+    assert all(torch.equal(a, b) for a, b in zip(actual, plain, strict=True))
+    return list(model[0].num_modes)
+
+
+def num_runs(model: nn.Module, op: Any, steps: int = 3) -> list[int]:
+    """How often an op runs in the backward of each step."""
+    found = []
+    for _ in range(steps):
+        loss = model(data()).square().sum()
+        with RunsOf(op) as runs:
+            loss.backward()
+        found.append(runs.count)
+    return found
+
+
+def test_only_the_first_forward_is_watched() -> None:
+    model = stack(feed_forward)
+    modes = check(model, holds(model, "gelu"))
+    assert modes == [1, 0, 0, 0]  # replays end before
+    with lowtide.apply(model, holds(model, "gelu")):
+        assert num_runs(model, torch.ops.aten.gelu.default) == [0, 0, 0]
+
+
+def test_an_output_that_nobody_saves_takes_a_watch() -> None:
+    model = stack(lambda block, x: (block.down(block.up(x).tanh() * 2) + 1).exp())
+    plan = holds(model, "mul")
+    assert check(model, plan) == [1, 0, 0, 0]  # the product is an input of the second layer
+    plan = holds(model, "addmm", nth=1)
+    assert check(model, plan) == [1, 1, 1, 1]  # nothing is saved to add one
+    with lowtide.apply(model, plan):
+        assert num_runs(model, torch.ops.aten.addmm.default) == [1, 1, 1]
+
+
+def test_an_output_is_saved_as_a_view() -> None:
+    model = stack(lambda block, x: block.down((x.sin() @ block.down.weight).t().contiguous().t()))
+    with lowtide.apply(model, holds(model, "sin")):
+        assert num_runs(model, torch.ops.aten.sin.default) == [0, 0, 0]
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        return x * (x + 1).t().exp().t().sin()  # saved turned by exp, as it was made; by sin turned back
+
+    model = stack(body)
+    assert check(model, holds(model, "exp")) == [1, 0, 0, 0]
+    with lowtide.apply(model, holds(model, "exp")):
+        assert num_runs(model, torch.ops.aten.exp.default) == [0, 0, 0]
+
+
+def test_random_ops() -> None:
+    model = stack(lambda block, x: F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.5) * block.up(x).sum() * torch.rand(()))
+    for nth in range(2):
+        check(model, holds(model, "bernoulli_" if "bernoulli_" in ops_of(model) else "native_dropout", nth=nth))
+
+    def attention(block: Block, x: Tensor) -> Tensor:
+        heads = block.up(x)[None, None]
+        return F.scaled_dot_product_attention(heads, heads, heads)[0, 0, :, :16] * torch.rand(())
+
+    model = stack(attention)
+    (name,) = (op for op in ops_of(model) if "attention" in op)
+    assert check(model, holds(model, name)) == [1, 0, 0, 0]
+
+
+def test_inputs_of_other_shapes() -> None:
+    model = stack(feed_forward)
+    inputs = [data(4), data(6), data(4), data(6), data(2), data(4)]
+    assert check(model, holds(model, "gelu"), inputs) == [1, 1, 0, 0, 1, 0]
+
+
+def switched(model: nn.Module, number: int) -> None:
+    model[0].flag = number >= 2
+
+
+def alternating(model: nn.Module, number: int) -> None:
+    model[0].flag = bool(number % 2)
+
+
+def test_another_branch_saves_more() -> None:
+    """The step that is other computes everything, and the next one is watched."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        x = x.exp() if block.flag else x
+        return feed_forward(block, x)
+
+    model = stack(body)
+    inputs = [data() for _ in range(5)]
+    modes = check(model, holds(model, "gelu"), inputs, switched)
+    assert modes[:2] == [1, 0]
+    assert modes[-1] == 0, "learned again"
+
+
+def two_of_a_kind(block: Block, x: Tensor) -> Tensor:
+    """Which of two is saved, of the same form and at the same place, changes."""
+    first, second = x + 1, x + 2
+    return (second if block.flag else first).sin() * 3
+
+
+@pytest.mark.parametrize("change", [switched, alternating])
+def test_another_value_is_saved_in_its_place(change: Change, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="lowtide")
+    model = stack(two_of_a_kind)
+    check(model, holds(model, "add"), [data() for _ in range(8)], change)
+    assert "0 runs otherwise than before: its replay computes everything" in caplog.messages
+
+
+def test_a_region_that_is_often_otherwise_is_watched_for_good() -> None:
+    model = stack(two_of_a_kind)
+    modes = check(model, holds(model, "add"), [data() for _ in range(12)], alternating)
+    assert modes[-4:] == [1, 1, 1, 1]
+
+
+def test_another_op_of_the_same_form() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        first, second = (x.sin(), x.cos()) if block.flag else (x.cos(), x.sin())
+        return first.exp() * second.exp().exp()
+
+    model = stack(body)
+    for change in (switched, alternating):
+        check(model, holds(model, "sin"), [data() for _ in range(6)], change)
+        check(model, holds(model, "cos", "sin"), [data() for _ in range(6)], change)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before the last save"])
+def test_a_write_that_no_version_tells_of(when: str) -> None:
+    """It begins when the region is not watched any more: the forward's is in what is held, and the replay's on top."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = x + 1
+        if block.flag and when == "before":
+            made.data.mul_(3)
+        y = made.sin()
+        if block.flag and when != "before":
+            made.data.mul_(3)
+        return y.exp() if when == "before the last save" else y * 2
+
+    model = stack(body)
+    check(model, holds(model, "add"), [data() for _ in range(5)], switched)
+
+
+def test_a_write_before_the_replay() -> None:
+    kept: list[Tensor] = []
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = x + 1
+        if not lowtide.is_recomputing():
+            kept.append(made)
+        return made.sin() * 2
+
+    model = stack(body)
+    x = data()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    with lowtide.apply(model, holds(model, "add")):
+        for _ in range(3):
+            loss = model(x).sum()
+            with torch.no_grad():
+                kept[-1].mul_(5)
+            (actual,) = torch.autograd.grad(loss, x)
+            assert torch.equal(actual, expected)
+
+
+def test_two_backwards_of_one_forward() -> None:
+    model = stack(feed_forward)
+    x = data()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    with lowtide.apply(model, holds(model, "gelu")):
+        for _ in range(3):
+            loss = model(x).sum()
+            for keeps in (True, False):
+                (actual,) = torch.autograd.grad(loss, x, retain_graph=keeps)
+                assert torch.equal(actual, expected)
+
+
+def test_several_forwards_before_their_backwards() -> None:
+    model = stack(feed_forward)
+    x = data()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    with lowtide.apply(model, holds(model, "gelu")):
+        losses = [model(x).sum() for _ in range(3)]
+        for loss in reversed(losses):
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_an_output_whose_branch_is_not_used() -> None:
+    """Nobody asks for what is saved in its place, so nothing tells whether it is the right one."""
+
+    class Two(Block):
+        def forward(self, x: Tensor) -> Any:
+            self.num_modes.append(torch._C._len_torch_dispatch_stack())
+            made = x + 1
+            return made.sin(), (made * x).exp()
+
+    class First(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x)[1])
+
+    model = First(Two(feed_forward), nn.Linear(16, 16))
+    check(model, holds(model, "add"))
+
+
+def test_regions_of_ones_own_inside() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = torch.utils.checkpoint.checkpoint(lambda x: (x.sin() + 1).exp(), x, use_reentrant=False)
+        return (made + 1).sin()
+
+    model = stack(body)
+    assert check(model, holds(model, "add", nth=1)) == [1, 0, 0, 0]
+    assert all(check(model, holds(model, "sin")))  # saved inside, where others are told
+
+
+def test_under_autocast() -> None:
+    model = stack(feed_forward)
+    x = data()
+    plan = holds(model, "gelu")
+    for precise in (True, False, False, True, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not precise):
+            model.zero_grad()
+            model(x).float().square().sum().backward()
+            expected = [parameter.grad for parameter in model.parameters()]
+            with lowtide.apply(model, plan):
+                for _ in range(3):
+                    model.zero_grad()
+                    model(x).float().square().sum().backward()
+                    actual = [parameter.grad for parameter in model.parameters()]
+                    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_held_outputs_that_are_elsewhere() -> None:
+    model = stack(feed_forward)
+    plan = holds(model, "gelu")
+    (op,) = plan.regions[0].keep_ops
+    for place in ("host", "disk"):
+        moved = Plan(plan.regions, (Move("0", 0, 0, to=place, op=op),))
+        inputs = [data(64) for _ in range(4)]
+        assert check(model, moved, inputs) == [1, 0, 0, 0]
+
+
+def test_nothing_stays_when_a_forward_is_given_up() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = x + 1
+        y = made.sin() * 2
+        held.append(weakref.ref(made.untyped_storage()))
+        return y
+
+    model = stack(body)
+    gc.collect()
+    gc.disable()
+    try:
+        with lowtide.apply(model, holds(model, "add")):
+            for _ in range(3):
+                held.clear()
+                y = model(data())
+                del y
+                y = model(data()).sum()
+                y.backward()
+                del y
+                assert all(reference() is None for reference in held)
+    finally:
+        gc.enable()
+
+
+def test_an_error_in_the_forward() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        y = (x + 1).sin()
+        if block.flag:
+            raise RuntimeError("as asked")
+        return y * 2
+
+    model = stack(body)
+    plan = holds(model, "add")
+    with lowtide.apply(model, plan):
+        for flag in (False, True, False, True):
+            model[0].flag = flag
+            if flag:
+                with pytest.raises(RuntimeError, match="as asked"):
+                    model(data())
+            else:
+                model(data()).sum().backward()
+    check(model, plan, change=lambda model, number: setattr(model[0], "flag", False))
+
+
+def test_lessons_are_few() -> None:
+    lessons = Lessons("")
+    assert lessons.known(()) is None
+    model = stack(feed_forward)
+    inputs = [data(batch) for batch in range(2, 24)] * 2
+    modes = check(model, holds(model, "gelu"), inputs)
+    assert len(modes) == len(inputs)
