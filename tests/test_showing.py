@@ -139,9 +139,16 @@ def test_an_output_is_saved_as_a_view() -> None:
 
 
 def test_random_ops() -> None:
-    model = stack(lambda block, x: F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.5) * block.up(x).sum() * torch.rand(()))
+    """Numbers drawn later are the same again."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        return (x * torch.rand_like(x)).exp() * torch.rand_like(x)
+
+    model = stack(body)
     for nth in range(2):
-        check(model, holds(model, "bernoulli_" if "bernoulli_" in ops_of(model) else "native_dropout", nth=nth))
+        assert check(model, holds(model, "rand_like", nth=nth)) == [1, 0, 0, 0]
+    with lowtide.apply(model, holds(model, "rand_like")):
+        assert num_runs(model, torch.ops.aten.rand_like.default) == [1, 1, 1]
 
     def attention(block: Block, x: Tensor) -> Tensor:
         heads = block.up(x)[None, None]
@@ -150,6 +157,24 @@ def test_random_ops() -> None:
     model = stack(attention)
     (name,) = (op for op in ops_of(model) if "attention" in op)
     assert check(model, holds(model, name)) == [1, 0, 0, 0]
+
+
+def test_random_numbers_that_are_shown_when_others_were_drawn_take_a_watch() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        first, second = torch.rand_like(x), torch.rand_like(x)
+        return x * second + (x * first).exp() * torch.rand_like(x)
+
+    model = stack(body)
+    assert check(model, holds(model, "rand_like")) == [1, 1, 1, 1]
+    assert check(model, holds(model, "rand_like", nth=1)) == [1, 0, 0, 0]
+
+
+def test_an_output_that_is_changed_before_it_is_saved_takes_a_watch() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        return (x + 1).mul_(2).sin() * 3
+
+    model = stack(body)
+    assert check(model, holds(model, "add")) == [1, 1, 1, 1]
 
 
 def test_inputs_of_other_shapes() -> None:
@@ -175,9 +200,15 @@ def test_another_branch_saves_more() -> None:
 
     model = stack(body)
     inputs = [data() for _ in range(5)]
-    modes = check(model, holds(model, "gelu"), inputs, switched)
+    plan = holds(model, "gelu")
+    modes = check(model, plan, inputs, switched)
     assert modes[:2] == [1, 0]
     assert modes[-1] == 0, "learned again"
+    model[0].flag = False
+    with lowtide.apply(model, plan):
+        assert num_runs(model, torch.ops.aten.addmm.default, 2) == [1, 1]  # that of the gelu's output is held
+        model[0].flag = True
+        assert num_runs(model, torch.ops.aten.addmm.default, 1) == [1], "found out before the replay"
 
 
 def two_of_a_kind(block: Block, x: Tensor) -> Tensor:

@@ -376,6 +376,50 @@ def test_something_is_written_to_it() -> None:
     computed(doubled)
 
 
+class Scaled(nn.Module):
+    """Its scale is held, and what leads there is left out; `flag` has that looked at, or makes it of less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.flag = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            base = x * 2
+            made = base.exp()
+            scale = made.sum(dim=0) + 1
+            base.add_(5)
+            looked_at = made.mean() if self.flag else 1.0
+        return (self.linear(x) * scale).sin() * looked_at
+
+
+class Shortened(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            source = x[:1] if self.flag else x
+            scale = source.exp().view(8 * len(source), 16).sum(dim=0) + 1
+        return (self.linear(x) * scale).sin()
+
+
+@pytest.mark.parametrize("kind", [Scaled, Shortened])
+def test_what_it_is_made_of_may_change(kind: type[Scaled]) -> None:
+    """The op comes late, to what was there before; and one of the same name may make something of another form."""
+    model = nn.Sequential(nn.Linear(16, 16), kind())
+    ops = ops_of(model, "1")
+    kept, skipped = ops.index("add"), (ops.index("exp"), ops.index("sum"))
+    plan = Plan((Recompute("1", keep_ops=(kept,), skip_ops=skipped),))
+    check(model, plan)
+    expected = {}
+    for flag in (False, True):
+        model[1].flag = flag
+        expected[flag] = left_behind(model)
+    with lowtide.apply(model, plan):
+        for flag in (False, True, True, False, True):
+            model[1].flag = flag
+            assert_same(left_behind(model), expected[flag])
+
+
 class Opaque(Tensor):
     """Made of another tensor, and does not say so."""
 

@@ -169,7 +169,7 @@ class Call:
 
     def _was_wrong(self) -> None:
         self.held.clear()
-        self._num_held = -1  # so that no replay skips anything
+        self._lesson = None  # replays skip nothing then
         self._lessons.was_wrong(self._shapes)
 
 
