@@ -209,6 +209,7 @@ class _Step:
         self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}
         self.garbage: set[Incarnation] = set()  # what ops that were left out would have made
+        self.remembered: dict[int, set[Incarnation]] = {}  # by op that was left out, the garbage that is still there
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
         self.replayed: set[int] = set()
@@ -246,6 +247,9 @@ class _Step:
                     del self.holders[incarnation]
                     assert incarnation not in self.freed, f"{incarnation} is freed twice"
                     self.freed.add(incarnation)
+        for op, made in list(self.remembered.items()):
+            if made <= self.freed and self.remembered.pop(op, None):
+                self.let_go(("reader", op))
         for value in list(self.link.on_host):
             if not self.movers(value) & self.holders.get(self.saved_as(value), set()):
                 self.link.on_host.remove(value)
@@ -413,7 +417,10 @@ class _Step:
     # Running, and auditing
 
     def run(self, op: int, *, home: int) -> None:
-        """Run op `op`: an event. In a replay, one that is left out makes garbage, in no time."""
+        """Run op `op`: an event. In a replay, one that is left out makes garbage, in no time.
+
+        It is remembered as a reader of its inputs for as long as any of that is there.
+        """
         self.let_leave()
         is_left_out = home != FORWARD and op in self.regions.left_out
         computes = bool(self.graph.ops[op].outputs or self.graph.ops[op].mutates) and not is_left_out
@@ -424,9 +431,12 @@ class _Step:
             self.allocate((value, home))
             if is_left_out:
                 self.garbage.add((value, home))
+                self.remembered.setdefault(op, set()).add((value, home))
             for region, kept in self.regions.kept_ops.items():
                 if home == FORWARD and op in kept:
                     self.hold((value, home), ("keep", region))
+        for value in set(self.graph.ops[op].inputs) if is_left_out else ():
+            self.hold(self.visible(value, home), ("reader", op))
         self.record(self.graph.ops[op].workspace_bytes)
         self.clock_s += 0.0 if is_left_out else self.graph.ops[op].seconds
         for region in self.regions.inside(None) if home == FORWARD else ():
@@ -471,5 +481,6 @@ class _Step:
         for (value, home), holders in self.holders.items():
             assert home == FORWARD and holders == {PYTHON}, f"value {value} of {home} is left, held by {holders}"
             assert self.graph.values[value].dropped == len(self.graph.ops), f"value {value} was never dropped"
+        assert not self.remembered, f"ops {list(self.remembered)} are remembered, and what they made is gone"
         assert self.link.host_bytes() == 0, f"values {self.link.on_host} are left on the host"
         assert self.extra_s >= 0

@@ -28,7 +28,8 @@ _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 class EagerLives:
     """One step in which `regions` (calls, and the ops of each whose outputs it holds) are replayed.
 
-    `skipped` are ops that replays leave out, by call; None: all that need not run. What they would make takes its room.
+    `skipped` are ops that replays leave out, by call; None: all that need not run. What they would make takes its room,
+    and what they would read stays as long.
     """
 
     host_bytes = 0
@@ -159,7 +160,18 @@ class EagerLives:
         self._birth = np.concatenate([births, base + facts.maker[places]])
         dropped = base + np.minimum(facts.dropped[places], np.repeat(self._stop[order], counts))
         self._drop = np.concatenate([drops, dropped])
+        self._extend_drops()
         self._set_holds()
+
+    def _extend_drops(self) -> None:
+        """What ops read that a replay leaves out stays until what they would have made is gone."""
+        for call, left_out in self._skipped.items():
+            rank = int(np.searchsorted(self._calls, call))
+            if left_out and self._begin[rank] >= 0:
+                stop = int(self._stop[rank])
+                for value, position in self.graph.unneeded.lasting(call, tuple(left_out), stop).items():
+                    life = self._life_of_low[rank] + self.facts.places[value] - self._low[rank]
+                    self._drop[life] = self._begin[rank] + min(position, stop) - self._first[rank]
 
     def _set_holds(self) -> None:
         """Which life is held from which tick to which: by saves, by regions as their input, by regions that keep it."""
