@@ -32,6 +32,7 @@ class Verdict:
     extra_s: float
     host_bytes: int
     events: list[int]
+    watched_s: float = 0.0  # not an event of the step, and not in `extra_s`
 
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
@@ -47,7 +48,8 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         if position < len(graph.ops):
             step.run(position, home=FORWARD)
     step.finish()
-    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events)
+    watched_s = step.regions.watched_s(plan)
+    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s)
 
 
 class _Regions:
@@ -109,6 +111,25 @@ class _Regions:
         """The position at which everything has been made that a replay is for."""
         own = [self.graph.saves[index].made for index in self.own_saves(region)]
         return max(own + [self.graph.calls[inner].first for inner in self.inside(region)])
+
+    def watched_s(self, plan: Plan) -> float:
+        """What the host does for regions: for each that has saves, and for each op of one that keeps any.
+
+        Ops of a replay are watched. Those of the forward are not, where everything kept is among what the region saves
+        and no region is inside.
+        """
+        hardware, planned = self.graph.hardware, plan.calls(self.graph)
+        total_s = hardware.region_s * len(self.kept_ops)
+        for call, region in planned.items():
+            first, end = self.graph.calls[call].first, self.graph.calls[call].end
+            kept = {value for op in region.keep_ops for value in self.graph.ops[first + op].outputs}
+            saved = {save.value for save in self.graph.saves if call in self._up(save.call)}
+            is_alone = not any(call in self._up(self.graph.calls[other].parent) for other in planned)
+            if region.keep_ops:
+                again = self.stop(call) - first if call in self.kept_ops else 0
+                is_seen = is_alone and all(value in saved or not self.graph.values[value].bytes for value in kept)
+                total_s += hardware.dispatch_s * (again if is_seen else again + end - first)
+        return total_s
 
 
 def _needs(graph: StepGraph, regions: _Regions) -> list[int]:

@@ -87,14 +87,15 @@ class EagerLives:
         self._keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)  # of each op, the region that keeps it
         kept_ops: list[int] = []
         kept_by: list[int] = []
-        num_watched = 0
+        num_watched, with_inner = 0, set(self._outer.tolist())
         for rank, call in enumerate(self._calls.tolist()):
             if not regions[call]:
                 continue
-            first, end = graph.calls[call].first, graph.calls[call].end
+            first = graph.calls[call].first
             if self._outer[rank] >= 0:
                 raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
-            num_watched += end - first + max(0, int(self._stop[rank]) - first)
+            stop, has_inner = int(self._stop[rank]), rank in with_inner
+            num_watched += graph.shown.num_watched(call, regions[call], stop, has_inner=has_inner)
             if self._has_saves[rank]:
                 ops = sorted({first + op for op in regions[call]})
                 kept_ops += ops

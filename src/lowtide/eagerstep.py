@@ -361,13 +361,11 @@ class EagerStep:
                 raise _Enough
 
     def _watched_s(self) -> float:
-        """What regions cost the host. Those that hold outputs of single ops have all their ops watched."""
-        num_ops = 0
+        """What regions cost the host. Those that hold outputs of single ops have their ops watched."""
+        graph, hardware, num_ops = self.graph, self.graph.hardware, 0
         for call, region in self.regions.items():
-            if region.keep_ops:
-                facts = self.graph.calls[call]
-                num_ops += facts.end - facts.first + max(0, self.stops.get(call, 0) - facts.first)
-        hardware = self.graph.hardware
+            has_inner = any(inner in self.regions for inner in range(call + 1, graph.arrays.after[call]))
+            num_ops += graph.shown.num_watched(call, region.keep_ops, self.stops.get(call, 0), has_inner=has_inner)
         return num_ops * hardware.dispatch_s + len(self.stops) * hardware.region_s
 
     def columns(self) -> dict[str, Any]:

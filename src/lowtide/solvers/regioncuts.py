@@ -9,6 +9,7 @@ those that read what they make, are in the network; all others decide for themse
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +33,23 @@ class _Network:
 
 
 class RegionCuts:
-    """The best outputs to hold for those calls in which some ops might be left out."""
+    """The best outputs to hold for those of `calls` in which some ops might be left out.
+
+    `may_keep[depth]` are the ops whose outputs calls at that depth may hold.
+    """
 
     def __init__(
-        self, graph: StepGraph, seconds: np.ndarray, may_keep: np.ndarray, must_keep: np.ndarray, stops: list[int]
+        self,
+        graph: StepGraph,
+        seconds: np.ndarray,
+        may_keep: Mapping[int, np.ndarray],
+        must_keep: np.ndarray,
+        stops: list[int],
+        calls: Iterable[int],
     ) -> None:
         self._graph, self._unneeded, self._seconds = graph, graph.unneeded, seconds
         self._may_keep, self._must_keep, self._stops = may_keep, must_keep, stops
-        found = ((call, self._network(call)) for call in range(len(graph.calls)))
+        found = ((call, self._network(call)) for call in calls)
         self._networks = {call: network for call, network in found if network is not None}
         self._known: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
 
@@ -63,7 +73,8 @@ class RegionCuts:
         seconds, sizes = self._seconds[network.ops], held[network.ops]
         key = network.form, price, seconds.tobytes(), sizes.tobytes()
         if key not in self._known:
-            self._known[key] = self._cut(network, price, seconds, sizes, first)
+            may_keep = self._may_keep[self._graph.depths[call]][network.ops]
+            self._known[key] = self._cut(network, price, seconds, sizes, may_keep, first)
         return self._known[key]
 
     def ops(self, call: int) -> np.ndarray:
@@ -71,9 +82,14 @@ class RegionCuts:
         return self._networks[call].ops
 
     def _cut(
-        self, network: _Network, price: float, seconds: np.ndarray, sizes: np.ndarray, first: int
+        self,
+        network: _Network,
+        price: float,
+        seconds: np.ndarray,
+        sizes: np.ndarray,
+        may_keep: np.ndarray,
+        first: int,
     ) -> tuple[float, tuple[int, ...]]:
-        may_keep = self._may_keep[network.ops]
         alone = np.where(may_keep, np.minimum(seconds, price * sizes), seconds)
         unit = float(alone.sum()) / _UNITS
         if unit <= 0.0:
@@ -93,14 +109,14 @@ class RegionCuts:
 
     def _network(self, call: int) -> _Network | None:
         graph, unneeded = self._graph, self._unneeded
-        first, stop = graph.calls[call].first, self._stops[call]
+        first, stop, may_keep = graph.calls[call].first, self._stops[call], self._may_keep[graph.depths[call]]
         if stop <= first or not unneeded.can_skip(call):
             return None
         skippable = [op for op in range(first, stop) if not self._must_keep[op] and unneeded.may_skip(op, call)]
         readers = {op: [r for r in unneeded.readers[op] or () if not self._must_keep[r]] for op in skippable}
         # One whose output is read past the end of the replay is needed, or as good as.
         skippable = [op for op in skippable if all(reader < stop for reader in readers[op])]
-        if not any(self._may_keep[reader] for op in skippable for reader in readers[op] if self._seconds[op] > 0):
+        if not any(may_keep[reader] for op in skippable for reader in readers[op] if self._seconds[op] > 0):
             return None
         inside = sorted({*skippable, *(reader for op in skippable for reader in readers[op])})
         place = {op: index for index, op in enumerate(inside)}
@@ -110,7 +126,7 @@ class RegionCuts:
             need, again = 2 + 2 * index, 3 + 2 * index
             if op not in is_skippable:
                 edges.append((0, need, index, 2))
-            edges.append((need, again, index, 1 if self._may_keep[op] else 2))
+            edges.append((need, again, index, 1 if may_keep[op] else 2))
             edges.append((again, 1, index, 0))
             if op in is_skippable:
                 edges += [(3 + 2 * place[reader], need, index, 2) for reader in readers[op]]
