@@ -161,7 +161,7 @@ def seldom_saved(seed: int, *, num_blocks: int = 2, num_ops: int = 9) -> StepGra
         for number in range(num_ops):
             at, inputs = len(draft.ops), rng.sample(made[-3:], min(len(made), rng.choice((1, 1, 2))))
             made.append(draft.value(rng.randint(1, 40), "activation", "y", born=at))
-            draft.op(Op(rng.choice(NAMES), block, rng.randrange(1, 9) / 8, 0, tuple(inputs), (made[-1],)))
+            draft.op(Op(rng.choice(NAMES), block, rng.randrange(9) / 8, 0, tuple(inputs), (made[-1],)))
             if number == num_ops - 1 or rng.random() < 0.2:
                 draft.save(at, made[-1], at + 1)
         draft.close_call(block, first_save)

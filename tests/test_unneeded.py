@@ -224,9 +224,12 @@ def test_the_best_to_hold_at_a_price() -> None:
 def test_what_is_held_is_what_is_priced() -> None:
     """Of two ways to hold outputs, each names the ops that come to its price; the second only those that are shown."""
     num_unlike = 0
-    for seed in range(60):
-        graph = seldom_saved(seed)
-        graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / 16))
+    for seed in range(120):
+        graph = seldom_saved(seed // 2)
+        ops = list(graph.ops)
+        for op in random.Random(seed // 2).sample(range(graph.num_forward), 3 * (seed % 2)):  # which have to be held
+            ops[op] = replace(ops[op], flags=("index",))
+        graph = replace(graph, ops=tuple(ops), hardware=replace(graph.hardware, dispatch_s=1 / 16))
         plain = simulate(graph)
         pricing = Pricing(graph, plain, int(plain.ops[plain.peak_event]))
         for way, holds in enumerate(pricing.ways):
@@ -238,6 +241,6 @@ def test_what_is_held_is_what_is_priced() -> None:
                 paid = price * sum(held[facts.first + op] for op in kept) + sum(graph.ops[op].seconds for op in run)
                 assert holds.costs(price)[call] - holds.fees_s[call] == pytest.approx(paid, rel=1e-6, abs=1e-9)
                 assert way == 0 or graph.shown.are_all(call, kept)
-                assert not kept or holds.fees_s[call] >= pricing.watching_s(call, kept)
+                assert way == 0 or not kept or holds.fees_s[call] == pricing.watching_s(call, kept)
                 num_unlike += way == 1 and list(kept) != pricing.ways[0].kept(call, price)
     assert num_unlike > 20, num_unlike

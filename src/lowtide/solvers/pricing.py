@@ -161,8 +161,8 @@ class Pricing:
         return [op for op in range(first, stop) if self.may_keep[op]]
 
     def watching_s(self, call: int, kept: Sequence[int]) -> float:
-        """What it costs at the least that a region holds the outputs of some ops, counted from its first."""
-        num_watched = self.graph.shown.num_watched(call, kept, self._least_stop[call], has_inner=False)
+        """What it costs that a region without others inside holds the outputs of some ops, counted from its first."""
+        num_watched = self.graph.shown.num_watched(call, kept, self._stop[call], has_inner=False)
         return num_watched * self.graph.hardware.dispatch_s
 
     def best(self, price: float) -> Choice:

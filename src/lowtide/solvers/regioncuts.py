@@ -116,7 +116,8 @@ class RegionCuts:
         readers = {op: [r for r in unneeded.readers[op] or () if not self._must_keep[r]] for op in skippable}
         # One whose output is read past the end of the replay is needed, or as good as.
         skippable = [op for op in skippable if all(reader < stop for reader in readers[op])]
-        if not any(may_keep[reader] for op in skippable for reader in readers[op] if self._seconds[op] > 0):
+        is_of_use = any(may_keep[reader] for op in skippable for reader in unneeded.readers[op] or ())
+        if not is_of_use or not any(self._seconds[op] > 0 for op in skippable):
             return None
         inside = sorted({*skippable, *(reader for op in skippable for reader in readers[op])})
         place = {op: index for index, op in enumerate(inside)}

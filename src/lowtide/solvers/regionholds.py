@@ -98,13 +98,14 @@ def ways_to_hold(
         here = depths == depth
         num_bound[here] = (bound[end] - bound[first])[here]
         num_hidden[here] = (hidden[stop] - hidden[first])[here] + num_bound[here]
-    dispatch_s, replayed = graph.hardware.dispatch_s, np.array(least_stops, dtype=np.int64) - first
-    any_s = dispatch_s * (replayed + np.where(num_hidden > 0, end - first, 0))
+    # A region with others inside is watched in its forward whatever it holds; its replay may end earlier for that.
+    dispatch_s, least = graph.hardware.dispatch_s, np.array(least_stops, dtype=np.int64)
+    shown_s = dispatch_s * (stop - first)
+    any_s = np.where(num_hidden > 0, dispatch_s * (end - first + least - first), shown_s)
     everything = dict.fromkeys(held, may_keep)
     found = [RegionHolds(graph, stops, everything, must_keep, held, np.where(allowed, any_s, np.inf))]
     has_both = allowed & (num_hidden > 0) & (num_bound == 0)
     if dispatch_s and has_both.any():
         shown_only = {depth: may_keep & is_shown for depth, is_shown in shown.items()}
-        shown_s = np.where(has_both, dispatch_s * replayed, np.inf)
-        found.append(RegionHolds(graph, stops, shown_only, must_keep, held, shown_s))
+        found.append(RegionHolds(graph, stops, shown_only, must_keep, held, np.where(has_both, shown_s, np.inf)))
     return found
