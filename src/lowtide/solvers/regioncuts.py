@@ -35,7 +35,8 @@ class _Network:
 class RegionCuts:
     """The best outputs to hold for those of `calls` in which some ops might be left out.
 
-    `may_keep[depth]` are the ops whose outputs calls at that depth may hold.
+    `may_keep[depth]` are the ops whose outputs calls at that depth may hold. `freer` are the cuts where they may hold
+    more: what is best there and allowed here is best here.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class RegionCuts:
         must_keep: np.ndarray,
         stops: list[int],
         calls: Iterable[int],
+        freer: RegionCuts | None = None,
     ) -> None:
         self._graph, self._unneeded, self._seconds = graph, graph.unneeded, seconds
         self._may_keep, self._must_keep, self._stops = may_keep, must_keep, stops
         found = ((call, self._network(call)) for call in calls)
         self._networks = {call: network for call, network in found if network is not None}
-        self._known: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
+        self._freer = freer
+        self._known: dict[tuple[object, ...], tuple[float, float, tuple[int, ...]]] = {}
 
     @property
     def calls(self) -> list[int]:
@@ -69,12 +72,21 @@ class RegionCuts:
         """Seconds that are spared, net of `price` times bytes, beyond what ops that decide one by one spare; and the
         ops of the call's network whose outputs are held, counted from its first.
         """
+        alone, cost, kept = self._solved(call, price, held)
+        return alone - cost, kept
+
+    def _solved(self, call: int, price: float, held: np.ndarray) -> tuple[float, float, tuple[int, ...]]:
+        """What the ops of a call's network cost if they decide one by one, what at the least, and which are held."""
         network, first = self._networks[call], self._graph.calls[call].first
         seconds, sizes = self._seconds[network.ops], held[network.ops]
         key = network.form, price, seconds.tobytes(), sizes.tobytes()
         if key not in self._known:
-            may_keep = self._may_keep[self._graph.depths[call]][network.ops]
-            self._known[key] = self._cut(network, price, seconds, sizes, may_keep, first)
+            may_keep = self._may_keep[self._graph.depths[call]]
+            alone = np.where(may_keep[network.ops], np.minimum(seconds, price * sizes), seconds)
+            found = None if self._freer is None else self._freer._solved(call, price, held)[1:]
+            if found is None or not all(may_keep[first + op] for op in found[1]):
+                found = self._cut(network, price, seconds, sizes, alone, may_keep[network.ops], first)
+            self._known[key] = float(alone.sum()), *found
         return self._known[key]
 
     def ops(self, call: int) -> np.ndarray:
@@ -87,10 +99,11 @@ class RegionCuts:
         price: float,
         seconds: np.ndarray,
         sizes: np.ndarray,
+        alone: np.ndarray,
         may_keep: np.ndarray,
         first: int,
     ) -> tuple[float, tuple[int, ...]]:
-        alone = np.where(may_keep, np.minimum(seconds, price * sizes), seconds)
+        """The least cost, and the ops that are held then, counted from the call's first."""
         unit = float(alone.sum()) / _UNITS
         if unit <= 0.0:
             kept = network.ops[may_keep & (seconds > 0)]
@@ -105,7 +118,7 @@ class RegionCuts:
         held = needed & ~again
         kept = network.ops[held & may_keep]
         cost = float(seconds[again].sum() + price * sizes[held].sum())
-        return float(alone.sum()) - cost, tuple((kept - first).tolist())
+        return cost, tuple((kept - first).tolist())
 
     def _network(self, call: int) -> _Network | None:
         graph, unneeded = self._graph, self._unneeded

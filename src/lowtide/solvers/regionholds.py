@@ -19,7 +19,7 @@ class RegionHolds:
     """One way to hold outputs: the ops that `may_keep` in regions of each depth, and the fee of each call, in seconds.
 
     `held[depth]` are bytes for each op that a region at that depth holds, if it holds the op's outputs. A fee of inf
-    is for a call that cannot be such a region, or need not.
+    is for a call that cannot be such a region, or need not. `freer` is a way for the same calls to hold more.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class RegionHolds:
         must_keep: np.ndarray,
         held: Mapping[int, np.ndarray],
         fees_s: np.ndarray,
+        freer: RegionHolds | None = None,
     ) -> None:
         self._graph, self._stops = graph, stops
         self._may_keep, self._must_keep, self._held, self.fees_s = may_keep, must_keep, held, fees_s
@@ -38,9 +39,8 @@ class RegionHolds:
         self._spans = first, np.maximum(first, np.array(stops, dtype=np.int64)), end
         depths = np.array(graph.depths, dtype=np.int64)
         self._calls_at = {depth: depths == depth for depth in held}
-        self.cuts = RegionCuts(
-            graph, self._seconds, may_keep, must_keep, stops, np.flatnonzero(fees_s < np.inf).tolist()
-        )
+        calls, cuts = np.flatnonzero(fees_s < np.inf).tolist(), None if freer is None else freer.cuts
+        self.cuts: RegionCuts = RegionCuts(graph, self._seconds, may_keep, must_keep, stops, calls, cuts)
 
     def costs(self, price: float) -> np.ndarray:
         """What each call costs as a region with what it best holds at a price, less what its inputs cost."""
@@ -107,5 +107,7 @@ def ways_to_hold(
     has_both = allowed & (num_hidden > 0) & (num_bound == 0)
     if dispatch_s and has_both.any():
         shown_only = {depth: may_keep & is_shown for depth, is_shown in shown.items()}
-        found.append(RegionHolds(graph, stops, shown_only, must_keep, held, np.where(has_both, shown_s, np.inf)))
+        found.append(
+            RegionHolds(graph, stops, shown_only, must_keep, held, np.where(has_both, shown_s, np.inf), found[0])
+        )
     return found
