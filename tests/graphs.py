@@ -149,6 +149,33 @@ def repeated_blocks(seed: int, *, num_blocks: int = 4) -> StepGraph:
     return _finish(draft, rng, tidy=True)
 
 
+def seldom_saved(seed: int, *, num_blocks: int = 2, num_ops: int = 9) -> StepGraph:
+    """A step of blocks of ops that read what few before them made. Little of that is saved; some is held a while."""
+    rng = random.Random(seed)
+    draft = _Draft()
+    hidden = draft.value(8, "batch", "x")
+    model = draft.open_call("", "Model", -1)
+    for index in range(num_blocks):
+        first_save, block = len(draft.saves), draft.open_call(f"blocks.{index}", "Block", model)
+        made = [hidden]
+        for number in range(num_ops):
+            at, inputs = len(draft.ops), rng.sample(made[-3:], min(len(made), rng.choice((1, 1, 2))))
+            made.append(draft.value(rng.randint(1, 40), "activation", "y", born=at))
+            draft.op(Op(rng.choice(NAMES), block, rng.randrange(9) / 8, 0, tuple(inputs), (made[-1],)))
+            if number == num_ops - 1 or rng.random() < 0.2:
+                draft.save(at, made[-1], at + 1)
+        draft.close_call(block, first_save)
+        hidden = made[-1]
+    draft.calls[model] = replace(draft.calls[model], end=len(draft.ops))
+    graph = _finish(draft, rng, tidy=True)
+    holds = [rng.choice((0, 0, 1, 3)) if value.born >= 0 else 0 for value in graph.values]
+    values = [
+        replace(value, dropped=min(value.dropped + hold, len(graph.ops)))
+        for value, hold in zip(graph.values, holds, strict=True)
+    ]
+    return replace(graph, values=tuple(values))
+
+
 def with_floats(seed: int, graph: StepGraph) -> StepGraph:
     """The same step with values a thousand times as large, or more, most of them floats that codecs take."""
     rng = random.Random(seed)

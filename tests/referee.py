@@ -32,6 +32,7 @@ class Verdict:
     extra_s: float
     host_bytes: int
     events: list[int]
+    watched_s: float = 0.0  # not an event of the step, and not in `extra_s`
 
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
@@ -47,7 +48,8 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         if position < len(graph.ops):
             step.run(position, home=FORWARD)
     step.finish()
-    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events)
+    watched_s = step.regions.watched_s(plan)
+    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s)
 
 
 class _Regions:
@@ -109,6 +111,25 @@ class _Regions:
         """The position at which everything has been made that a replay is for."""
         own = [self.graph.saves[index].made for index in self.own_saves(region)]
         return max(own + [self.graph.calls[inner].first for inner in self.inside(region)])
+
+    def watched_s(self, plan: Plan) -> float:
+        """What the host does for regions: for each that has saves, and for each op of one that keeps any.
+
+        Ops of a replay are watched. Those of the forward are not, where everything kept is among what the region saves
+        and no region is inside.
+        """
+        hardware, planned = self.graph.hardware, plan.calls(self.graph)
+        total_s = hardware.region_s * len(self.kept_ops)
+        for call, region in planned.items():
+            first, end = self.graph.calls[call].first, self.graph.calls[call].end
+            kept = {value for op in region.keep_ops for value in self.graph.ops[first + op].outputs}
+            saved = {save.value for save in self.graph.saves if call in self._up(save.call)}
+            is_alone = not any(call in self._up(self.graph.calls[other].parent) for other in planned)
+            if region.keep_ops:
+                again = self.stop(call) - first if call in self.kept_ops else 0
+                is_seen = is_alone and all(value in saved or not self.graph.values[value].bytes for value in kept)
+                total_s += hardware.dispatch_s * (again if is_seen else again + end - first)
+        return total_s
 
 
 def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
@@ -209,6 +230,7 @@ class _Step:
         self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}
         self.garbage: set[Incarnation] = set()  # what ops that were left out would have made
+        self.remembered: dict[int, set[Incarnation]] = {}  # by op that was left out, the garbage that is still there
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
         self.replayed: set[int] = set()
@@ -246,6 +268,9 @@ class _Step:
                     del self.holders[incarnation]
                     assert incarnation not in self.freed, f"{incarnation} is freed twice"
                     self.freed.add(incarnation)
+        for op, made in list(self.remembered.items()):
+            if made <= self.freed and self.remembered.pop(op, None):
+                self.let_go(("reader", op))
         for value in list(self.link.on_host):
             if not self.movers(value) & self.holders.get(self.saved_as(value), set()):
                 self.link.on_host.remove(value)
@@ -413,7 +438,10 @@ class _Step:
     # Running, and auditing
 
     def run(self, op: int, *, home: int) -> None:
-        """Run op `op`: an event. In a replay, one that is left out makes garbage, in no time."""
+        """Run op `op`: an event. In a replay, one that is left out makes garbage, in no time.
+
+        It is remembered as a reader of its inputs for as long as any of that is there.
+        """
         self.let_leave()
         is_left_out = home != FORWARD and op in self.regions.left_out
         computes = bool(self.graph.ops[op].outputs or self.graph.ops[op].mutates) and not is_left_out
@@ -424,9 +452,12 @@ class _Step:
             self.allocate((value, home))
             if is_left_out:
                 self.garbage.add((value, home))
+                self.remembered.setdefault(op, set()).add((value, home))
             for region, kept in self.regions.kept_ops.items():
                 if home == FORWARD and op in kept:
                     self.hold((value, home), ("keep", region))
+        for value in set(self.graph.ops[op].inputs) if is_left_out else ():
+            self.hold(self.visible(value, home), ("reader", op))
         self.record(self.graph.ops[op].workspace_bytes)
         self.clock_s += 0.0 if is_left_out else self.graph.ops[op].seconds
         for region in self.regions.inside(None) if home == FORWARD else ():
@@ -471,5 +502,6 @@ class _Step:
         for (value, home), holders in self.holders.items():
             assert home == FORWARD and holders == {PYTHON}, f"value {value} of {home} is left, held by {holders}"
             assert self.graph.values[value].dropped == len(self.graph.ops), f"value {value} was never dropped"
+        assert not self.remembered, f"ops {list(self.remembered)} are remembered, and what they made is gone"
         assert self.link.host_bytes() == 0, f"values {self.link.on_host} are left on the host"
         assert self.extra_s >= 0

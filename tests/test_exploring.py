@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -10,10 +11,11 @@ import pytest
 import zoo
 
 import lowtide
-from graphs import random_graph, repeated_blocks
+from graphs import random_graph, repeated_blocks, seldom_saved
 from lowtide import StepGraph
 from lowtide.eagerlives import EagerLives
 from lowtide.solvers import solving
+from lowtide.solvers.exploring import Exploring
 from lowtide.solvers.filling import Filling, roughly_least_s
 from lowtide.solvers.pricing import keepable
 from lowtide.solvers.solving import Search
@@ -102,6 +104,26 @@ def test_a_rough_bound_is_no_higher_than_the_better_one(seed: int) -> None:
     rough = roughly_least_s(played, may_keep(graph), budgets)
     assert (rough <= Filling(played, may_keep(graph)).least_s(budgets) + 1e-9).all()
     assert (np.isinf(rough) == (budgets < played.peak_bytes)).all()
+
+
+def test_what_is_held_is_worth_watching() -> None:
+    """Of all that a region would hold, what hooks are shown of it and nothing, what takes least is taken."""
+    taken = {"nothing": 0, "shown": 0, "everything": 0}
+    for seed in range(40):
+        graph = seldom_saved(seed)
+        graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / (4 << seed % 5)))
+        search = Search(graph)
+        exploring = Exploring(graph, search._moments[0].pricing, search._nesting, 0, 100)
+        for call in graph.calls_by_path["blocks.0"]:
+            shown = tuple(op for op in range(9) if graph.shown.are_all(call, (op,)))
+            held = tuple(op for op in range(9) if op in shown or (seed + op) % 4 == 0)
+            if () != shown != held:
+                choices = {"nothing": (), "shown": shown, "everything": held}
+                seconds = {name: EagerLives(graph, {call: ops}, {}).extra_s for name, ops in choices.items()}
+                found = exploring._worth_watching(call, (), set(held))
+                assert EagerLives(graph, {call: found}, {}).extra_s == min(seconds.values())
+                taken[next(name for name, ops in choices.items() if ops == found)] += 1
+    assert min(taken.values()) >= 3, taken
 
 
 @cache

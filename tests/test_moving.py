@@ -135,6 +135,19 @@ def test_outputs_that_cost_more_to_watch_than_to_make_are_not_held() -> None:
     assert not any(ops for number in (0, 100, 255) for ops in search._loads.regions(number).values())
 
 
+@pytest.mark.parametrize(("factor", "holds_hidden"), [(0.9, True), (1.1, False)])
+def test_outputs_that_hooks_are_not_shown_are_held_if_worth_watching_the_forward(
+    factor: float, holds_hidden: bool
+) -> None:
+    call = blocks_of(gpt())[3]
+    first, end = gpt().calls[call].first, gpt().calls[call].end
+    (hidden,) = (op for op in Search(gpt())._moments[0].pricing.keepable_in(call) if gpt().shown.depths[op] < 1)
+    dispatch_s = factor * gpt().ops[hidden].seconds / (end - first)
+    dear = replace(gpt(), hardware=replace(gpt().hardware, dispatch_s=dispatch_s))
+    held = Search(dear, GIB)._loads.regions(0)[call]  # all that it may
+    assert len(held) > 3 and (hidden - first in held) == holds_hidden
+
+
 def test_at_the_peak_of_a_checkpoint_per_block_the_link_saves_much() -> None:
     """Of what is recomputed; and values of every layer move."""
     graph = gpt()

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import lowtide
-from graphs import chain, random_graph, random_plan, repeated_blocks
+from graphs import chain, random_graph, random_plan, repeated_blocks, seldom_saved
 from lowtide import Plan, PlanError, StepGraph
 from lowtide.plans import Recompute
 from lowtide.reports import page, series, tables, wording
@@ -30,6 +30,7 @@ from lowtide.reports.layers import Layers
 from lowtide.reports.markdown import to_markdown
 from lowtide.reports.tracefile import trace_json
 from lowtide.simulator import KINDS, PHASES
+from lowtide.solvers.references import recomputes
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -183,6 +184,21 @@ def test_totals_are_the_sums_of_their_rows(seed: int) -> None:
     assert sum(sum(row.bytes.values()) for row in layers) == sum(row.bytes for row in facts.plan.rows)
     freed = sum(row.bytes for row in facts.plan.rows if row.action != "keep")
     assert sum(row.bytes for row in costs) == freed
+
+
+def test_what_replays_leave_out_costs_nothing() -> None:
+    """In no row, and in no slice of a trace."""
+    graph = seldom_saved(3)
+    graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / 8, region_s=1 / 4))
+    call = graph.calls_by_path["blocks.0"][0]
+    kept = next(kept for op in range(9) if graph.unneeded.of(call, kept := (op,)))
+    facts = gather(Plan(recomputes(graph, {call: kept}), graph=graph))
+    (left_out,) = (region.skip_ops for region in facts.plan.regions)
+    assert sum(graph.ops[graph.calls[call].first + op].seconds for op in left_out) > 0
+    assert sum(row.seconds for row in tables.cost_rows(facts)) == pytest.approx(facts.planned.extra_s)
+    events = json.loads(trace_json(facts))["traceEvents"]
+    replayed = sum(event["dur"] for event in events if event.get("cat") == "replay")
+    assert replayed == pytest.approx(facts.planned.replayed_s * 1e6, abs=1)
 
 
 def test_compiled_plans_are_reported_too(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 class EagerLives:
     """One step in which `regions` (calls, and the ops of each whose outputs it holds) are replayed.
 
-    `skipped` are ops that replays leave out, by call; None: all that need not run. What they would make takes its room.
+    `skipped` are ops that replays leave out, by call; None: all that need not run. What they would make takes its room,
+    and what they would read stays as long.
     """
 
     host_bytes = 0
@@ -86,14 +87,15 @@ class EagerLives:
         self._keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)  # of each op, the region that keeps it
         kept_ops: list[int] = []
         kept_by: list[int] = []
-        num_watched = 0
+        num_watched, with_inner = 0, set(self._outer.tolist())
         for rank, call in enumerate(self._calls.tolist()):
             if not regions[call]:
                 continue
-            first, end = graph.calls[call].first, graph.calls[call].end
+            first = graph.calls[call].first
             if self._outer[rank] >= 0:
                 raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
-            num_watched += end - first + max(0, int(self._stop[rank]) - first)
+            stop, has_inner = int(self._stop[rank]), rank in with_inner
+            num_watched += graph.shown.num_watched(call, regions[call], stop, has_inner=has_inner)
             if self._has_saves[rank]:
                 ops = sorted({first + op for op in regions[call]})
                 kept_ops += ops
@@ -159,7 +161,18 @@ class EagerLives:
         self._birth = np.concatenate([births, base + facts.maker[places]])
         dropped = base + np.minimum(facts.dropped[places], np.repeat(self._stop[order], counts))
         self._drop = np.concatenate([drops, dropped])
+        self._extend_drops()
         self._set_holds()
+
+    def _extend_drops(self) -> None:
+        """What ops read that a replay leaves out stays until what they would have made is gone."""
+        for call, left_out in self._skipped.items():
+            rank = int(np.searchsorted(self._calls, call))
+            if left_out and self._begin[rank] >= 0:
+                stop = int(self._stop[rank])
+                for value, position in self.graph.unneeded.lasting(call, tuple(left_out), stop).items():
+                    life = self._life_of_low[rank] + self.facts.places[value] - self._low[rank]
+                    self._drop[life] = self._begin[rank] + min(position, stop) - self._first[rank]
 
     def _set_holds(self) -> None:
         """Which life is held from which tick to which: by saves, by regions as their input, by regions that keep it."""

@@ -42,6 +42,7 @@ class EagerStep:
         self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
         self.ends, self.last_reads = self._ends()
         self.left: set[int] = set()
+        self.drops_in: dict[int, dict[int, list[int]]] = {}  # by region that is being replayed, as `drops_at`
         self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
         self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
         self.leaving = {value for values in self.moved_outputs.values() for value in values}
@@ -177,7 +178,7 @@ class EagerStep:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
                 self.ledger.kept += self.graph.hardware.region_bytes
-        for value in self.drops_at.get(position, ()):
+        for value in self.drops_in.get(region, self.drops_at).get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
 
@@ -282,6 +283,8 @@ class EagerStep:
         self.scopes[region] = scope
         first, stop = self.graph.calls[region].first, self.stops[region]
         kept, left_out = set(self.regions[region].keep_ops), set(self.regions[region].skip_ops)
+        if left_out:
+            self.drops_in[region] = self._drops_in(region)
         if self.owner[self.graph.calls[region].parent] < 0:
             for value in self._held_outputs(region):
                 self.clock = self.copies.read(self.lives[value], self.clock)
@@ -295,6 +298,15 @@ class EagerStep:
         for life in scope.values():
             self.ledger.drop(life)
         self._forget_kept(region)
+
+    def _drops_in(self, region: int) -> dict[int, list[int]]:
+        """When values are dropped in a replay that leaves out ops: what those read stays as long as what they make."""
+        stop, drops = self.stops[region], dict[int, list[int]]()
+        lasting = self.graph.unneeded.lasting(region, self.regions[region].skip_ops, stop)
+        for op in self.graph.ops[self.graph.calls[region].first : stop]:
+            for value in op.outputs:
+                drops.setdefault(lasting.get(value, self.graph.values[value].dropped), []).append(value)
+        return drops
 
     def _leave(self, region: int) -> None:
         """Let go of what was held for a region's replay."""
@@ -349,13 +361,11 @@ class EagerStep:
                 raise _Enough
 
     def _watched_s(self) -> float:
-        """What regions cost the host. Those that hold outputs of single ops have all their ops watched."""
-        num_ops = 0
+        """What regions cost the host. Those that hold outputs of single ops have their ops watched."""
+        graph, hardware, num_ops = self.graph, self.graph.hardware, 0
         for call, region in self.regions.items():
-            if region.keep_ops:
-                facts = self.graph.calls[call]
-                num_ops += facts.end - facts.first + max(0, self.stops.get(call, 0) - facts.first)
-        hardware = self.graph.hardware
+            has_inner = any(inner in self.regions for inner in range(call + 1, graph.arrays.after[call]))
+            num_ops += graph.shown.num_watched(call, region.keep_ops, self.stops.get(call, 0), has_inner=has_inner)
         return num_ops * hardware.dispatch_s + len(self.stops) * hardware.region_s
 
     def columns(self) -> dict[str, Any]:

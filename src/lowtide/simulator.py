@@ -66,6 +66,17 @@ class Timeline:
         """Seconds that the plan adds to the plain step: replays, waiting for copies, watching ops, and codecs."""
         return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s
 
+    def again_s(self, op: int) -> float:
+        """Seconds that a forward op takes where it runs again: nothing if the replay leaves it out."""
+        if self.plan.engine == "compiled":
+            return float(self.graph.needs.seconds[op])
+        return 0.0 if op in self._left_out else self.graph.ops[op].seconds
+
+    @cached_property
+    def _left_out(self) -> frozenset[int]:
+        regions = self.plan.calls(self.graph).items()
+        return frozenset(self.graph.calls[call].first + op for call, region in regions for op in region.skip_ops)
+
     @property
     def peak_path(self) -> str:
         """The module in which the peak is."""

@@ -24,6 +24,7 @@ from lowtide.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lowtide.graph.arrays import StepArrays
     from lowtide.graph.needs import Needs
+    from lowtide.graph.shown import Shown
     from lowtide.graph.unneeded import Unneeded
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
@@ -260,6 +261,13 @@ class StepGraph:
         from lowtide.graph.unneeded import Unneeded
 
         return Unneeded(self)
+
+    @cached_property
+    def shown(self) -> Shown:
+        """Which ops make what autograd saves inside the same call: for eager steps that hold outputs of ops."""
+        from lowtide.graph.shown import Shown
+
+        return Shown(self)
 
     @cached_property
     def needs(self) -> Needs:

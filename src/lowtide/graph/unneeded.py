@@ -3,6 +3,9 @@
 A replay brings back what autograd saved in a region. Where the output of an op is held, the op does not run again, and
 whatever was computed for it alone need not be computed again either: the projection and the rotation before a query
 that is held rotated, say.
+
+An op that is left out is remembered with what it reads, in case that someone asks for what it would have made. So what
+it reads stays until that is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ class Unneeded:
 
     def __init__(self, graph: StepGraph) -> None:
         self._after = graph.arrays.after
+        self._graph = graph
         self._calls, self._found = graph.calls, dict[tuple[int, tuple[int, ...]], tuple[int, ...]]()
+        self._lasting: dict[tuple[int, tuple[int, ...], int], dict[int, int]] = {}
         # Memory without values may be there for kernels that no one sees, and those may read anything.
         self._allocations = [index for index, op in enumerate(graph.ops[: graph.num_forward]) if is_blank(op.name)]
         ops, num = graph.ops, graph.num_forward
@@ -86,6 +91,24 @@ class Unneeded:
             if kept and not any(inner in regions for inner in range(call + 1, self._after[call])):
                 found[call] = self.of(call, tuple(sorted(set(kept))))
         return {call: ops for call, ops in found.items() if ops}
+
+    def lasting(self, call: int, left_out: tuple[int, ...], stop: int) -> dict[int, int]:
+        """Values that a replay up to `stop` makes and keeps longer for ops that it leaves out, and to which position.
+
+        An op that is left out may read what another one would have made.
+        """
+        key = call, left_out, stop
+        if key not in self._lasting:
+            first, values = self._calls[call].first, self._graph.values
+            ends: dict[int, int] = {}
+            for number in sorted((first + op for op in left_out if first + op < stop), reverse=True):
+                op = self._graph.ops[number]
+                end = max(ends.get(value, values[value].dropped) for value in op.outputs)
+                for value in op.inputs:
+                    if values[value].born >= first and ends.get(value, values[value].dropped) < end:
+                        ends[value] = end
+            self._lasting[key] = ends
+        return self._lasting[key]
 
 
 def is_blank(name: str) -> bool:

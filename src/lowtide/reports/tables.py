@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from lowtide.reports.facts import Facts
@@ -86,7 +86,7 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     """What is recomputed, alike calls together, and what else the plan adds; seconds sum to what the plan costs."""
     graph, plan, planned = facts.graph, facts.plan, facts.planned
     calls: dict[str, set[int]] = {}
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     freed: Counter[str] = Counter()
     compiled = plan.engine == "compiled"
     owner = graph.outermost(plan.calls(graph))
@@ -95,13 +95,13 @@ def cost_rows(facts: Facts) -> list[CostRow]:
         path = graph.calls[region].path if region >= 0 else ""
         name = facts.layers.pattern_of(facts.layers.layer_of(path) if compiled else path)
         calls.setdefault(name, set()).add(region)
-        seconds[name] += graph.needs.seconds[op] if compiled else graph.ops[op].seconds
+        seconds[name] += planned.again_s(op)
     for row in plan.rows:
         if row.action == "recompute":
             path = facts.layers.layer_of(row.path) if compiled else row.region
             freed[facts.layers.pattern_of("" if path == OUTSIDE else path)] += row.bytes
     names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
-    found = [CostRow(name, len(calls.get(name, ())), freed[name], float(seconds[name])) for name in names]
+    found = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
     if planned.watched_s:
         found.append(CostRow("entering regions, and watching ops whose outputs are held", 0, 0, planned.watched_s))
     compressed = sum(row.bytes for row in plan.rows if row.codec)

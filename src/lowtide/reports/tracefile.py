@@ -44,13 +44,12 @@ def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     graph = timeline.graph
     found = []
     columns = zip(timeline.ops.tolist(), timeline.phases.tolist(), timeline.starts_s.tolist(), strict=True)
-    compiled = timeline.plan.engine == "compiled" and not timeline.plan.is_plain
     for index, phase, start_s in columns:
         if index < 0 or PHASES[phase] in ("compression", "decompression"):  # no op of the graph's own
             continue
         op = graph.ops[index]
-        seconds = graph.needs.seconds[index] if compiled and PHASES[phase] == "replay" else op.seconds
-        if seconds:  # views take no time
+        seconds = timeline.again_s(index) if PHASES[phase] == "replay" else op.seconds
+        if seconds:  # views take no time, nor does what a replay leaves out
             facts = {"module": graph.path_of(index), "phase": PHASES[phase]}
             found.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
     return found

@@ -48,7 +48,7 @@ class Exploring:
     """Sets of regions of a graph, and what they could come to at the stations between `floor` and `plain` bytes."""
 
     def __init__(self, graph: StepGraph, pricing: Pricing, nesting: Nesting, floor: int, plain: int) -> None:
-        self._graph, self._nesting = graph, nesting
+        self._graph, self._nesting, self._pricing = graph, nesting, pricing
         self._replayable = [call for call, can in enumerate(pricing.replayable) if can]
         self._may_keep = pricing.may_keep & ~pricing.must_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
         self.stations = [floor + (plain - floor) * step // _NUM_STATIONS for step in range(_NUM_STATIONS)]
@@ -158,8 +158,8 @@ class Exploring:
         return self._nesting.tidied(dict.fromkeys(regions, ()))
 
     def _filled(self, key: _Key, budget: int) -> Iterator[Regions]:
-        """A set of regions with the outputs to hold, and one without those that are not worth watching their region."""
-        calls, ops = self._graph.calls, self._graph.ops
+        """A set of regions with the outputs to hold, and one without those that are not worth watching ops for them."""
+        calls = self._graph.calls
         regions = self._tidied(key)
         held = {call: set(kept) for call, kept in regions.items()}
         outermost = [call for call in key if not self._around(call, key)]
@@ -168,11 +168,15 @@ class Exploring:
             call = outermost[bisect_right(starts, op) - 1]
             held[call].add(op - calls[call].first)
         yield {call: tuple(sorted(kept)) for call, kept in held.items()}
-        dispatch_s = self._graph.hardware.dispatch_s
-        if dispatch_s:
-            for call, kept in regions.items():
-                first, end = calls[call].first, calls[call].end
-                saved_s = sum(ops[first + op].seconds for op in held[call])
-                if not kept and saved_s < 2 * (end - first) * dispatch_s:
-                    held[call] = set()
-            yield {call: tuple(sorted(kept)) for call, kept in held.items()}
+        if self._graph.hardware.dispatch_s:
+            yield {call: self._worth_watching(call, kept, held[call]) for call, kept in regions.items()}
+
+    def _worth_watching(self, call: int, kept: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
+        """All that a region would hold, or what hooks are shown of it, or what it must: whichever gains most."""
+        shown = {*kept, *(op for op in held if self._graph.shown.are_all(call, (op,)))}
+        ops, first = self._graph.ops, self._graph.calls[call].first
+
+        def gain_s(some: tuple[int, ...]) -> float:
+            return sum(ops[first + op].seconds for op in some) - self._pricing.watching_s(call, some)
+
+        return max((kept, tuple(sorted(shown)), tuple(sorted(held))), key=gain_s)

@@ -43,7 +43,7 @@ class Loads:
         for call, load in self._loads.items():
             room += rate * load.forward_s
             held, size, gain_s = load.held(room)
-            if gain_s > load.watching_s:
+            if gain_s > 0:
                 room -= size
                 found[call] = tuple(sorted({*found[call], *held}))
             room = min(room, 0.0)  # the link does not catch up on what it had no part in
@@ -55,12 +55,12 @@ class Loads:
 
 
 class _Load:
-    """What one region could hold besides what it does, the best first."""
+    """What one region could hold besides what it does, the best first: anything, or what need not be watched for."""
 
     def __init__(self, graph: StepGraph, call: int, kept: tuple[int, ...], pricing: Pricing, places: Places) -> None:
         first, end = graph.calls[call].first, graph.calls[call].end
         self.forward_s = sum(op.seconds for op in graph.ops[first:end])
-        self.watching_s = 0.0 if kept else pricing.watching_s(call)
+        self._call, self._kept, self._pricing = call, kept, pricing
         found: list[tuple[float, int, int, float]] = []
         for number in pricing.keepable_in(call):
             op = graph.ops[number]
@@ -68,15 +68,22 @@ class _Load:
             if number - first not in kept and size >= places.smallest_moved and places.can_move(op.outputs[0]):
                 found.append((-op.seconds / size, number - first, size, op.seconds))
         self._outputs = [(op, size, seconds) for _, op, size, seconds in sorted(found) if seconds]
+        self._shown = [output for output in self._outputs if graph.shown.are_all(call, output[:1])]
+        self._shown = self._shown if graph.hardware.dispatch_s else []  # there is nothing to spare
         self.bytes = sum(size for _, size, _ in self._outputs)
 
     def held(self, room: float) -> tuple[list[int], int, float]:
-        """Ops whose outputs fill `room` bytes, the last one perhaps overfills them; their bytes and seconds."""
+        """Ops whose outputs fill `room` bytes, the last one perhaps overfills them; their bytes, and seconds gained."""
+        found = [self._first_of(outputs, room) for outputs in (self._outputs, self._shown)]
+        return max(found, key=lambda each: each[2])
+
+    def _first_of(self, outputs: list[tuple[int, int, float]], room: float) -> tuple[list[int], int, float]:
         ops: list[int] = []
         total, total_s = 0, 0.0
-        for op, size, seconds in self._outputs:
+        for op, size, seconds in outputs:
             if total >= room:
                 break
             ops.append(op)
             total, total_s = total + size, total_s + seconds
-        return ops, total, total_s
+        watching_s = self._pricing.watching_s
+        return ops, total, total_s + watching_s(self._call, self._kept) - watching_s(self._call, (*self._kept, *ops))

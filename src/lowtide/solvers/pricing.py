@@ -15,6 +15,7 @@ and none that the moment does not hold, and no op that a plan might get around, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -25,7 +26,7 @@ from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.holding import Holding
 from lowtide.solvers.pressing import Charges, Press
-from lowtide.solvers.regioncuts import RegionCuts
+from lowtide.solvers.regionholds import sums_of, ways_to_hold
 
 NEVER = 1 << 30
 _ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not worth it by a hair
@@ -63,7 +64,7 @@ class Pricing:
         self.graph = graph
         self._press = press
         self.at = at
-        self._dispatch_s, self._region_s = graph.hardware.dispatch_s, graph.hardware.region_s
+        self._region_s = graph.hardware.region_s
         self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
         self._stop, self._least_stop = _stops(graph)
@@ -74,16 +75,16 @@ class Pricing:
         first = np.array([call.first for call in graph.calls], dtype=np.int64)
         end = np.array([call.end for call in graph.calls], dtype=np.int64)
         self._spans = first, np.maximum(first, np.array(self._stop, dtype=np.int64)), end
-        self._watching = self._watching_s()
         self.may_keep, self.must_keep = keepable(graph)
         self.replayable = replayable(graph, self._stop)
         if narrow:
             is_wide = contains_layers(graph)
             self.replayable = [can and not wide for can, wide in zip(self.replayable, is_wide, strict=True)]
-        self._cuts = RegionCuts(graph, self._seconds, self.may_keep, self.must_keep, self._stop)
         holding = Holding(graph, plain, at)
         self.base_bytes = holding.base_bytes
-        self._charges_of_ops(holding)
+        self._held = self._charges_of_ops(holding)
+        stops, allowed = (self._stop, self._least_stop), np.array(self.replayable, dtype=bool)
+        self.ways = ways_to_hold(graph, *stops, self.may_keep, self.must_keep, self._held, allowed)
         self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
         if press is not None:
             num = len(graph.calls) + 1
@@ -105,8 +106,8 @@ class Pricing:
                 inputs[call] += 0 if holding.has_begun[call] else graph.values[value].bytes
         return direct, inputs
 
-    def _charges_of_ops(self, holding: Holding) -> None:
-        """`_held[depth]`: bytes for each op that a region at that depth holds, if it holds the op's outputs.
+    def _charges_of_ops(self, holding: Holding) -> dict[int, np.ndarray]:
+        """By depth, bytes for each op that a region at that depth holds, if it holds the op's outputs.
 
         Not those that another call pays for: one that the region does not contain.
         """
@@ -128,12 +129,11 @@ class Pricing:
                     most = NEVER if passed is None else self._common_depth(op.call, passed)
                     items.append((number, facts.bytes, begun_depth[op.call], most))
         ops, sizes, above, most = np.array(items, dtype=np.int64).reshape(-1, 4).T
-        depths = np.array(self._depth[:-1], dtype=np.int64)
-        self._held, self._calls_at = {}, {}
+        found: dict[int, np.ndarray] = {}
         for depth in sorted(set(self._depth[:-1])):
-            self._calls_at[depth] = depths == depth
             paid = (above < depth) & (depth <= most)
-            self._held[depth] = np.bincount(ops[paid], weights=sizes[paid], minlength=num)
+            found[depth] = np.bincount(ops[paid], weights=sizes[paid], minlength=num)
+        return found
 
     def _common_depth(self, a: int, b: int) -> int:
         calls, depth = self.graph.calls, self._depth
@@ -147,7 +147,7 @@ class Pricing:
     @property
     def rounding(self) -> float:
         """The share of a least cost by which it may be off."""
-        return _ROUNDING + self._cuts.rounding
+        return _ROUNDING + max(holds.cuts.rounding for holds in self.ways)
 
     @property
     def highest_price(self) -> float:
@@ -160,52 +160,37 @@ class Pricing:
         first, stop = self.graph.calls[call].first, self._stop[call]
         return [op for op in range(first, stop) if self.may_keep[op]]
 
-    def watching_s(self, call: int) -> float:
-        """What it costs that a region holds any outputs, at the least."""
-        return float(self._watching[call])
+    def watching_s(self, call: int, kept: Sequence[int]) -> float:
+        """What it costs that a region without others inside holds the outputs of some ops, counted from its first."""
+        num_watched = self.graph.shown.num_watched(call, kept, self._stop[call], has_inner=False)
+        return num_watched * self.graph.hardware.dispatch_s
 
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
-        simple, holding = self._as_regions(price)
+        costs = np.array(self._as_regions(price))
+        kinds, regions = (1 + costs.argmin(axis=0)).tolist(), costs.min(axis=0).tolist()
         direct = (price * self._direct + (self._pressed_direct.costs(price) if self._press else 0.0)).tolist()
         cost = [0.0] * len(self.graph.calls)
-        as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, 2: one that holds outputs
+        as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, from 2 on: one that holds outputs
         for index in range(len(cost) - 1, -1, -1):
             cost[index] = direct[index] + sum(cost[child] for child in self._children[index])
-            if self.replayable[index] and min(simple[index], holding[index]) < cost[index] * (1 - 1e-9):
-                as_region[index] = 1 if simple[index] <= holding[index] else 2
-                cost[index] = min(simple[index], holding[index])
+            if self.replayable[index] and regions[index] < cost[index] * (1 - 1e-9):
+                as_region[index], cost[index] = kinds[index], regions[index]
         return self._collect(price, as_region)
 
-    def _as_regions(self, price: float) -> tuple[list[float], list[float]]:
-        """What each call costs as a region that holds no outputs, and as one that holds those that are worth it."""
+    def _as_regions(self, price: float) -> list[np.ndarray]:
+        """What each call costs as a region that holds no outputs, and as one that holds some, for each way to."""
         first, stop, end = self._spans
         entry = self._region_s + price * self._inputs
         if self._press:
             entry += self._pressed_inputs.costs(price)[:-1]
-        must_sums = _sums(self.must_keep)
-        seconds = _sums(self._seconds)
-        simple = np.where(must_sums[end] > must_sums[first], np.inf, entry + seconds[stop] - seconds[first])
-        holding = entry + self._watching
-        for depth, held in self._held.items():
-            must = np.where(self.must_keep, price * held, 0.0)
-            either = np.where(self.may_keep, np.minimum(self._seconds, price * held), self._seconds)
-            run, past_stop = _sums(np.where(self.must_keep, must, either)), _sums(must)
-            here = self._calls_at[depth]
-            holding[here] += (run[stop] - run[first] + past_stop[end] - past_stop[stop])[here]
-        for call in self._cuts.calls:
-            if self.replayable[call]:
-                holding[call] -= self._cuts.best(call, price, self._held[self._depth[call]])[0]
-        return simple.tolist(), holding.tolist()
-
-    def _watching_s(self) -> np.ndarray:
-        """What it costs to watch each op of a region, in its forward and in its replay, at the least."""
-        first, _, end = self._spans
-        return self._dispatch_s * ((end - first) + (np.array(self._least_stop, dtype=np.int64) - first))
+        must, seconds = sums_of(self.must_keep), sums_of(self._seconds)
+        simple = np.where(must[end] > must[first], np.inf, seconds[stop] - seconds[first])
+        return [entry + simple, *(entry + holds.costs(price) for holds in self.ways)]
 
     def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
         """What these regions, none inside another, take at the least, whatever is nested in them."""
-        sums = _sums(self._seconds)
+        sums = sums_of(self._seconds)
         total = 0.0
         for call, kept in regions.items():
             first, stop = self.graph.calls[call].first, self._stop[call]
@@ -232,10 +217,10 @@ class Pricing:
             kept: list[int] = []
             seconds += self._region_s
             size += self._inputs[index]
-            if as_region[index] == 2:
-                seconds += float(self._watching[index])
-                held = self._held[self._depth[index]]
-                kept = self._kept(index, price, held)
+            if as_region[index] > 1:
+                holds, held = self.ways[as_region[index] - 2], self._held[self._depth[index]]
+                seconds += float(holds.fees_s[index])
+                kept = holds.kept(index, price)
                 size += float(held[[call.first + op for op in kept]].sum())
                 left_out = {*kept, *self.graph.unneeded.of(index, tuple(kept))}
                 run = [op for op in range(call.first, self._stop[index]) if op - call.first not in left_out]
@@ -246,22 +231,6 @@ class Pricing:
         size += sum(pays for pays, _, _, _ in pressed)
         seconds += sum(takes for _, takes, _, _ in pressed)
         return Choice(seconds, size, regions, {value: codec for _, _, value, codec in pressed if codec})
-
-    def _kept(self, index: int, price: float, held: np.ndarray) -> list[int]:
-        """The ops of a call, counted from its first, whose outputs it holds at a price if it is a region."""
-        call, stop = self.graph.calls[index], self._stop[index]
-        ops = slice(call.first, call.end)
-        worth = self.may_keep[ops] & (price * held[ops] < self._seconds[ops])
-        worth[max(0, stop - call.first) :] = False
-        kept = set(np.flatnonzero(worth | self.must_keep[ops]).tolist())
-        if index in self._cuts:
-            kept -= set((self._cuts.ops(index) - call.first).tolist())
-            kept |= set(self._cuts.best(index, price, held)[1])
-        return sorted(kept)
-
-
-def _sums(items: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(items)])
 
 
 _PAGE_BYTES = 4096

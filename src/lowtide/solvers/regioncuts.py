@@ -9,6 +9,7 @@ those that read what they make, are in the network; all others decide for themse
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,16 +33,28 @@ class _Network:
 
 
 class RegionCuts:
-    """The best outputs to hold for those calls in which some ops might be left out."""
+    """The best outputs to hold for those of `calls` in which some ops might be left out.
+
+    `may_keep[depth]` are the ops whose outputs calls at that depth may hold. `freer` are the cuts where they may hold
+    more: what is best there and allowed here is best here.
+    """
 
     def __init__(
-        self, graph: StepGraph, seconds: np.ndarray, may_keep: np.ndarray, must_keep: np.ndarray, stops: list[int]
+        self,
+        graph: StepGraph,
+        seconds: np.ndarray,
+        may_keep: Mapping[int, np.ndarray],
+        must_keep: np.ndarray,
+        stops: list[int],
+        calls: Iterable[int],
+        freer: RegionCuts | None = None,
     ) -> None:
         self._graph, self._unneeded, self._seconds = graph, graph.unneeded, seconds
         self._may_keep, self._must_keep, self._stops = may_keep, must_keep, stops
-        found = ((call, self._network(call)) for call in range(len(graph.calls)))
+        found = ((call, self._network(call)) for call in calls)
         self._networks = {call: network for call, network in found if network is not None}
-        self._known: dict[tuple[object, ...], tuple[float, tuple[int, ...]]] = {}
+        self._freer = freer
+        self._known: dict[tuple[object, ...], tuple[float, float, tuple[int, ...]]] = {}
 
     @property
     def calls(self) -> list[int]:
@@ -59,11 +72,21 @@ class RegionCuts:
         """Seconds that are spared, net of `price` times bytes, beyond what ops that decide one by one spare; and the
         ops of the call's network whose outputs are held, counted from its first.
         """
+        alone, cost, kept = self._solved(call, price, held)
+        return alone - cost, kept
+
+    def _solved(self, call: int, price: float, held: np.ndarray) -> tuple[float, float, tuple[int, ...]]:
+        """What the ops of a call's network cost if they decide one by one, what at the least, and which are held."""
         network, first = self._networks[call], self._graph.calls[call].first
         seconds, sizes = self._seconds[network.ops], held[network.ops]
         key = network.form, price, seconds.tobytes(), sizes.tobytes()
         if key not in self._known:
-            self._known[key] = self._cut(network, price, seconds, sizes, first)
+            may_keep = self._may_keep[self._graph.depths[call]]
+            alone = np.where(may_keep[network.ops], np.minimum(seconds, price * sizes), seconds)
+            found = None if self._freer is None else self._freer._solved(call, price, held)[1:]
+            if found is None or not all(may_keep[first + op] for op in found[1]):
+                found = self._cut(network, price, seconds, sizes, alone, may_keep[network.ops], first)
+            self._known[key] = float(alone.sum()), *found
         return self._known[key]
 
     def ops(self, call: int) -> np.ndarray:
@@ -71,10 +94,16 @@ class RegionCuts:
         return self._networks[call].ops
 
     def _cut(
-        self, network: _Network, price: float, seconds: np.ndarray, sizes: np.ndarray, first: int
+        self,
+        network: _Network,
+        price: float,
+        seconds: np.ndarray,
+        sizes: np.ndarray,
+        alone: np.ndarray,
+        may_keep: np.ndarray,
+        first: int,
     ) -> tuple[float, tuple[int, ...]]:
-        may_keep = self._may_keep[network.ops]
-        alone = np.where(may_keep, np.minimum(seconds, price * sizes), seconds)
+        """The least cost, and the ops that are held then, counted from the call's first."""
         unit = float(alone.sum()) / _UNITS
         if unit <= 0.0:
             kept = network.ops[may_keep & (seconds > 0)]
@@ -89,18 +118,19 @@ class RegionCuts:
         held = needed & ~again
         kept = network.ops[held & may_keep]
         cost = float(seconds[again].sum() + price * sizes[held].sum())
-        return float(alone.sum()) - cost, tuple((kept - first).tolist())
+        return cost, tuple((kept - first).tolist())
 
     def _network(self, call: int) -> _Network | None:
         graph, unneeded = self._graph, self._unneeded
-        first, stop = graph.calls[call].first, self._stops[call]
+        first, stop, may_keep = graph.calls[call].first, self._stops[call], self._may_keep[graph.depths[call]]
         if stop <= first or not unneeded.can_skip(call):
             return None
         skippable = [op for op in range(first, stop) if not self._must_keep[op] and unneeded.may_skip(op, call)]
         readers = {op: [r for r in unneeded.readers[op] or () if not self._must_keep[r]] for op in skippable}
         # One whose output is read past the end of the replay is needed, or as good as.
         skippable = [op for op in skippable if all(reader < stop for reader in readers[op])]
-        if not any(self._may_keep[reader] for op in skippable for reader in readers[op] if self._seconds[op] > 0):
+        is_of_use = any(may_keep[reader] for op in skippable for reader in unneeded.readers[op] or ())
+        if not is_of_use or not any(self._seconds[op] > 0 for op in skippable):
             return None
         inside = sorted({*skippable, *(reader for op in skippable for reader in readers[op])})
         place = {op: index for index, op in enumerate(inside)}
@@ -110,7 +140,7 @@ class RegionCuts:
             need, again = 2 + 2 * index, 3 + 2 * index
             if op not in is_skippable:
                 edges.append((0, need, index, 2))
-            edges.append((need, again, index, 1 if self._may_keep[op] else 2))
+            edges.append((need, again, index, 1 if may_keep[op] else 2))
             edges.append((again, 1, index, 0))
             if op in is_skippable:
                 edges += [(3 + 2 * place[reader], need, index, 2) for reader in readers[op]]
