@@ -16,7 +16,7 @@ import zoo
 
 import lowtide
 from brute import all_costs, index_ops, keepable_ops
-from graphs import chain, random_graph, repeated_blocks, seldom_saved
+from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
 from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
 from lowtide.graph import Hardware, Op, Value
 from lowtide.solvers.solving import Search
@@ -137,6 +137,23 @@ def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
             num_best += search.plan(budget).extra_s <= best + 1e-9
     assert num_floors >= 0.95 * num_graphs
     assert num_best >= 0.98 * num_plans
+
+
+@pytest.mark.parametrize(("hidden_s", "expected"), [(1 / 8, (2,)), (2.0, (0, 2))])
+def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(hidden_s: float, expected: tuple[int, ...]) -> None:
+    """Both ways to hold outputs are best somewhere; there the bound is what the best plan takes."""
+    graph = hidden_wide_narrow(2, hidden_s=hidden_s)
+    graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / 16))
+    costs, search = all_costs(graph, most=1000), Search(graph)
+    assert costs is not None
+    kept: list[tuple[int, ...]] = []
+    for budget in {peak for peak, _ in costs if search.floor.peak_bytes <= peak <= search.plain.peak_bytes}:
+        best, bound_s = min(extra_s for peak, extra_s in costs if peak <= budget), search.lower_bound_s(budget)
+        plan = search.plan(budget)
+        assert bound_s <= best + 1e-9 and plan.extra_s == pytest.approx(best), budget
+        if bound_s > best - 1e-6:
+            kept += [region.keep_ops for region in plan.regions]
+    assert expected in kept
 
 
 def test_the_bound_counts_what_the_link_carries_while_a_plan_loses_time() -> None:
