@@ -39,7 +39,7 @@ def searched(name: str, host: int = 0) -> Search:
 
 def tiny(seed: int) -> StepGraph:
     """A step for brute force: some with ops that make indices, regions that read what they were not given, or watching
-    that costs something."""
+    that costs something. Every second is of pages: smaller values cost nothing at any price that is tried."""
     if seed % 4 == 3:
         graph = seldom_saved(seed, num_ops=4)
     else:
@@ -52,8 +52,11 @@ def tiny(seed: int) -> StepGraph:
         calls = [replace(call, inputs=call.inputs[index % 2 :]) for index, call in enumerate(calls)]
     if seed % 4 == 3 or seed % 11 == 1:
         hardware = replace(hardware, dispatch_s=(1 / 64, 1 / 16)[seed // 4 % 2], region_s=1 / 8)
+    scale = 4096 if seed % 2 else 1
+    ops = [replace(op, workspace_bytes=scale * op.workspace_bytes) for op in ops]
+    values = tuple(replace(value, bytes=scale * value.bytes) for value in graph.values)
     step_s = sum(op.seconds for op in ops)
-    return replace(graph, ops=tuple(ops), calls=tuple(calls), hardware=hardware, step_s=step_s)
+    return replace(graph, ops=tuple(ops), values=values, calls=tuple(calls), hardware=hardware, step_s=step_s)
 
 
 def larger(seed: int) -> StepGraph:
