@@ -149,8 +149,8 @@ def repeated_blocks(seed: int, *, num_blocks: int = 4) -> StepGraph:
     return _finish(draft, rng, tidy=True)
 
 
-def seldom_saved(seed: int, *, num_blocks: int = 2, num_ops: int = 9) -> StepGraph:
-    """A step of blocks of ops that read what few before them made. Little of that is saved; some is held a while."""
+def seldom_saved(seed: int, *, num_blocks: int = 2, num_ops: int = 9, share_saved: float = 0.2) -> StepGraph:
+    """A step of blocks of ops that read what few before them made. A share of that is saved; some is held a while."""
     rng = random.Random(seed)
     draft = _Draft()
     hidden = draft.value(8, "batch", "x")
@@ -162,7 +162,7 @@ def seldom_saved(seed: int, *, num_blocks: int = 2, num_ops: int = 9) -> StepGra
             at, inputs = len(draft.ops), rng.sample(made[-3:], min(len(made), rng.choice((1, 1, 2))))
             made.append(draft.value(rng.randint(1, 40), "activation", "y", born=at))
             draft.op(Op(rng.choice(NAMES), block, rng.randrange(9) / 8, 0, tuple(inputs), (made[-1],)))
-            if number == num_ops - 1 or rng.random() < 0.2:
+            if number == num_ops - 1 or rng.random() < share_saved:
                 draft.save(at, made[-1], at + 1)
         draft.close_call(block, first_save)
         hidden = made[-1]
@@ -174,6 +174,28 @@ def seldom_saved(seed: int, *, num_blocks: int = 2, num_ops: int = 9) -> StepGra
         for value, hold in zip(graph.values, holds, strict=True)
     ]
     return replace(graph, values=tuple(values))
+
+
+def hidden_wide_narrow(num_blocks: int, *, hidden_s: float) -> StepGraph:
+    """A step that peaks at its loss, of blocks of three ops: one of `hidden_s` seconds, a fast one that makes much, a
+    slow one. What the last two make is saved inside the block; what the first makes is saved by nobody.
+    """
+    draft = _Draft()
+    hidden = draft.value(8, "batch", "x")
+    model = draft.open_call("", "Model", -1)
+    for index in range(num_blocks):
+        first_save, block = len(draft.saves), draft.open_call(f"blocks.{index}", "Block", model)
+        for size, seconds, is_saved in ((5, hidden_s, False), (100, 1 / 8, True), (4, 4.0, True)):
+            at, made = len(draft.ops), draft.value(size << 12, "activation", "y", born=len(draft.ops))
+            draft.op(Op("mm", block, seconds, 0, (hidden,), (made,)))
+            if is_saved:
+                draft.save(at, made, at + 1)
+            hidden = made
+        draft.close_call(block, first_save)
+    draft.calls[model] = replace(draft.calls[model], end=len(draft.ops))
+    loss = draft.value(1, "activation", "loss", born=len(draft.ops))
+    draft.op(Op("loss", -1, 1.0, 0, (hidden,), (loss,), workspace_bytes=1000 << 12))
+    return _finish(draft, random.Random(0), tidy=True)
 
 
 def with_floats(seed: int, graph: StepGraph) -> StepGraph:

@@ -119,9 +119,9 @@ def test_what_is_held_is_worth_watching() -> None:
             held = tuple(op for op in range(9) if op in shown or (seed + op) % 4 == 0)
             if () != shown != held:
                 choices = {"nothing": (), "shown": shown, "everything": held}
-                seconds = {name: EagerLives(graph, {call: ops}, {}).extra_s for name, ops in choices.items()}
+                seconds = {name: EagerLives(graph, {call: ops}).extra_s for name, ops in choices.items()}
                 found = exploring._worth_watching(call, (), set(held))
-                assert EagerLives(graph, {call: found}, {}).extra_s == min(seconds.values())
+                assert EagerLives(graph, {call: found}).extra_s == min(seconds.values())
                 taken[next(name for name, ops in choices.items() if ops == found)] += 1
     assert min(taken.values()) >= 3, taken
 

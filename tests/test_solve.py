@@ -16,7 +16,7 @@ import zoo
 
 import lowtide
 from brute import all_costs, index_ops, keepable_ops
-from graphs import chain, random_graph, repeated_blocks, seldom_saved
+from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
 from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
 from lowtide.graph import Hardware, Op, Value
 from lowtide.solvers.solving import Search
@@ -39,7 +39,7 @@ def searched(name: str, host: int = 0) -> Search:
 
 def tiny(seed: int) -> StepGraph:
     """A step for brute force: some with ops that make indices, regions that read what they were not given, or watching
-    that costs something."""
+    that costs something. Every second is of pages: smaller values cost nothing at any price that is tried."""
     if seed % 4 == 3:
         graph = seldom_saved(seed, num_ops=4)
     else:
@@ -52,8 +52,11 @@ def tiny(seed: int) -> StepGraph:
         calls = [replace(call, inputs=call.inputs[index % 2 :]) for index, call in enumerate(calls)]
     if seed % 4 == 3 or seed % 11 == 1:
         hardware = replace(hardware, dispatch_s=(1 / 64, 1 / 16)[seed // 4 % 2], region_s=1 / 8)
+    scale = 4096 if seed % 2 else 1
+    ops = [replace(op, workspace_bytes=scale * op.workspace_bytes) for op in ops]
+    values = tuple(replace(value, bytes=scale * value.bytes) for value in graph.values)
     step_s = sum(op.seconds for op in ops)
-    return replace(graph, ops=tuple(ops), calls=tuple(calls), hardware=hardware, step_s=step_s)
+    return replace(graph, ops=tuple(ops), values=values, calls=tuple(calls), hardware=hardware, step_s=step_s)
 
 
 def larger(seed: int) -> StepGraph:
@@ -137,6 +140,23 @@ def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
             num_best += search.plan(budget).extra_s <= best + 1e-9
     assert num_floors >= 0.95 * num_graphs
     assert num_best >= 0.98 * num_plans
+
+
+@pytest.mark.parametrize(("hidden_s", "expected"), [(1 / 8, (2,)), (2.0, (0, 2))])
+def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(hidden_s: float, expected: tuple[int, ...]) -> None:
+    """Both ways to hold outputs are best somewhere; there the bound is what the best plan takes."""
+    graph = hidden_wide_narrow(2, hidden_s=hidden_s)
+    graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / 16))
+    costs, search = all_costs(graph, most=1000), Search(graph)
+    assert costs is not None
+    kept: list[tuple[int, ...]] = []
+    for budget in {peak for peak, _ in costs if search.floor.peak_bytes <= peak <= search.plain.peak_bytes}:
+        best, bound_s = min(extra_s for peak, extra_s in costs if peak <= budget), search.lower_bound_s(budget)
+        plan = search.plan(budget)
+        assert bound_s <= best + 1e-9 and plan.extra_s == pytest.approx(best), budget
+        if bound_s > best - 1e-6:
+            kept += [region.keep_ops for region in plan.regions]
+    assert expected in kept
 
 
 def test_the_bound_counts_what_the_link_carries_while_a_plan_loses_time() -> None:

@@ -105,8 +105,8 @@ class Hardware:
     """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
 
     `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what
-    watching an op costs the step, where outputs of single ops are held inside a region, and `region_s` what a region
-    costs beside its ops, in its forward and its replay: 0 where the host is ahead.
+    watching an op costs the step, where outputs of single ops are held inside a region (`graph.shown` says when), and
+    `region_s` what a region costs beside its ops, in its forward and its replay: 0 where the host is ahead.
     `region_bytes` are held on the device by each region that waits for its replay: random states. Allocations are
     rounded up to `block_bytes`.
     """

@@ -177,6 +177,7 @@ class Exploring:
         ops, first = self._graph.ops, self._graph.calls[call].first
 
         def gain_s(some: tuple[int, ...]) -> float:
-            return sum(ops[first + op].seconds for op in some) - self._pricing.watching_s(call, some)
+            spared = sorted({*some, *self._graph.unneeded.of(call, some)})
+            return sum(ops[first + op].seconds for op in spared) - self._pricing.watching_s(call, some)
 
         return max((kept, tuple(sorted(shown)), tuple(sorted(held))), key=gain_s)
