@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.engines.shownops import Lessons
+from lowtide.engines.lessons import Lessons
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 
@@ -168,6 +168,13 @@ def test_random_numbers_that_are_shown_when_others_were_drawn_take_a_watch() -> 
     model = stack(body)
     assert check(model, holds(model, "rand_like")) == [1, 1, 1, 1]
     assert check(model, holds(model, "rand_like", nth=1)) == [1, 0, 0, 0]
+
+    def twice(block: Block, x: Tensor) -> Tensor:
+        first, second = torch.rand_like(x), torch.rand_like(x)
+        return x * second + x * first + x.sin() * first
+
+    model = stack(twice)
+    assert check(model, holds(model, "rand_like")) == [1, 1, 1, 1]
 
 
 def test_an_output_that_is_changed_before_it_is_saved_takes_a_watch() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.engines import replayedops, skippedops
-from lowtide.engines.shownops import Lessons
+from lowtide.engines.lessons import Lessons
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 
