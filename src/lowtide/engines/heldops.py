@@ -38,13 +38,15 @@ class Held:
         """Whether nothing was written into it since."""
         return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
 
-    def take(self) -> tuple[Any, list[Any]]:
-        """The output, and its parts; random numbers go on from where the op left them."""
+    def take(self, *, marks: bool) -> tuple[Any, list[Any]]:
+        """The output, and its parts, marked if asked to be; random numbers go on from where the op left them."""
         with self._hides():
             if self._random is not None:
                 self._random.restore()
             kept = KeptHere | KeptInStore
             parts = [part.restore() if isinstance(part, kept) else part for part in self._parts]
+            if marks:
+                parts = [_compat.marked(part) if isinstance(part, Tensor) else part for part in parts]
             return self._build(parts), parts
 
 

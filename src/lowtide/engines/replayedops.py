@@ -58,7 +58,7 @@ class Replayed(Counting):
             goes_on = self._call.goes_on(op)
             held = self._call.held.pop(op, None)
             if held is not None and goes_on and held.is_intact and self._call.fits(op, args, kwargs):
-                output, parts = held.take()
+                output, parts = held.take(marks=self._call.is_shown)
                 self._call.took(op, parts)
                 return output
             if self._call.drawn and is_random(func):

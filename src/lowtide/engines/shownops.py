@@ -59,6 +59,11 @@ class Call:
         self._num_held = 0
         self._kinds: Iterator[Any] = iter(())
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether what is held was found by its place. Then it may be anything: an input of the region, say."""
+        return self._known is not None
+
     def learned(self, lesson: Lesson) -> None:
         """A watched forward is over."""
         self._lesson, self._num_held = lesson, len(self.held)
@@ -148,8 +153,14 @@ class Call:
     def _is_right(self, part: ShownPart, saved: Sequence[Tensor | None]) -> bool:
         (tensor,) = saved or (None,)
         if tensor is None:  # nobody asks for it; what a watched forward holds is what its op made
-            return self._known is None
-        return part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
+            return not self.is_shown
+        if not part.is_like(tensor) or _compat.storage_id(tensor) != self.taken[part.op][part.number].id:
+            return False
+        if not self.is_shown:
+            return True
+        is_right = _compat.is_marked(tensor)  # not so if it was there before, like what was held
+        _compat.set_version(tensor, part.version)
+        return is_right
 
     def _was_wrong(self) -> None:
         self.held.clear()
