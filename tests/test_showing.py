@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.engines.shownops import Lessons
+from lowtide.engines.lessons import Lessons
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 
@@ -69,7 +69,7 @@ Change = Callable[[nn.Module, int], None]
 
 
 def left_behind(model: nn.Module, inputs: list[Tensor], change: Change | None = None) -> list[Tensor]:
-    """All that some steps leave: outputs, gradients, random state."""
+    """All that some steps leave: outputs, gradients, inputs, weights and buffers, random state."""
     torch.manual_seed(3)
     found = []
     for number, x in enumerate(inputs):
@@ -80,6 +80,7 @@ def left_behind(model: nn.Module, inputs: list[Tensor], change: Change | None = 
         y = model(x)
         y.square().sum().backward()
         found += [y.detach(), *(t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None)]
+        found += [tensor.detach().clone() for tensor in (x, *model.state_dict().values())]
     return [*found, torch.get_rng_state()]
 
 
@@ -167,6 +168,13 @@ def test_random_numbers_that_are_shown_when_others_were_drawn_take_a_watch() -> 
     model = stack(body)
     assert check(model, holds(model, "rand_like")) == [1, 1, 1, 1]
     assert check(model, holds(model, "rand_like", nth=1)) == [1, 0, 0, 0]
+
+    def twice(block: Block, x: Tensor) -> Tensor:
+        first, second = torch.rand_like(x), torch.rand_like(x)
+        return x * second + x * first + x.sin() * first
+
+    model = stack(twice)
+    assert check(model, holds(model, "rand_like")) == [1, 1, 1, 1]
 
 
 def test_an_output_that_is_changed_before_it_is_saved_takes_a_watch() -> None:
@@ -409,3 +417,235 @@ def test_lessons_are_few() -> None:
     inputs = [data(batch) for batch in range(2, 24)] * 2
     modes = check(model, holds(model, "gelu"), inputs)
     assert len(modes) == len(inputs)
+
+
+# What is saved may be the output in another guise.
+
+
+def check_all(body: Body, change: Change | None = None, *, reset: Callable[[], Any] = dict) -> None:
+    """Whatever is held."""
+    model = stack(body)
+    ops = ops_of(model)
+    for held in [(at,) for at in range(len(ops))] + [tuple(range(len(ops)))]:
+        plain, planned = copy.deepcopy(model), copy.deepcopy(model)
+        reset()
+        expected = left_behind(plain, [data() for _ in range(5)], change)
+        reset()
+        with lowtide.apply(planned, Plan((Recompute("0", keep_ops=held),))):
+            actual = left_behind(planned, [data() for _ in range(5)], change)
+        assert len(actual) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), (held, ops)
+
+
+def test_an_output_is_saved_conjugated() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(x * 2)
+        return torch.fft.ifft(spectrum * spectrum.conj()).real.sin()
+
+    check_all(body)
+
+
+def test_an_output_is_saved_as_a_part_of_it() -> None:
+    """The part is the same, of less or of more."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = (x[:1] if block.flag else x) + 1
+        return made[:1].sin() + (made.sum(0) * x).exp()
+
+    check_all(body, switched)
+    check_all(body, lambda model, number: setattr(model[0], "flag", number < 2))
+
+
+def test_an_output_is_saved_in_another_form() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = (x.view(8, 8) if block.flag else x) + 1
+        return made.view(-1).sin().view(4, 16) + (made.sum(1).mean() * made.view(4, 16)[0]).exp()
+
+    check_all(body, switched)
+
+
+# Random numbers that no lesson was about.
+
+
+def test_numbers_are_drawn_before_it_is_shown() -> None:
+    """They were not when the region was watched."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        if block.flag:
+            torch.rand(())
+        return (x * noise * torch.rand_like(x)).exp()
+
+    check_all(body, switched)
+
+
+@pytest.fixture
+def own_ops() -> Any:
+    with torch.library._scoped_library("lowtide_tests", "DEF") as library:
+        library.define("noisy(Tensor x) -> Tensor")
+        library.impl("noisy", lambda x: x + torch.rand(x.shape), "CompositeExplicitAutograd")
+        library.define("counted(Tensor x, int k) -> (Tensor, int)")
+        library.impl("counted", lambda x, k: (x + 1.0, k), "CompositeExplicitAutograd")
+        library.define("chosen(Tensor x, int k) -> (Tensor, Tensor)")
+        library.impl("chosen", lambda x, k: (x + 1.0, torch.arange(k)), "CompositeExplicitAutograd")
+        yield torch.ops.lowtide_tests
+
+
+def test_an_op_of_ones_own_draws_numbers_and_does_not_say_so(own_ops: Any) -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        return (x * own_ops.noisy(x.detach())).sin() * torch.rand_like(x)
+
+    check_all(body)
+
+
+def test_an_op_of_ones_own_gives_a_number_too(own_ops: Any) -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        made, number = own_ops.counted(x.detach(), 5 if block.flag else 2)
+        return (x * made * number).sin()
+
+    check_all(body, switched)
+
+
+def test_an_op_of_ones_own_gives_nothing_at_first(own_ops: Any) -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        made, numbers = own_ops.chosen(x.detach(), 5 if block.flag else 0)
+        return (x * made * (1 + numbers.sum())).sin()
+
+    check_all(body, switched)
+
+
+def test_what_is_saved_in_its_place_was_there_before() -> None:
+    """An input of the region, or what is computed once for all: those are in their places in the replay too."""
+    table = torch.ones(4, 16) + 1
+
+    def an_input(block: Block, x: Tensor) -> Tensor:
+        made = x * 0.5
+        return (x if block.flag else made).sin() + (made * 3).exp()
+
+    def a_constant(block: Block, x: Tensor) -> Tensor:
+        made = x.detach() * 0.5
+        return x * (table if block.flag else made) + (x + made * 3).exp()
+
+    check_all(an_input, switched)
+    check_all(a_constant, switched)
+
+
+# What a replay does with a wrong value, before it is known to be one.
+
+
+def test_it_goes_another_way() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        first, second = x + 1, x - 50
+        y = (second if block.flag else first).sin()
+        return (y * x if first.sum() > 0 else y).exp()
+
+    check_all(body, switched)
+
+
+def test_it_fails() -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        first, second = x * 0 + 1, x * 0 + 100
+        y = (second if block.flag else first).sin()
+        return (x[:, int(first.max().item())][:, None] * y).exp()
+
+    check_all(body, switched)
+
+
+def test_it_writes_to_it() -> None:
+    """To the region's input, or to a weight, which were saved at its place."""
+
+    def to_input(block: Block, x: Tensor) -> Tensor:
+        made = x + 1
+        if block.flag:
+            made.mul_(2)
+        return ((x if block.flag else made).sin() + made * 1).exp()
+
+    def to_weight(block: Block, x: Tensor) -> Tensor:
+        made = x[0] + 1
+        if block.flag:
+            made.mul_(2)
+        return (x + (block.down.bias if block.flag else made).sin() + made * 1).exp()
+
+    check_all(to_input, switched)
+    check_all(to_weight, switched)
+
+
+class Outer(nn.Module):
+    def __init__(self, *, in_checkpoint: bool) -> None:
+        super().__init__()
+        self.inner, self.linear, self.in_checkpoint = Block(two_of_a_kind), nn.Linear(16, 16), in_checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_checkpoint:
+            return torch.utils.checkpoint.checkpoint(self.call, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.call(x)
+
+    def call(self, x: Tensor) -> Tensor:
+        return self.linear(self.inner(self.linear(x).exp())).sin()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_a_region_inside_another_replays_once_more(in_checkpoint: bool) -> None:
+    model = nn.Sequential(Outer(in_checkpoint=in_checkpoint))
+    inner = Recompute("0.inner", keep_ops=(0,))
+    plan = Plan((inner,) if in_checkpoint else (Recompute("0"), inner))
+
+    def change(model: nn.Module, number: int) -> None:
+        model[0].inner.flag = number >= 2
+
+    plain = left_behind(copy.deepcopy(model), [data() for _ in range(4)], change)
+    with lowtide.apply(model, plan):
+        actual = left_behind(model, [data() for _ in range(4)], change)
+    assert all(torch.equal(a, b) for a, b in zip(actual, plain, strict=True))
+
+
+# Also where the forward is watched.
+
+
+def test_something_is_computed_once_and_remembered() -> None:
+    """The replay runs fewer ops than its forward, so that other ops have the same numbers."""
+    remembered: dict[str, Tensor] = {}
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        if not remembered:
+            remembered["table"] = (torch.ones(4, 16) * 3).cos()
+        first = x * remembered["table"]
+        second = first * 2
+        return (second * second * first).sin()
+
+    check_all(body, reset=remembered.clear)
+
+
+def test_statistics_are_written_to_it() -> None:
+    """Of which the op's schema says nothing."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        mean, variance = torch.zeros(16) + 0.5, torch.ones(16) + 0.1
+        return (F.batch_norm(x, mean, variance, training=True) * mean * variance).sin()
+
+    check_all(body)
+
+
+def test_what_is_saved_is_changed_in_place_afterwards() -> None:
+    """An error, as without a plan."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = x + 1
+        y = made.sin()
+        if block.flag:
+            with torch.no_grad():
+                made.mul_(2)
+        return (y * 3).exp()
+
+    model = stack(body)
+    for held in range(4):
+        model[0].flag = False
+        with lowtide.apply(model, Plan((Recompute("0", keep_ops=(held,)),))):
+            for flag in (False, False, True, True):
+                model[0].flag = flag
+                loss = model(data()).sum()
+                if flag:
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        loss.backward()
+                else:
+                    loss.backward()

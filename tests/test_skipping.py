@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.engines import replayedops, skippedops
-from lowtide.engines.shownops import Lessons
+from lowtide.engines.lessons import Lessons
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 
@@ -418,6 +418,27 @@ def test_what_it_is_made_of_may_change(kind: type[Scaled]) -> None:
         for flag in (False, True, True, False, True):
             model[1].flag = flag
             assert_same(left_behind(model), expected[flag])
+
+
+class Normed(Scaled):
+    """A norm writes its statistics, of which the op's schema says nothing, when they are to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = (self.norm.running_mean * 2).exp()
+        return (self.norm(self.linear(x)) * made[:, None]).sin()
+
+
+def test_what_it_is_made_of_is_written_by_a_norm() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Normed())
+    ops = ops_of(model, "1")
+    made = ops.index("mul"), ops.index("exp")
+    for kept in range(len(ops)):
+        check(model, Plan((Recompute("1", keep_ops=(kept,), skip_ops=made),)))
 
 
 class Opaque(Tensor):

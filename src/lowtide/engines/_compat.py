@@ -25,6 +25,7 @@ from lowtide._compat import (
     is_sharded,
     module_tensors,
     overwrite_all,
+    set_version,
     storage_id,
     submodules,
     under_functorch,
@@ -47,6 +48,7 @@ __all__ = [
     "is_sharded",
     "module_tensors",
     "overwrite_all",
+    "set_version",
     "storage_id",
     "submodules",
     "under_functorch",
@@ -68,6 +70,23 @@ def sharing_versions() -> AbstractContextManager[Any]:
         AbstractContextManager[Any],
         torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
     )
+
+
+def marked(tensor: Tensor) -> Tensor:
+    """The same bytes with changes counted from a number that no one comes to, so that it and its views are known again.
+
+    Obsolete with a public `preserve_version_counter`.
+    """
+    alias = tensor.data
+    set_version(alias, _MARK)
+    return alias
+
+
+def is_marked(tensor: Tensor) -> bool:
+    return version_of(tensor) == _MARK
+
+
+_MARK = 1 << 30
 
 
 def taken_apart(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -19,6 +19,7 @@ from lowtide.engines.moves import Keeping
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import replay_depth
+from lowtide.tracing.opfacts import facts_of
 
 Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often that was done before
 Build = Callable[[list[Any]], Any]
@@ -37,13 +38,15 @@ class Held:
         """Whether nothing was written into it since."""
         return all(part.is_intact for part in self._parts if isinstance(part, KeptHere | KeptInStore))
 
-    def take(self) -> tuple[Any, list[Any]]:
-        """The output, and its parts; random numbers go on from where the op left them."""
+    def take(self, *, marks: bool) -> tuple[Any, list[Any]]:
+        """The output, and its parts, marked if asked to be; random numbers go on from where the op left them."""
         with self._hides():
             if self._random is not None:
                 self._random.restore()
             kept = KeptHere | KeptInStore
             parts = [part.restore() if isinstance(part, kept) else part for part in self._parts]
+            if marks:
+                parts = [_compat.marked(part) if isinstance(part, Tensor) else part for part in parts]
             return self._build(parts), parts
 
 
@@ -58,8 +61,30 @@ def random_states(tensors: Iterable[Tensor], generators: Iterable[torch.Generato
     return Ambient({tensor.device for tensor in tensors}, generators, preserve_rng_state=True)
 
 
+def is_foreign(func: Any) -> bool:
+    """Whether an op is none of torch's own, and may do more than it says."""
+    return getattr(func, "namespace", None) not in ("aten", "prim", "prims")
+
+
 def is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    """Whether an op draws numbers, or may do so."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
+
+
+def writes(func: Any) -> bool:
+    """Whether an op may write to arguments: also a norm to its statistics, which it does not say."""
+    found = _WRITES.get(id(func))
+    if found is None:
+        found = _compat.writes(func) or writes_statistics(func)
+        _WRITES[id(func)] = found
+    return found
+
+
+def writes_statistics(func: Any) -> bool:
+    return _compat.is_op_with_schema(func) and bool(facts_of(func).written_in_training)
+
+
+_WRITES: dict[int, bool] = {}  # by the id of the op, which lives as long as torch does
 
 
 class Counting(_compat.DispatchMode):

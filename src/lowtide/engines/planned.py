@@ -21,12 +21,12 @@ from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
+from lowtide.engines.lessons import Lessons, shapes_of_inputs
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
 from lowtide.engines.replayedops import holding
 from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
-from lowtide.engines.shownops import Lessons, shapes_of_inputs
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
 from lowtide.memory.checkpoint import checkpoint

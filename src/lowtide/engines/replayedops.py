@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lowtide.engines import _compat
-from lowtide.engines.heldops import Counting, Op
+from lowtide.engines.heldops import Counting, Op, is_random, writes
+from lowtide.engines.lessons import Lessons, Shapes
 from lowtide.engines.moves import Keeping
-from lowtide.engines.shownops import Call, Lessons, Shapes, Shown, Watched
+from lowtide.engines.shownops import Call, Shown, Watched
 from lowtide.engines.skippedops import StandIn, Unseen, allocates
 from lowtide.plans import Recompute
 from lowtide.tracing.opfacts import facts_of
@@ -21,7 +22,8 @@ def holding(region: Recompute, elsewhere: dict[int, Keeping], lessons: Lessons, 
 
     `elsewhere` says where, for those that do not stay; `lessons` are the region's.
     """
-    call, lesson = Call(lessons, shapes), lessons.known(shapes)
+    lesson = lessons.known(shapes)
+    call = Call(lessons, shapes, lesson)
     forward = Watched(call, region, elsewhere) if lesson is None else Shown(call, lesson, elsewhere)
     return forward, Replayed(call)
 
@@ -53,19 +55,21 @@ class Replayed(Counting):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, later = self._counted(func, args), self._later
         if op is not None:
+            goes_on = self._call.goes_on(op)
             held = self._call.held.pop(op, None)
-            if held is not None and held.is_intact:
-                output, parts = held.take()
-                if self._call.is_shown:
-                    self._call.took(op, parts)
+            if held is not None and goes_on and held.is_intact and self._call.fits(op, args, kwargs):
+                output, parts = held.take(marks=self._call.is_shown)
+                self._call.took(op, parts)
                 return output
+            if self._call.drawn and is_random(func):
+                self._call.draws()
             stand_in = self._stand_ins.get(op)
-            if stand_in is not None and later.may_put_off() and stand_in.fits(args, kwargs):
+            if stand_in is not None and goes_on and later.may_put_off() and stand_in.fits(args, kwargs):
                 return later.put_off(stand_in, func, args, kwargs)
         if later:
             later.before(func, args, kwargs)
-        if self._call.taken and _compat.writes(func):
-            self._call.wrote(facts_of(func).written_tensors(args, kwargs or {}))
+        if self._call.taken and writes(func):
+            self._call.writes(facts_of(func).written_tensors(args, kwargs or {}))
         output = func(*args, **kwargs) if kwargs else func(*args)
         if self._stand_ins and allocates(func):
             later.made_blank(output)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowtide.engines import _compat
-from lowtide.engines.heldops import Build, computes_nothing
+from lowtide.engines.heldops import Build, computes_nothing, writes
 from lowtide.graph.unneeded import ALIASES, ALWAYS_RUN, is_blank
 from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import tensors_in
@@ -36,7 +36,7 @@ class StandIn:
     def __init__(self, parts: list[Tensor | None], build: Build | None, args: Any, kwargs: Any) -> None:
         self._forms = [None if part is None else (part.shape, part.stride(), part.dtype, part.device) for part in parts]
         self._build = build  # none for an output that is a single tensor
-        self._of = _form_of(args), _form_of(kwargs)
+        self._of = form_of(args), form_of(kwargs)
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, output: Any) -> StandIn | None:
@@ -53,7 +53,7 @@ class StandIn:
         return None if any(map(_is_for_python, tensors)) else cls(parts, build, args, kwargs)
 
     def fits(self, args: Any, kwargs: Any) -> bool:
-        return (_form_of(args), _form_of(kwargs)) == self._of
+        return (form_of(args), form_of(kwargs)) == self._of
 
     def make(self) -> tuple[Any, list[Tensor | None]]:
         """The output, and its parts."""
@@ -91,7 +91,7 @@ class _Postponed:
 
     def reads(self) -> set[int]:
         """The storages of its arguments."""
-        return _storages_in((self.args, self.kwargs))
+        return storages_in((self.args, self.kwargs))
 
     def compute(self) -> None:
         """Make it after all, where its stand-ins are."""
@@ -150,8 +150,8 @@ class Later:
             wanted = self._postponed  # a tensor of another class may be made of anything
         if wanted:
             self._compute(wanted)
-        if self._postponed and _compat.writes(func):
-            written = _storages_in(facts_of(func).written_tensors(args, kwargs or {}))
+        if self._postponed and writes(func):
+            written = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
             self._compute([each for each in self._postponed if not written.isdisjoint(each.reads())])
 
     def _add_read(self, values: Iterable[Any], wanted: list[_Postponed]) -> bool:
@@ -173,7 +173,7 @@ class Later:
 
     def compute(self, values: Any) -> None:
         """Have what belongs into these tensors there."""
-        self._compute([self._by_storage[at] for at in _storages_in(values) if at in self._by_storage])
+        self._compute([self._by_storage[at] for at in storages_in(values) if at in self._by_storage])
 
     def compute_all(self) -> None:
         """Have everything there that someone could still ask for."""
@@ -252,19 +252,19 @@ def _is_for_python(tensor: Tensor) -> bool:
     return _compat.accelerator() is not None or not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _storages_in(values: Any) -> set[int]:
+def storages_in(values: Any) -> set[int]:
     return {storage for tensor in tensors_in(values) for storage in _compat.storages_of(tensor)}
 
 
-def _form_of(value: Any) -> Any:
+def form_of(value: Any) -> Any:
     """What of an argument decides on the form of an output: all but the numbers in tensors."""
     kind = type(value)
     if kind in _compat.PLAIN_TYPES and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device
     if kind in (tuple, list):
-        return tuple(map(_form_of, value))
+        return tuple(map(form_of, value))
     if kind is dict:
-        return tuple((name, _form_of(each)) for name, each in value.items())
+        return tuple((name, form_of(each)) for name, each in value.items())
     return value if kind in _NUMBERS else object()  # equal to no other: the op has to run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -65,11 +66,11 @@ def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
         frame: Any = ref()
         frame.metadata_fn = describe
         try:
-            type(frame).check_recomputed_tensors_match(frame, gid)
+            # First: a replay that went wrong because of what the watch knows need not have saved the same tensors.
             if watch is not None and not watch.saved_again(_recomputed(frame, gid)):
                 _recompute_once_more(frame, gid)
-                type(frame).check_recomputed_tensors_match(frame, gid)
                 watch.saved_again(_recomputed(frame, gid))
+            type(frame).check_recomputed_tensors_match(frame, gid)
             if not frame.ignore_saved_mismatch:
                 _check_overwritten(frame, gid, versions, observer)
         except TorchCheckpointError as error:
@@ -78,9 +79,30 @@ def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
             frame.metadata_fn = shown
             observer.replay_checked()
 
+    if watch is not None:
+        watch.begin(functools.partial(_num_saved_again, ref))
+        frame.recompute_fn = functools.partial(_recompute, frame.recompute_fn, observer, watch)
     shown = describe_saved if watch is None else show_and_describe_saved
     frame.metadata_fn = shown
     frame.check_recomputed_tensors_match = check_recomputed_tensors_match
+
+
+def _recompute(recompute_fn: Callable[..., None], observer: FrameObserver, watch: Any, *args: Any) -> None:
+    """A replay. One that fails, and is to be run once more, ends here."""
+    try:
+        recompute_fn(*args)
+    except torch_checkpoint_module._StopRecomputationError:
+        raise
+    except BaseException as error:
+        if not watch.failed(error):
+            observer.replay_checked()
+            raise
+
+
+def _num_saved_again(ref: Any) -> int:
+    """How much the replay that runs has saved; 0 where that is not known."""
+    counts: dict[Any, int] = ref().recomp_counter
+    return counts.get(torch._C._current_graph_task_id(), 0)
 
 
 def _recomputed(frame: Any, gid: Any) -> list[Tensor | None]:

@@ -53,8 +53,12 @@ class SaveWatch(Protocol):
     """Who wants to see the tensors that are saved: each as the forward saves it, a replay's when that is over.
 
     A replay whose tensors it does not approve of is run once more. Of those that nobody wants any more it sees None.
+    `begin` tells it whom to ask for how many tensors a replay has saved, while that runs. One that failed is approved
+    of or not as well, if `failed` says so; else the error is raised.
     """
 
+    def begin(self, num_saved_again: Callable[[], int]) -> None: ...
+    def failed(self, error: BaseException) -> bool: ...
     def saved(self, tensor: Tensor) -> None: ...
     def saved_again(self, tensors: Sequence[Tensor | None]) -> bool: ...
 
@@ -78,7 +82,7 @@ class Region:
         self._is_checked = determinism_check != "none"
         self._compares_values = determinism_check == "values"
         self._is_watched = False  # whether torch's check of the replay will call `replay_checked`
-        self._has_contexts = has_contexts
+        self._has_contexts = self._may_overwrite = has_contexts
         self.begin_watch: Callable[[], SaveWatch] | None = None  # of a context that wants to see what is saved
         self._arguments = arguments = Arguments(args, kwargs)
         self._watched = [(weakref.ref(tensor), _compat.version_of(tensor)) for tensor in arguments.tensors]
@@ -106,6 +110,7 @@ class Region:
         if self._is_checked and (frame := frames.current_frame()) is not None:
             watch = None if self.begin_watch is None else self.begin_watch()
             self.begin_watch = None
+            self._may_overwrite &= watch is None
             frames.watch_frame(frame, self, watch)
             self._is_watched = True
         output = self._function(*args, **kwargs)
@@ -117,10 +122,12 @@ class Region:
     def begin_replay(self) -> None:
         """Have the inputs there, before contexts of a caller's own are on.
 
-        Stores, and replays further out, run ops for this that are none of the region's.
+        Stores, and replays further out, run ops for this that are none of the region's. Those give them once, so for
+        a replay that is run once more they are still here.
         """
         self._check_arguments()
-        self._replay_tensors = list(self._inputs())
+        if not self._replay_tensors:
+            self._replay_tensors = list(self._inputs())
 
     def _replay(self) -> Any:
         if not self._has_contexts:
@@ -201,7 +208,7 @@ class Region:
 
     def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None:
         """The error for a saved tensor that the replay changed in place afterwards, unless a context allows that."""
-        if self._has_contexts:
+        if self._may_overwrite:
             return None
         return divergence.overwritten_activation(self._function, position, metadata)
 
