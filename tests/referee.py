@@ -43,6 +43,7 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         step.run(position, home=FORWARD)
     step.pass_forward_position(graph.num_forward)
     step.link.start_backward(_needs(graph, step.regions))
+    step.fetches_at = _at_outputs(graph)
     for position in range(graph.num_forward, len(graph.ops) + 1):
         step.pass_backward_position(position)
         if position < len(graph.ops):
@@ -50,6 +51,15 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
     step.finish()
     watched_s = step.regions.watched_s(plan)
     return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s)
+
+
+def _at_outputs(graph: StepGraph) -> int:
+    """Where the backward comes to the model's outputs: at its first op for an op that the model itself ran."""
+    in_model = {op for call in graph.calls if call.path == "" for op in range(call.first, call.end)}
+    for position in range(graph.num_forward, len(graph.ops)):
+        if graph.ops[position].forward_op in in_model:
+            return position
+    return graph.num_forward
 
 
 class _Regions:
@@ -238,6 +248,7 @@ class _Step:
         self.released: set[int] = set()
         self.events: list[int] = []
         self.clock_s = self.extra_s = 0.0
+        self.fetches_at = graph.num_forward
         static = sum(self.bytes_of(v) for v, value in enumerate(graph.values) if value.born < 0)
         self.base_bytes = static + graph.optimizer_state_bytes + graph.other_bytes
 
@@ -353,7 +364,7 @@ class _Step:
         self.release(position, just_read=False)
         self.end_regions(position, just_read=False)
         self.drop(position, FORWARD)
-        if position == self.graph.num_forward:
+        if position == self.fetches_at:
             self.link.issue(self.clock_s)
         for index, save in enumerate(self.graph.saves):
             if save.read == position:

@@ -148,8 +148,9 @@ class EagerStep:
                 self._settle(op, -1, self.lives)
                 self._run(op, 0, self.lives)
             self._settle(graph.num_forward, -1, self.lives)
-            self._begin_backward()
             for position in range(graph.num_forward, len(graph.ops)):
+                if position == graph.reaches_model:
+                    self._begin_backward()
                 self._backward_position(position)
                 self._run(position, 2, self.lives)
             self._backward_position(len(graph.ops))

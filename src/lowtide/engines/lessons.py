@@ -78,6 +78,7 @@ class Lessons:
         self._path = path
         self._lessons: dict[Shapes, Lesson] = {}
         self._num_mistakes = 0
+        self.written: set[Op] | None = None  # whose outputs are written to unseen; None before the first forward
 
     def known(self, shapes: Shapes) -> Lesson | None:
         """A lesson that does for a forward without watching."""

@@ -9,6 +9,10 @@ A step may run otherwise than the one learned from. With another number of saves
 the replay computes everything. That a held value is what the op makes shows in the replay at the latest: there too
 it has to be what is saved at that place. If not, what the replay made is thrown away, it computes everything, and the
 region is watched again. Rejected: to trust the plan's trace for the places, as dropout, autocast and hooks move them.
+
+Kernels launched by hand may write to an output where no op and no version tells of it; the replay would let them do so
+to what it took, once more. The very first forward of a region looks for that (`unseenwrites`), and such outputs are
+never held.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from lowtide.engines.heldops import (
 from lowtide.engines.lessons import Lesson, Lessons, Shapes, ShownOp, ShownPart, geometry_of
 from lowtide.engines.moves import Keeping
 from lowtide.engines.skippedops import Later, StandIn, form_of, storages_in
+from lowtide.engines.unseenwrites import UnseenWrites
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.plans import Recompute
@@ -47,7 +52,7 @@ class Call:
     """One call of a region: what its forward holds for the replay, and what the replay took of it."""
 
     def __init__(self, lessons: Lessons, shapes: Shapes, known: Lesson | None) -> None:
-        self._lessons, self._shapes = lessons, shapes
+        self.lessons, self._shapes = lessons, shapes
         self._known = known  # what is held is found by its places then
         self.num_saved_again: Callable[[], int] = int
         self.held: dict[Op, Held] = {}
@@ -67,7 +72,7 @@ class Call:
     def learned(self, lesson: Lesson) -> None:
         """A watched forward is over."""
         self._lesson, self._num_held = lesson, len(self.held)
-        self._lessons.remember(self._shapes, lesson)
+        self.lessons.remember(self._shapes, lesson)
 
     def shown(self, lesson: Lesson, num_saves: int) -> None:
         """A forward that was not watched is over."""
@@ -165,7 +170,7 @@ class Call:
     def _was_wrong(self) -> None:
         self.held.clear()
         self._lesson = None  # replays skip nothing then
-        self._lessons.was_wrong(self._shapes)
+        self.lessons.was_wrong(self._shapes)
 
 
 class _GivenUp(Exception):
@@ -197,6 +202,7 @@ class Watched(_Told, Counting):
         self._storages: dict[Op, list[_compat.StorageReference]] = {}
         self._statistics: dict[int, Op] = {}  # storages that held norms wrote to
         self._learner = _Learner()
+        self._checks = UnseenWrites() if call.lessons.written is None else None
         self._num_drawn = 0
         self._is_told = False
 
@@ -206,9 +212,16 @@ class Watched(_Told, Counting):
 
     def saved(self, tensor: Tensor) -> None:
         self._learner.saved(tensor, self._num_drawn)
+        if self._checks is not None:
+            self._checks.look(_compat.storages_of(tensor))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        if error is None and self._checks is not None:
+            self._call.lessons.written = self._checks.ops()
+            for op in self._call.lessons.written:
+                self._call.held.pop(op, None)
+        self._checks = None
         if error is None and self._is_told:
             self._call.learned(self._learner.lesson(self._call.held))
         self._learner = _Learner()  # it refers to what is held
@@ -227,7 +240,8 @@ class Watched(_Told, Counting):
         if op is None or _compat.writes(func):
             return output
         if position in self._positions and not _compat.gives_views(func):
-            self._hold(op, position, func, args, output, kwargs)
+            if op not in (self._call.lessons.written or ()):
+                self._hold(op, position, func, args, output, kwargs)
         elif position in self._skipped:
             stand_in = StandIn.of(func, args, kwargs, output)
             if stand_in is not None:
@@ -249,6 +263,8 @@ class Watched(_Told, Counting):
                 held.append(kept(part, keep if part is tensors[0] else None) if is_tensor else part)
         self._call.held[op] = Held(held, build, random, keep is not None)
         self._storages[op] = [reference for tensor in tensors for reference in _compat.storage_references(tensor)]
+        if self._checks is not None:
+            self._checks.made(op, tensors)
         if writes_statistics(func):
             written = facts_of(func).written_tensors(args, kwargs or {})
             self._statistics.update(dict.fromkeys(storages_in(written), op))

@@ -188,6 +188,13 @@ class StepGraph:
         return {path: tuple(indices) for path, indices in found.items()}
 
     @cached_property
+    def reaches_model(self) -> int:
+        """The position at which the backward comes to what the model gave: behind what the loss made of it."""
+        spans = [(call.first, call.end) for call in self.calls if not call.path]
+        own = (at for at, op in enumerate(self.ops) if any(first <= op.forward_op < end for first, end in spans))
+        return next(own, self.num_forward)
+
+    @cached_property
     def nths(self) -> list[int]:
         """For each call, how many calls of the same module came before it."""
         found = [0] * len(self.calls)
