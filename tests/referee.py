@@ -9,6 +9,7 @@ A value with a codec has an incarnation that is its encoded form, and one more f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lowtide.codings import Form, form_of
@@ -42,8 +43,6 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         step.pass_forward_position(position)
         step.run(position, home=FORWARD)
     step.pass_forward_position(graph.num_forward)
-    step.link.start_backward(_needs(graph, step.regions))
-    step.fetches_at = _at_outputs(graph)
     for position in range(graph.num_forward, len(graph.ops) + 1):
         step.pass_backward_position(position)
         if position < len(graph.ops):
@@ -53,13 +52,13 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
     return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s)
 
 
-def _at_outputs(graph: StepGraph) -> int:
-    """Where the backward comes to the model's outputs: at its first op for an op that the model itself ran."""
+def _at_outputs(graph: StepGraph, moved: Collection[int]) -> int:
+    """Where the backward comes to the outputs of the model: to an op of its own, or to the read of a moved value."""
     in_model = {op for call in graph.calls if call.path == "" for op in range(call.first, call.end)}
-    for position in range(graph.num_forward, len(graph.ops)):
-        if graph.ops[position].forward_op in in_model:
-            return position
-    return graph.num_forward
+    found = [at for at in range(graph.num_forward, len(graph.ops)) if graph.ops[at].forward_op in in_model]
+    if not found:
+        return graph.num_forward
+    return min(found[0], *(save.read for save in graph.saves if save.value in moved and save.read >= 0), len(graph.ops))
 
 
 class _Regions:
@@ -248,7 +247,7 @@ class _Step:
         self.released: set[int] = set()
         self.events: list[int] = []
         self.clock_s = self.extra_s = 0.0
-        self.fetches_at = graph.num_forward
+        self.fetches_at = _at_outputs(graph, self.link.moved)
         static = sum(self.bytes_of(v) for v, value in enumerate(graph.values) if value.born < 0)
         self.base_bytes = static + graph.optimizer_state_bytes + graph.other_bytes
 
@@ -365,6 +364,7 @@ class _Step:
         self.end_regions(position, just_read=False)
         self.drop(position, FORWARD)
         if position == self.fetches_at:
+            self.link.start_backward(_needs(self.graph, self.regions))
             self.link.issue(self.clock_s)
         for index, save in enumerate(self.graph.saves):
             if save.read == position:

@@ -93,8 +93,11 @@ class CopyEngines:
                     self.bytes_in_flight += trip.life.bytes if trip.back_at is not None else 0
             self._copied = [trip for trip in copied if not trip.is_away]
 
-    def begin_backward(self, order: list[int], clock: float) -> None:
-        """The backward begins; it will read moved values in this order."""
+    def moves(self, value: int) -> bool:
+        return value in self._moved
+
+    def begin_fetching(self, order: list[int], clock: float) -> None:
+        """From now on values come back; the backward will read them in this order."""
         self._returns.extend(self._trips[value] for value in dict.fromkeys(order) if value in self._trips)
         self._fetch_ahead(clock)
 

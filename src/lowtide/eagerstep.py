@@ -148,9 +148,10 @@ class EagerStep:
                 self._settle(op, -1, self.lives)
                 self._run(op, 0, self.lives)
             self._settle(graph.num_forward, -1, self.lives)
+            fetches_at = self._fetches_at()
             for position in range(graph.num_forward, len(graph.ops)):
-                if position == graph.reaches_model:
-                    self._begin_backward()
+                if position == fetches_at:
+                    self._begin_fetching()
                 self._backward_position(position)
                 self._run(position, 2, self.lives)
             self._backward_position(len(graph.ops))
@@ -212,7 +213,12 @@ class EagerStep:
         self.clock += seconds
         self.coded_s += seconds
 
-    def _begin_backward(self) -> None:
+    def _fetches_at(self) -> int:
+        """Where moved values start on their way back: at the model's outputs, or the first that is read before."""
+        reads = [save.read for save in self.graph.saves if self.copies.moves(save.value) and save.read >= 0]
+        return min([self.graph.reaches_model, *reads])
+
+    def _begin_fetching(self) -> None:
         if self.plan.moves:
             reads = sorted((save for save in self.graph.saves if save.read >= 0), key=lambda save: save.read)
             order: list[int] = []
@@ -220,7 +226,7 @@ class EagerStep:
                 region = next(reversed(list(self._regions_around(save.call))), -1)
                 order += self._held_outputs(region)
                 order += self.graph.calls[region].inputs if region >= 0 else [save.value]
-            self.copies.begin_backward(order, self.clock)
+            self.copies.begin_fetching(order, self.clock)
 
     def _held_outputs(self, region: int) -> tuple[int, ...]:
         """Outputs held elsewhere than on the device, as they come back: the last first, like all that left."""
