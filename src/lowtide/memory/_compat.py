@@ -52,6 +52,7 @@ def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
     """
     ref = weakref.ref(frame)  # a strong one would be a cycle, and activations would wait for the garbage collector
     versions: list[int] = []  # of saved tensors, in the order of frame.weak_holders
+    given: list[Any] = []  # arguments of the replay: none of them are the region's, which has its own
     describe, note_version = observer.metadata, versions.append
 
     def describe_saved(tensor: Tensor) -> Any:  # once per saved tensor: nothing here may cost a microsecond
@@ -68,7 +69,7 @@ def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
         try:
             # First: a replay that went wrong because of what the watch knows need not have saved the same tensors.
             if watch is not None and not watch.saved_again(_recomputed(frame, gid)):
-                _recompute_once_more(frame, gid)
+                _recompute_once_more(frame, gid, given)
                 watch.saved_again(_recomputed(frame, gid))
             type(frame).check_recomputed_tensors_match(frame, gid)
             if not frame.ignore_saved_mismatch:
@@ -81,14 +82,17 @@ def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
 
     if watch is not None:
         watch.begin(functools.partial(_num_saved_again, ref))
-        frame.recompute_fn = functools.partial(_recompute, frame.recompute_fn, observer, watch)
+        frame.recompute_fn = functools.partial(_recompute, frame.recompute_fn, observer, watch, given)
     shown = describe_saved if watch is None else show_and_describe_saved
     frame.metadata_fn = shown
     frame.check_recomputed_tensors_match = check_recomputed_tensors_match
 
 
-def _recompute(recompute_fn: Callable[..., None], observer: FrameObserver, watch: Any, *args: Any) -> None:
+def _recompute(
+    recompute_fn: Callable[..., None], observer: FrameObserver, watch: Any, given: list[Any], *args: Any
+) -> None:
     """A replay. One that fails, and is to be run once more, ends here."""
+    given[:] = args  # hooks further out give them once
     try:
         recompute_fn(*args)
     except torch_checkpoint_module._StopRecomputationError:
@@ -112,18 +116,13 @@ def _recomputed(frame: Any, gid: Any) -> list[Tensor | None]:
     return [None if handle is None else frame.recomputed[gid].get(handle) for handle in handles]
 
 
-def _recompute_once_more(frame: Any, gid: Any) -> None:
+def _recompute_once_more(frame: Any, gid: Any, args: list[Any]) -> None:
     """Throw away what a replay has saved, and replay again, as the frame's unpack hook does."""
     for reference in frame.weak_holders:
         if (holder := reference()) is not None:
             holder.handles.pop(gid, None)
     frame.recomputed[gid].clear()
     frame.recomp_counter[gid] = 0
-    if hasattr(frame, "get_inputs"):
-        args = frame.get_inputs()
-    else:  # until torch 2.12
-        saver = frame.input_saver.grad_fn
-        args = saver.get_args(saver.saved_tensors)
     try:
         with torch_checkpoint_module._recomputation_hook(weakref.ref(frame), gid), torch.enable_grad():
             frame.recompute_fn(*args)
