@@ -72,7 +72,8 @@ def read(page: str) -> list[Measurements]:
         head = re.match(r"(\w+): plain ([\d.]+) ms, ([\d.]+) GiB", section)
         if head is None:
             raise ValueError(f"no section of bench/eager.py: {section.splitlines()[0]}")
-        rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in section.splitlines() if "|" in line]
+        table = itertools.takewhile(lambda line: "|" in line, section.splitlines()[2:])
+        rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table]
         names = ["label", *rows[0]]  # the first heading is empty, and stripped
         peers, ours = {}, []
         for cells in rows[2:]:
@@ -80,6 +81,8 @@ def read(page: str) -> list[Measurements]:
                 continue  # a budget that was infeasible
             row = dict(zip(names, cells, strict=True))
             label = row["label"].removeprefix("at the peak of: ")
+            if "with host memory" in label:
+                continue  # another line than what recomputing alone comes to
             if row["theirs ms"]:
                 peers[label] = Point(label, float(row["budget GiB"]), _share(row["theirs +"]))
             ours.append(Point("lowtide.fit", float(row["ours GiB"]), _share(row["ours +"])))
