@@ -351,6 +351,27 @@ def test_regions_of_ones_own_inside() -> None:
     assert all(check(model, holds(model, "sin")))  # saved inside, where others are told
 
 
+def test_a_compiled_module_inside() -> None:
+    """The compiler is not to look at what is done with saves: it would warn of that, and warnings are errors here."""
+
+    class Compiled(Block):
+        def __init__(self) -> None:
+            super().__init__(lambda block, x: (block.inner((x + 1).sin()) * x).exp())  # type: ignore[operator]
+            self.inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    model = nn.Sequential(Compiled(), nn.Linear(16, 16))
+    plan = holds(model, "sin")
+    x = data()
+    model[0].inner.compile(backend="aot_eager")
+    expected = [torch.autograd.grad(model(x).sum(), [x, *model.parameters()], allow_unused=True) for _ in range(4)]
+    model[0].num_modes.clear()
+    with lowtide.apply(model, plan):
+        for each in expected:
+            actual = torch.autograd.grad(model(x).sum(), [x, *model.parameters()], allow_unused=True)
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(actual, each, strict=True))
+    assert model[0].num_modes == [1, 0, 0, 0]
+
+
 def test_under_autocast() -> None:
     model = stack(feed_forward)
     x = data()

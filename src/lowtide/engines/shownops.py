@@ -210,6 +210,7 @@ class Watched(_Told, Counting):
         self._is_told = True
         return self
 
+    @_compat.disable_dynamo
     def saved(self, tensor: Tensor) -> None:
         self._learner.saved(tensor, self._num_drawn)
         if self._checks is not None:
@@ -367,7 +368,8 @@ class Shown(_Told):
     def begin_watch(self) -> Shown:
         return self
 
-    def saved(self, tensor: Tensor) -> None:  # once per saved tensor: nothing here may cost a microsecond
+    @_compat.disable_dynamo  # which would compile it where a compiled module saves
+    def saved(self, tensor: Tensor) -> None:  # once per saved tensor: nothing here may take long
         part = self._by_save.get(self._num_saves)
         self._num_saves += 1
         if part is not None and not self._is_other:
