@@ -46,6 +46,7 @@ def small() -> Iterator[tuple[Stack, Tensor]]:
 
 def large() -> tuple[Stack, Tensor]:
     """Compute long enough for copies to hide behind: some milliseconds a layer."""
+    gc.collect()  # what tests before have left would be there in the trace, and may be gone in the step
     model = Stack(12, 2048).cuda().bfloat16()
     return model, torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
 
