@@ -139,6 +139,22 @@ def test_an_output_is_saved_as_a_view() -> None:
         assert num_runs(model, torch.ops.aten.exp.default) == [0, 0, 0]
 
 
+def test_an_output_is_saved_as_a_view_that_does_not_say_so() -> None:
+    """A product of more than two dimensions, as every linear layer without a bias makes it; saved once, and twice."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        made = (x[None].expand(3, -1, -1) @ block.down.weight)[..., :16]
+        return (made.sin() * made.cos()).sum(dim=0)
+
+    model = stack(body)
+    plan = holds(model, "mm")
+    assert "_unsafe_view" in ops_of(model)
+    assert check(model, plan) == [1, 0, 0, 0]
+    plain = num_runs(model, torch.ops.aten.mm.default)
+    with lowtide.apply(model, plan):
+        assert num_runs(model, torch.ops.aten.mm.default) == plain
+
+
 def test_random_ops() -> None:
     """Numbers drawn later are the same again."""
 

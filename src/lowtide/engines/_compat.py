@@ -86,7 +86,14 @@ def is_marked(tensor: Tensor) -> bool:
     return version_of(tensor) == _MARK
 
 
+def pass_mark_on(op: Any, args: Any, output: Any) -> None:
+    """Mark what shares a marked argument's bytes but does not count changes with it."""
+    if op in _UNTOLD_VIEWS and is_marked(args[0]):
+        set_version(output, _MARK)
+
+
 _MARK = 1 << 30
+_UNTOLD_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 
 def taken_apart(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

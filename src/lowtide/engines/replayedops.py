@@ -71,6 +71,8 @@ class Replayed(Counting):
         if self._call.taken and writes(func):
             self._call.writes(facts_of(func).written_tensors(args, kwargs or {}))
         output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._call.taken:
+            _compat.pass_mark_on(func, args, output)
         if self._stand_ins and allocates(func):
             later.made_blank(output)
         return output

@@ -145,6 +145,9 @@ class Call:
             taken = ((at, part) for at, part in lesson.by_save.items() if part.op in self.taken)
             self._is_wrong = not all(self._is_right(part, tensors[at : at + 1]) for at, part in taken)
         self.taken.clear()
+        for tensor in tensors:
+            if tensor is not None and _compat.is_marked(tensor):
+                _compat.set_version(tensor, 0)
         if self._is_wrong:
             self.later.clear()
             self._was_wrong()
@@ -161,11 +164,7 @@ class Call:
             return not self.is_shown
         if not part.is_like(tensor) or _compat.storage_id(tensor) != self.taken[part.op][part.number].id:
             return False
-        if not self.is_shown:
-            return True
-        is_right = _compat.is_marked(tensor)  # not so if it was there before, like what was held
-        _compat.set_version(tensor, part.version)
-        return is_right
+        return not self.is_shown or _compat.is_marked(tensor)  # not so if it was there before, like what was held
 
     def _was_wrong(self) -> None:
         self.held.clear()
