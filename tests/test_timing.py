@@ -46,6 +46,6 @@ def test_a_twentieth_of_it_counts_where_the_host_is_ahead(monkeypatch: pytest.Mo
         return host_costs(device, host_s=host_s, step_s=1.0)
 
     watching_s, region_s = costs(CPU, 0.1)
-    assert region_s == 8.0 - 2.0 - 1.0
+    assert region_s == timing._REGION_IN_A_MODEL * (8.0 - 2.0 - 1.0)
     assert costs(GPU, 0.9) == (watching_s, region_s)
     assert costs(GPU, 0.1) == pytest.approx((watching_s / 20, region_s / 20))

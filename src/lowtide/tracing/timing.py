@@ -21,8 +21,10 @@ _HOST_AHEAD = 0.8  # the share of a step's time within which the host must have 
 # step and the next forward starts from nothing, as most of it is spent in replays: on an H200, steps of a GPT and a
 # Llama took what their kernels do. But it is not for nothing: of two plans alike, the one that asks less is better.
 _IN_SIGHT = 0.05
-# A loop over few ops finds all code and data in the caches. In a GPT and a Llama watching took three times as long.
+# A loop over few ops finds all code and data in the caches. In a GPT and a Llama watching an op took three times as
+# long, and a region nearly twice.
 _IN_A_MODEL = 3.0
+_REGION_IN_A_MODEL = 1.75
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -76,7 +78,7 @@ def host_costs(device: torch.device, host_s: float, step_s: float) -> tuple[floa
         whole_s = _seconds_of(lambda: torch.autograd.grad(block(x).sum(), x))
         region_s = _seconds_of(lambda: torch.autograd.grad(checkpoint(block, x).sum(), x))
     watching_s = _IN_A_MODEL * max(0.0, watched_s - plain_s) / counter.num_ops
-    return share * watching_s, share * max(0.0, region_s - whole_s - forward_s)
+    return share * watching_s, share * _REGION_IN_A_MODEL * max(0.0, region_s - whole_s - forward_s)
 
 
 def _seconds_of(call: Callable[[], Any], rounds: int = 10) -> float:
