@@ -249,6 +249,20 @@ def test_another_value_is_saved_in_its_place(change: Change, caplog: pytest.LogC
     assert "0 runs otherwise than before: its replay computes everything" in caplog.messages
 
 
+def test_one_held_output_is_saved_in_the_place_of_another() -> None:
+    """In the replay it is what was taken, then, though not for that op."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        first = x.sin()
+        second = first.exp().tanh()
+        return (second * (first if block.flag else second)) * first.exp()
+
+    model = stack(body)
+    for names in (("sin", "tanh"), ("sin", "exp", "tanh")):
+        check(model, holds(model, *names), [data() for _ in range(6)], switched)
+        check(model, holds(model, *names), [data() for _ in range(6)], alternating)
+
+
 def test_a_region_that_is_often_otherwise_is_watched_for_good() -> None:
     model = stack(two_of_a_kind)
     modes = check(model, holds(model, "add"), [data() for _ in range(12)], alternating)

@@ -354,6 +354,7 @@ class Shown(_Told):
         self._is_other = False
         self._parts: dict[Op, dict[int, KeptHere | KeptInStore]] = {}
         self._random: dict[Op, Ambient] = {}
+        self._storages: dict[int, _compat.StorageReference] = {}  # that were kept, so that none is for two outputs
 
     def __enter__(self) -> None:
         return
@@ -361,6 +362,7 @@ class Shown(_Told):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._parts.clear()
         self._random.clear()
+        self._storages.clear()
         if error is None:
             self._call.shown(self._lesson, self._num_saves)
 
@@ -375,12 +377,15 @@ class Shown(_Told):
             self._keep(part, tensor)
 
     def _keep(self, part: ShownPart, tensor: Tensor) -> None:
+        reference = _compat.StorageReference(tensor) if _compat.is_plain(tensor) else None
         is_like = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
-        if not is_like or _compat.version_of(tensor) != part.version:
+        is_like = is_like and reference is not None and reference.id not in self._storages
+        if not is_like or reference is None or _compat.version_of(tensor) != part.version:
             self._is_other = True
             self._parts.clear()
             self._call.held.clear()
             return
+        self._storages[reference.id] = reference
         shown = self._lesson.ops[part.op]
         parts = self._parts.setdefault(part.op, {})
         if shown.is_random and not parts:
