@@ -19,7 +19,7 @@ from lowtide.engines.moves import Keeping
 from lowtide.memory.ambient import Ambient
 from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.memory.region import replay_depth
-from lowtide.tracing.opfacts import facts_of
+from lowtide.tracing.opfacts import OWN_NAMESPACES, facts_of
 
 Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often that was done before
 Build = Callable[[list[Any]], Any]
@@ -63,7 +63,7 @@ def random_states(tensors: Iterable[Tensor], generators: Iterable[torch.Generato
 
 def is_foreign(func: Any) -> bool:
     """Whether an op is none of torch's own, and may do more than it says."""
-    return getattr(func, "namespace", None) not in ("aten", "prim", "prims")
+    return getattr(func, "namespace", None) not in OWN_NAMESPACES
 
 
 def is_random(func: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.engines import _compat
 from lowtide.engines.heldops import Build, Op
 from lowtide.engines.skippedops import StandIn
 
@@ -36,6 +37,7 @@ class ShownPart:
     def is_like(self, tensor: Tensor | None) -> bool:
         return (
             tensor is not None
+            and _compat.is_plain(tensor)
             and tensor.dtype is self.dtype
             and geometry_of(tensor) == self.saved
             and not (tensor.is_conj() or tensor.is_neg())

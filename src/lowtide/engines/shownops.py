@@ -377,15 +377,14 @@ class Shown(_Told):
             self._keep(part, tensor)
 
     def _keep(self, part: ShownPart, tensor: Tensor) -> None:
-        reference = _compat.StorageReference(tensor) if _compat.is_plain(tensor) else None
-        is_like = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
-        is_like = is_like and reference is not None and reference.id not in self._storages
-        if not is_like or reference is None or _compat.version_of(tensor) != part.version:
+        is_it = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
+        is_it = is_it and _compat.version_of(tensor) == part.version
+        if not is_it or _compat.storage_id(tensor) in self._storages:
             self._is_other = True
             self._parts.clear()
             self._call.held.clear()
             return
-        self._storages[reference.id] = reference
+        self._storages[_compat.storage_id(tensor)] = _compat.StorageReference(tensor)
         shown = self._lesson.ops[part.op]
         parts = self._parts.setdefault(part.op, {})
         if shown.is_random and not parts:

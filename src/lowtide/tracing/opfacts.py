@@ -16,7 +16,7 @@ _INDEX_OPS = frozenset(
 )
 # They write their running statistics in training, which their schemas do not say.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-_OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
+OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 
 
@@ -47,7 +47,7 @@ def facts_of(func: Any) -> OpFacts:
     """The facts of an op."""
     namespace, name, written, is_random, is_view = _compat.op_facts(func)
     base = name.split(".")[1]
-    is_own = namespace in _OWN_NAMESPACES
+    is_own = namespace in OWN_NAMESPACES
     flags = {
         "random": is_random,
         "collective": namespace in _COLLECTIVE_NAMESPACES,
