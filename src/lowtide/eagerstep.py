@@ -371,7 +371,7 @@ class EagerStep:
         """What regions cost the host. Those that hold outputs of single ops have their ops watched."""
         graph, hardware, num_ops = self.graph, self.graph.hardware, 0
         for call, region in self.regions.items():
-            has_inner = any(inner in self.regions for inner in range(call + 1, graph.arrays.after[call]))
+            has_inner = graph.arrays.has_inside(call, self.regions)
             num_ops += graph.shown.num_watched(call, region.keep_ops, self.stops.get(call, 0), has_inner=has_inner)
         return num_ops * hardware.dispatch_s + len(self.stops) * hardware.region_s
 

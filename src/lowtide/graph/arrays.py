@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +57,10 @@ class StepArrays:
             if parent >= 0:
                 after[parent] = max(after[parent], after[index])
         return after
+
+    def has_inside(self, call: int, calls: Container[int]) -> bool:
+        """Whether any of `calls` is inside a call."""
+        return any(inner in calls for inner in range(call + 1, self.after[call]))
 
 
 def _ints(items: Iterable[int]) -> np.ndarray:

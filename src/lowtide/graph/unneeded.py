@@ -29,7 +29,6 @@ class Unneeded:
     """
 
     def __init__(self, graph: StepGraph) -> None:
-        self._after = graph.arrays.after
         self._graph = graph
         self._calls, self._found = graph.calls, dict[tuple[int, tuple[int, ...]], tuple[int, ...]]()
         self._lasting: dict[tuple[int, tuple[int, ...], int], dict[int, int]] = {}
@@ -88,7 +87,7 @@ class Unneeded:
         """For each region that holds outputs, the ops that need not run again. None of one with others inside."""
         found: dict[int, tuple[int, ...]] = {}
         for call, kept in regions.items():
-            if kept and not any(inner in regions for inner in range(call + 1, self._after[call])):
+            if kept and not self._graph.arrays.has_inside(call, regions):
                 found[call] = self.of(call, tuple(sorted(set(kept))))
         return {call: ops for call, ops in found.items() if ops}
 
