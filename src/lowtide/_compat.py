@@ -9,14 +9,17 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as dynamo_frames
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
 torch_checkpoint = torch_checkpoint_module.checkpoint
@@ -26,6 +29,17 @@ TorchCheckpointError = torch_checkpoint_module.CheckpointError
 # `torch.compiler.disable` without importing the compiler, which takes longer than all of lowtide, until the first call.
 # Obsolete when torch's own is as lazy.
 disable_dynamo = torch._disable_dynamo
+
+
+def never_compiled(function: _Function) -> _Function:
+    """`function` itself, which Dynamo leaves alone, with all that it calls: like `disable_dynamo`, but for nothing.
+
+    Where it runs very often the two calls that go before each make a difference. Obsolete when torch's own has no
+    wrapper.
+    """
+    skip = dynamo_frames._FrameAction.SKIP
+    dynamo_frames.set_code_exec_strategy(function.__code__, dynamo_frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def under_functorch() -> bool:

@@ -28,7 +28,9 @@ Build = Callable[[list[Any]], Any]
 class Held:
     """The output of one op, in parts: tensors kept here or elsewhere, and what else there is."""
 
-    def __init__(self, parts: list[Any], build: Build, random: Ambient | None, is_elsewhere: bool) -> None:
+    __slots__ = ("_build", "_hides", "_parts", "_random")
+
+    def __init__(self, parts: tuple[Any, ...], build: Build, random: Ambient | None, is_elsewhere: bool) -> None:
         self._parts, self._build = parts, build
         self._random = random  # the states after the op, if it draws numbers
         self._hides = _compat.without_modes if random is not None or is_elsewhere else nullcontext  # it takes a while
@@ -68,7 +70,11 @@ def is_foreign(func: Any) -> bool:
 
 def is_random(func: Any) -> bool:
     """Whether an op draws numbers, or may do so."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
+    found = _RANDOM.get(id(func))
+    if found is None:
+        found = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
+        _RANDOM[id(func)] = found
+    return found
 
 
 def writes(func: Any) -> bool:
@@ -84,7 +90,9 @@ def writes_statistics(func: Any) -> bool:
     return _compat.is_op_with_schema(func) and bool(facts_of(func).written_in_training)
 
 
-_WRITES: dict[int, bool] = {}  # by the id of the op, which lives as long as torch does
+# By the id of the op, which lives as long as torch does.
+_WRITES: dict[int, bool] = {}
+_RANDOM: dict[int, bool] = {}
 
 
 class Counting(_compat.DispatchMode):

@@ -25,7 +25,26 @@ def holding(region: Recompute, elsewhere: dict[int, Keeping], lessons: Lessons, 
     lesson = lessons.known(shapes)
     call = Call(lessons, shapes, lesson)
     forward = Watched(call, region, elsewhere) if lesson is None else Shown(call, lesson, elsewhere)
-    return forward, Replayed(call)
+    return forward, _Replay(call)
+
+
+class _Replay:
+    """The context of a replay. What that needs is made when it begins: many regions wait for theirs."""
+
+    __slots__ = ("_call", "_mode")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._mode: Replayed | None = None
+
+    def __enter__(self) -> Any:
+        self._mode = Replayed(self._call)
+        return self._mode.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        mode, self._mode = self._mode, None
+        assert mode is not None
+        mode.__exit__(kind, error, trace)
 
 
 class Replayed(Counting):
@@ -35,12 +54,11 @@ class Replayed(Counting):
 
     def __init__(self, call: Call) -> None:
         super().__init__()
-        self._call, self._later = call, call.later
-        self._stand_ins: dict[Op, StandIn] = {}
+        self._call = call
+        self._stand_ins, self._later = call.begin_replay(), call.later
         self._unseen: Unseen | None = None
 
     def __enter__(self) -> Any:
-        self._stand_ins = self._call.begin_replay()
         if self._stand_ins and _compat.accelerator() is None:
             self._unseen = Unseen(self._later)
             self._unseen.__enter__()

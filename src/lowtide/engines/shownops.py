@@ -56,7 +56,7 @@ class Call:
         self._known = known  # what is held is found by its places then
         self.num_saved_again: Callable[[], int] = int
         self.held: dict[Op, Held] = {}
-        self.later = Later()
+        self.later = _NONE_PUT_OFF
         self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts that were taken, by number
         self.drawn: list[int] = []  # at which saves the random states were taken that replays go on from
         self._lesson: Lesson | None = None
@@ -82,7 +82,7 @@ class Call:
 
     def begin_replay(self) -> dict[Op, StandIn]:
         """What stands for outputs in this replay: nothing where ops that read it are to be computed."""
-        self.later.clear()
+        self.later = Later()
         self.taken.clear()
         self.drawn.clear()
         lesson = self._known or self._lesson
@@ -172,6 +172,9 @@ class Call:
         self.lessons.was_wrong(self._shapes)
 
 
+_NONE_PUT_OFF = Later()  # before there is a replay
+
+
 class _GivenUp(Exception):
     """Ends a replay that is run once more."""
 
@@ -209,7 +212,7 @@ class Watched(_Told, Counting):
         self._is_told = True
         return self
 
-    @_compat.disable_dynamo
+    @_compat.never_compiled
     def saved(self, tensor: Tensor) -> None:
         self._learner.saved(tensor, self._num_drawn)
         if self._checks is not None:
@@ -261,7 +264,7 @@ class Watched(_Told, Counting):
             for part in parts:
                 is_tensor = isinstance(part, Tensor)
                 held.append(kept(part, keep if part is tensors[0] else None) if is_tensor else part)
-        self._call.held[op] = Held(held, build, random, keep is not None)
+        self._call.held[op] = Held(tuple(held), build, random, keep is not None)
         self._storages[op] = [reference for tensor in tensors for reference in _compat.storage_references(tensor)]
         if self._checks is not None:
             self._checks.made(op, tensors)
@@ -354,7 +357,7 @@ class Shown(_Told):
         self._is_other = False
         self._parts: dict[Op, dict[int, KeptHere | KeptInStore]] = {}
         self._random: dict[Op, Ambient] = {}
-        self._storages: dict[int, _compat.StorageReference] = {}  # that were kept, so that none is for two outputs
+        self._storages: dict[int, _compat.StorageReference | None] = {}  # kept ones, so that none is for two outputs
 
     def __enter__(self) -> None:
         return
@@ -369,7 +372,7 @@ class Shown(_Told):
     def begin_watch(self) -> Shown:
         return self
 
-    @_compat.disable_dynamo  # which would compile it where a compiled module saves
+    @_compat.never_compiled  # as it would be where a compiled module saves
     def saved(self, tensor: Tensor) -> None:  # once per saved tensor: nothing here may take long
         part = self._by_save.get(self._num_saves)
         self._num_saves += 1
@@ -378,20 +381,20 @@ class Shown(_Told):
 
     def _keep(self, part: ShownPart, tensor: Tensor) -> None:
         is_it = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
-        is_it = is_it and _compat.version_of(tensor) == part.version
-        if not is_it or _compat.storage_id(tensor) in self._storages:
+        storage = _compat.storage_id(tensor) if is_it else -1
+        if not is_it or _compat.version_of(tensor) != part.version or storage in self._storages:
             self._is_other = True
             self._parts.clear()
             self._call.held.clear()
             return
-        self._storages[_compat.storage_id(tensor)] = _compat.StorageReference(tensor)
         shown = self._lesson.ops[part.op]
         parts = self._parts.setdefault(part.op, {})
         if shown.is_random and not parts:
             self._random[part.op] = random_states([tensor], ())
         keep = self._elsewhere.get(shown.position) if part.number == shown.first else None
         parts[part.number] = kept(part.of(tensor), keep)
+        self._storages[storage] = None if keep is None else _compat.StorageReference(tensor)  # that may not live on
         if len(parts) == shown.num_shown:
-            whole = [parts.get(number, other) for number, other in enumerate(shown.parts)]
+            whole = tuple(parts.get(number, other) for number, other in enumerate(shown.parts))
             is_elsewhere = shown.position in self._elsewhere
             self._call.held[part.op] = Held(whole, shown.build, self._random.get(part.op), is_elsewhere)

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor
 
-from lowtide._compat import TorchCheckpointError, current_hooks
+from lowtide._compat import PLAIN_TYPES, TorchCheckpointError, current_hooks
 from lowtide.errors import LowtideError
 
 
@@ -30,8 +30,29 @@ def current_frame() -> Any | None:
     return None
 
 
-# What torch compares of a saved tensor and its recomputation: shape, dtype and device.
-metadata_of: Callable[[Tensor], dict[str, Any]] = torch_checkpoint_module._default_meta_extractor
+def metadata_of(tensor: Tensor) -> dict[str, Any]:
+    """What torch compares of a saved tensor and its recomputation: shape, dtype and device.
+
+    torch keeps it for each saved tensor: the same for all that are alike, so that the garbage collector, which is woken
+    by the number of new objects, is woken less. Obsolete when torch's checkpoint keeps it so.
+    """
+    try:
+        return _METADATA[tensor.shape, tensor.dtype, tensor.device]
+    except (KeyError, TypeError):  # not seen before, or of a shape in symbols
+        return _new_metadata(tensor)
+
+
+def _new_metadata(tensor: Tensor) -> dict[str, Any]:
+    metadata: dict[str, Any] = torch_checkpoint_module._default_meta_extractor(tensor)
+    if type(tensor) in PLAIN_TYPES and all(type(size) is int for size in tensor.shape):
+        if len(_METADATA) >= _MOST_METADATA:
+            _METADATA.clear()
+        _METADATA[tensor.shape, tensor.dtype, tensor.device] = metadata
+    return metadata
+
+
+_METADATA: dict[tuple[torch.Size, torch.dtype, torch.device], dict[str, Any]] = {}
+_MOST_METADATA = 4096
 
 
 class FrameObserver(Protocol):

@@ -56,8 +56,8 @@ class _RandomStates:
 
     def __init__(self, indices: Iterable[int], generators: Iterable[torch.Generator]) -> None:
         self._cpu = torch.get_rng_state()
-        self._devices = [(index, _device_module().get_rng_state(index)) for index in indices]
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._devices = tuple((index, _device_module().get_rng_state(index)) for index in indices)
+        self._generators = tuple((generator, generator.get_state()) for generator in generators)
 
     @classmethod
     def now(cls, devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> _RandomStates:

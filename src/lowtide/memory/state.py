@@ -54,7 +54,7 @@ class FunctionState:
     """
 
     def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+        self._reach: Reach | None = reach  # until the forward is over
         self._slots: list[Slot] = []  # never copied: parameters, and large buffers not known to be written
         self._empty: list[tuple[dict[str, Any], str]] = []  # buffers that were None
         self._copied: list[Slot] = []
@@ -66,7 +66,7 @@ class FunctionState:
                     self._training[module] = module.training
                     parameters, buffers = _compat.module_tensors(module)
                     if parameters or buffers or _has_own_attributes.get(type(module), True):
-                        self._add_module(module, parameters, buffers, whole)
+                        self._add_module(reach, module, parameters, buffers, whole)
         for tensor in reach.tensors:
             slot = Slot({"": tensor}, "", tensor, None)  # a place of its own, which nobody rebinds
             copy = not tensor.requires_grad and _compat.is_copyable(tensor) and tensor.nbytes <= _ALWAYS_COPIED_BYTES
@@ -78,7 +78,9 @@ class FunctionState:
         self._variables: list[tuple[Any, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
 
-    def _add_module(self, module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any], whole: bool) -> None:
+    def _add_module(
+        self, reach: Reach, module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any], whole: bool
+    ) -> None:
         if not isinstance(parameters, dict):  # a ScriptModule: what it holds is its own affair
             return
         for key, tensor in parameters.items():
@@ -93,7 +95,7 @@ class FunctionState:
                 if type(value) is Tensor and not value.requires_grad:
                     self._add_buffer(module, attributes, key, value, whole)
                 elif type(value) is torch.Generator:
-                    self._reach.generators.append(value)
+                    reach.generators.append(value)
 
     def _add_buffer(self, module: nn.Module, place: dict[str, Any], key: str, tensor: Any, whole: bool) -> None:
         if tensor is None:
@@ -132,8 +134,10 @@ class FunctionState:
         if self._unsure:
             self._settle_unsure()
         # A variable that the forward itself changed (a counter) is left alone: its changes are meant to be seen.
-        self._variables = [(cell, contents) for cell, contents in self._reach.cells if _contents(cell) is contents]
-        self._globals = [(place, name, value) for place, name, value in self._reach.globals if place.get(name) is value]
+        reach, self._reach = self._reach, None
+        assert reach is not None
+        self._variables = [found for found in reach.cells if _contents(found[0]) is found[1]]
+        self._globals = [found for found in reach.globals if found[0].get(found[1]) is found[2]]
 
     def _settle_unsure(self) -> None:
         """Keep copies of those large buffers that were written, and remember which module writes which."""
