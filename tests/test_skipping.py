@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.engines import replayedops, skippedops
+from lowtide.engines import _compat, replayedops, skippedops
 from lowtide.engines.lessons import Lessons
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 
-pytestmark = pytest.mark.usefixtures("one_thread", "_worst_garbage")
+pytestmark = pytest.mark.usefixtures("one_thread", "_worst_garbage", "_no_accelerator")
 
 Extra = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
 
@@ -41,6 +41,13 @@ def _worst_garbage() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skippedops.StandIn, "make", poisoned)
         yield
+
+
+@pytest.fixture
+def _no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, nothing in host memory is put off, and these tests compute there."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(_compat, "accelerator", lambda: None)
 
 
 class Attention(nn.Module):

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lowtide.engines import _compat
-from lowtide.engines.heldops import Counting, Op, is_random, writes
+from lowtide.engines.heldops import Counting, is_random, writes
 from lowtide.engines.lessons import Lessons, Shapes
 from lowtide.engines.moves import Keeping
 from lowtide.engines.shownops import Call, Shown, Watched
-from lowtide.engines.skippedops import StandIn, Unseen, allocates
+from lowtide.engines.skippedops import Unseen, allocates
 from lowtide.plans import Recompute
 from lowtide.tracing.opfacts import facts_of
 

@@ -47,8 +47,8 @@ class Reach:
             self.generators.append(value)
         elif isinstance(value, _SKIPPED) or id(value) in self._seen:
             return
-        elif getattr(type(value), "hidden_from_replay", False):
-            return  # an engine's own books, which lead to the whole model and hold nothing a layer reads
+        elif _is_hidden(value):
+            return
         elif depth <= _MAX_DEPTH and len(self._seen) < _MAX_OBJECTS:
             self._seen.add(id(value))
             self._open(value, depth + 1, whole)
@@ -58,6 +58,8 @@ class Reach:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._add(part, depth, whole)
         elif isinstance(value, types.MethodType):
+            if _is_hidden(value.__self__):
+                return
             self._add(value.__self__, depth, whole and value.__func__.__name__ in _WHOLE_MODULE_METHODS)
             self._add(value.__func__, depth, False)
         elif isinstance(value, types.FunctionType):
@@ -92,6 +94,11 @@ class Reach:
                 if not isinstance(value, _SKIPPED):
                     self.globals.append((function.__globals__, name, value))
                     self._add(value, depth, False)
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether this is one of an engine's own books, which lead to the whole model and hold nothing a layer reads."""
+    return getattr(type(value), "hidden_from_replay", False)
 
 
 _SKIPPED = (
