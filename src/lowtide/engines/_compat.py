@@ -59,8 +59,20 @@ __all__ = [
     "without_modes",
 ]
 
-# What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
-DispatchMode = TorchDispatchMode
+class DispatchMode(TorchDispatchMode):
+    """What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
+
+    torch's own keeps the compiler out by two calls before each op; here it is kept out for nothing.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in vars(cls):
+            never_compiled(cls.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def sharing_versions() -> AbstractContextManager[Any]:
