@@ -59,6 +59,7 @@ __all__ = [
     "without_modes",
 ]
 
+
 class DispatchMode(TorchDispatchMode):
     """What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
 
