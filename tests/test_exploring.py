@@ -111,7 +111,9 @@ def test_what_is_held_is_worth_watching() -> None:
     taken = {"nothing": 0, "shown": 0, "everything": 0}
     for seed in range(40):
         graph = seldom_saved(seed)
-        graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / (4 << seed % 5)))
+        dispatch_s, factor = 1 / (4 << seed % 5), (1.0, 4.0, 8.0)[seed // 5 % 3]
+        hardware = replace(graph.hardware, dispatch_s=dispatch_s, forward_dispatch_factor=factor)
+        graph = replace(graph, hardware=hardware)
         search = Search(graph)
         exploring = Exploring(graph, search._moments[0].pricing, search._nesting, 0, 100)
         for call in graph.calls_by_path["blocks.0"]:
