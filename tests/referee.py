@@ -125,7 +125,7 @@ class _Regions:
         """What the host does for regions: for each that has saves, and for each op of one that keeps any.
 
         Ops of a replay are watched. Those of the forward are not, where everything kept is among what the region saves
-        and no region is inside.
+        and no region is inside; where they are, each costs a multiple.
         """
         hardware, planned = self.graph.hardware, plan.calls(self.graph)
         total_s = hardware.region_s * len(self.kept_ops)
@@ -137,7 +137,8 @@ class _Regions:
             if region.keep_ops:
                 again = self.stop(call) - first if call in self.kept_ops else 0
                 is_seen = is_alone and all(value in saved or not self.graph.values[value].bytes for value in kept)
-                total_s += hardware.dispatch_s * (again if is_seen else again + end - first)
+                ahead = 0 if is_seen else hardware.forward_dispatch_factor * (end - first)
+                total_s += hardware.dispatch_s * (again + ahead)
         return total_s
 
 

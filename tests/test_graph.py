@@ -93,6 +93,10 @@ def damaged(**parts: Any) -> str:
     return json.dumps({**json.loads(TEXT), **parts})
 
 
+def without(*names: str) -> dict[str, Any]:
+    return {name: item for name, item in json.loads(TEXT)["hardware"].items() if name not in names}
+
+
 def column(part: str, name: str, index: int, item: Any) -> str:
     content = json.loads(TEXT)
     content[part][name][index] = item
@@ -136,6 +140,8 @@ BAD_FILES = {
     "short column": (damaged(values={**json.loads(TEXT)["values"], "born": []}), "differ in length"),
     "names that are no list": (damaged(names="abc"), "str where a list of names belongs"),
     "hardware": (damaged(hardware={"name": "H100", "__class__": "os.system"}), "hardware does not have the fields"),
+    "hardware that lacks a field": (damaged(hardware=without("dispatch_s")), "hardware does not have the fields"),
+    "negative factor": (damaged(hardware=without() | {"forward_dispatch_factor": -1.0}), "dispatch_factor is -1.0"),
     "versions": (damaged(versions=["torch"]), "versions are not"),
 }
 
@@ -144,6 +150,11 @@ BAD_FILES = {
 def test_bad_files(text: str, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         StepGraph.from_json(text)
+
+
+def test_files_from_before_forwards_had_a_price_of_their_own() -> None:
+    graph = StepGraph.from_json(damaged(hardware=without("forward_dispatch_factor")))
+    assert graph == GRAPH and graph.hardware.forward_dispatch_factor == 1.0
 
 
 @pytest.mark.parametrize("part", json.loads(TEXT))

@@ -78,6 +78,12 @@ def test_json_of_solved_plans() -> None:
         assert simulate(stack(4), Plan.from_json(solved(4).to_json())).peak_bytes == solved(4).peak_bytes
 
 
+def test_json_from_before_forwards_had_a_price_of_their_own() -> None:
+    hardware = json.loads(FULL.to_json())["hardware"]
+    del hardware["forward_dispatch_factor"]
+    assert Plan.from_json(damaged(hardware=hardware)) == FULL
+
+
 MOVE = {"path": "a", "nth": 0, "save": 0, "to": "host", "codec": "", "op": None}
 
 
@@ -120,7 +126,7 @@ def damaged(**changes: Any) -> str:
         (damaged(step_s="1"), "step_s is '1'"),
         (damaged(versions=[]), "versions"),
         (damaged(versions={"torch": 2}), "versions"),
-        (damaged(hardware=None), "Hardware does not have the fields"),
+        (damaged(hardware=None), "hardware does not have the fields"),
         (damaged(rows=[[]]), "Row does not have the fields"),
         (damaged(engine="magic"), "'magic'"),
         (damaged(keeps=[1]), "single ops"),

@@ -36,7 +36,7 @@ def nested() -> StepGraph:
         Call("block.inner", "Inner", 1, 0, 2, (0,), (2,)),
         Call("head", "Head", 0, 3, 4, (4,), (5,)),
     ]
-    hardware = Hardware("test", dispatch_s=1 / 8, region_s=1 / 64)
+    hardware = Hardware("test", dispatch_s=1 / 8, region_s=1 / 64, forward_dispatch_factor=4.0)
     return StepGraph(tuple(ops), 4, tuple(values), tuple(saves), tuple(calls), hardware)
 
 
@@ -59,24 +59,24 @@ def test_an_op_is_shown_if_all_its_outputs_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("regions", "num_watched"),
+    ("regions", "num_forward", "num_replayed"),
     [
-        ({"block": ()}, 0),
-        ({"block": (0,)}, 3),  # its replay
-        ({"block": (0, 1)}, 3),
-        ({"block": (2,)}, 3 + 3),  # its forward and its replay
-        ({"block": (0, 2)}, 3 + 3),
-        ({"block.inner": (0,)}, 2),
-        ({"block.inner": (1,)}, 2 + 2),
-        ({"block.inner": (0,), "head": (0,)}, 2 + 1 + 0),  # the head is replayed up to its save, before its op
-        ({"block": (0,), "block.inner": ()}, 3 + 3),  # hooks of the region inside come first
-        ({"head": ()}, 0),
+        ({"block": ()}, 0, 0),
+        ({"block": (0,)}, 0, 3),
+        ({"block": (0, 1)}, 0, 3),
+        ({"block": (2,)}, 3, 3),
+        ({"block": (0, 2)}, 3, 3),
+        ({"block.inner": (0,)}, 0, 2),
+        ({"block.inner": (1,)}, 2, 2),
+        ({"block.inner": (0,), "head": (0,)}, 1, 2),  # the head is replayed up to its save, before its op
+        ({"block": (0,), "block.inner": ()}, 3, 3),  # hooks of the region inside come first
+        ({"head": ()}, 0, 0),
     ],
 )
-def test_what_is_watched(regions: dict[str, tuple[int, ...]], num_watched: int) -> None:
+def test_what_is_watched(regions: dict[str, tuple[int, ...]], num_forward: int, num_replayed: int) -> None:
     graph = nested()
     plan = Plan(tuple(Recompute(path, keep_ops=kept) for path, kept in regions.items()))
-    expected_s = num_watched / 8 + len(regions) / 64
+    expected_s = num_forward * 4 / 8 + num_replayed / 8 + len(regions) / 64
     told, played = simulate(graph, plan), EagerStep(graph, plan)
     assert told.watched_s == expected_s
     assert played.columns()["watched_s"] == expected_s

@@ -51,7 +51,9 @@ def tiny(seed: int) -> StepGraph:
     if seed % 7 == 1:
         calls = [replace(call, inputs=call.inputs[index % 2 :]) for index, call in enumerate(calls)]
     if seed % 4 == 3 or seed % 11 == 1:
-        hardware = replace(hardware, dispatch_s=(1 / 64, 1 / 16)[seed // 4 % 2], region_s=1 / 8)
+        factor = (1.0, 4.0, 0.25, 8.0)[seed // 8 % 4]
+        dispatch_s = (1 / 64, 1 / 16)[seed // 4 % 2]
+        hardware = replace(hardware, dispatch_s=dispatch_s, forward_dispatch_factor=factor, region_s=1 / 8)
     scale = 4096 if seed % 2 else 1
     ops = [replace(op, workspace_bytes=scale * op.workspace_bytes) for op in ops]
     values = tuple(replace(value, bytes=scale * value.bytes) for value in graph.values)
@@ -142,11 +144,23 @@ def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
     assert num_best >= 0.98 * num_plans
 
 
-@pytest.mark.parametrize(("hidden_s", "expected"), [(1 / 8, (2,)), (2.0, (0, 2))])
-def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(hidden_s: float, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("hidden_s", "factor", "expected"),
+    [
+        (1 / 8, 1.0, (2,)),
+        (2.0, 1.0, (0, 2)),
+        (1 / 2, 1.0, (0, 2)),
+        (1 / 2, 4.0, (2,)),  # worth it to watch a replay of three ops, and not the forward
+        (2.0, 4.0, (0, 2)),
+    ],
+)
+def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(
+    hidden_s: float, factor: float, expected: tuple[int, ...]
+) -> None:
     """Both ways to hold outputs are best somewhere; there the bound is what the best plan takes."""
     graph = hidden_wide_narrow(2, hidden_s=hidden_s)
-    graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / 16))
+    hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=factor)
+    graph = replace(graph, hardware=hardware)
     costs, search = all_costs(graph, most=1000), Search(graph)
     assert costs is not None
     kept: list[tuple[int, ...]] = []
@@ -157,6 +171,26 @@ def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(hidden_s: flo
         if bound_s > best - 1e-6:
             kept += [region.keep_ops for region in plan.regions]
     assert expected in kept
+    assert 0 in expected or not any(0 in ops for ops in kept)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_no_forward_is_watched_for_less_than_that_costs(factor: float) -> None:
+    """Whatever the budget, with host memory or without, also between two plans of a chain."""
+    graph = hidden_wide_narrow(6, hidden_s=1 / 2)
+    hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=factor, link_bytes_per_s=20.0 * 4096)
+    graph = replace(graph, hardware=hardware)
+    kept: list[tuple[int, ...]] = []
+    for host in (0, 1 << 30):
+        search = Search(graph, host)
+        for budget in budgets_of(search, 20):
+            plan = search.plan(budget)
+            assert_refereed(graph, plan)
+            kept += [region.keep_ops for region in plan.regions]
+        for each, _, _ in search._all_chains():
+            kept += [ops for number in range(each.stops[-1] + 1) for ops in each.regions(number).values()]
+    holding = [0 in ops for ops in kept if ops]
+    assert len(holding) > 100 and any(holding) == (factor == 1.0)
 
 
 def test_the_bound_counts_what_the_link_carries_while_a_plan_loses_time() -> None:

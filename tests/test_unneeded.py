@@ -204,7 +204,8 @@ def test_the_best_to_hold_at_a_price() -> None:
     for seed in range(90):
         kinds = repeated_blocks, random_graph, lambda seed: seldom_saved(seed, num_ops=6)
         graph = kinds[seed % 3](seed)
-        graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=1 / 16))
+        hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=(1.0, 4.0, 8.0)[seed // 3 % 3])
+        graph = replace(graph, hardware=hardware)
         plain = simulate(graph)
         pricing = Pricing(graph, plain, int(plain.ops[plain.peak_event]))
         for way, holds in enumerate(pricing.ways):
@@ -229,7 +230,8 @@ def test_what_is_held_is_what_is_priced() -> None:
         ops = list(graph.ops)
         for op in random.Random(seed // 2).sample(range(graph.num_forward), 3 * (seed % 2)):  # which have to be held
             ops[op] = replace(ops[op], flags=("index",))
-        graph = replace(graph, ops=tuple(ops), hardware=replace(graph.hardware, dispatch_s=1 / 16))
+        hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=(1.0, 4.0, 8.0)[seed // 2 % 3])
+        graph = replace(graph, ops=tuple(ops), hardware=hardware)
         plain = simulate(graph)
         pricing = Pricing(graph, plain, int(plain.ops[plain.peak_event]))
         for way, holds in enumerate(pricing.ways):

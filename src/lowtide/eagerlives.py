@@ -87,7 +87,7 @@ class EagerLives:
         self._keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)  # of each op, the region that keeps it
         kept_ops: list[int] = []
         kept_by: list[int] = []
-        num_watched, with_inner = 0, set(self._outer.tolist())
+        watched_s, with_inner = 0.0, set(self._outer.tolist())
         for rank, call in enumerate(self._calls.tolist()):
             if not regions[call]:
                 continue
@@ -95,7 +95,7 @@ class EagerLives:
             if self._outer[rank] >= 0:
                 raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
             stop, has_inner = int(self._stop[rank]), rank in with_inner
-            num_watched += graph.shown.num_watched(call, regions[call], stop, has_inner=has_inner)
+            watched_s += graph.shown.watching_s(call, regions[call], stop, has_inner=has_inner)
             if self._has_saves[rank]:
                 ops = sorted({first + op for op in regions[call]})
                 kept_ops += ops
@@ -103,7 +103,7 @@ class EagerLives:
         self._kept_ops, self._kept_by = np.array(kept_ops, dtype=np.int64), np.array(kept_by, dtype=np.int64)
         self._keeper[self._kept_ops] = self._kept_by
         num_regions = int(np.count_nonzero(self._has_saves))
-        self.watched_s = num_watched * graph.hardware.dispatch_s + num_regions * graph.hardware.region_s
+        self.watched_s = watched_s + num_regions * graph.hardware.region_s
 
     def _set_ticks(self) -> None:
         """Number the ticks, and the events: ops that run after them."""

@@ -369,11 +369,11 @@ class EagerStep:
 
     def _watched_s(self) -> float:
         """What regions cost the host. Those that hold outputs of single ops have their ops watched."""
-        graph, hardware, num_ops = self.graph, self.graph.hardware, 0
-        for call, region in self.regions.items():
+        graph, watched_s = self.graph, 0.0
+        for call, region in sorted(self.regions.items()):  # floats: added up in the order of `EagerLives`
             has_inner = graph.arrays.has_inside(call, self.regions)
-            num_ops += graph.shown.num_watched(call, region.keep_ops, self.stops.get(call, 0), has_inner=has_inner)
-        return num_ops * hardware.dispatch_s + len(self.stops) * hardware.region_s
+            watched_s += graph.shown.watching_s(call, region.keep_ops, self.stops.get(call, 0), has_inner=has_inner)
+        return watched_s + len(self.stops) * graph.hardware.region_s
 
     def columns(self) -> dict[str, Any]:
         """What a timeline is made of."""

@@ -105,10 +105,11 @@ class Hardware:
     """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
 
     `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what
-    watching an op costs the step, where outputs of single ops are held inside a region (`graph.shown` says when), and
-    `region_s` what a region costs beside its ops, in its forward and its replay: 0 where the host is ahead.
-    `region_bytes` are held on the device by each region that waits for its replay: random states. Allocations are
-    rounded up to `block_bytes`.
+    watching an op of a replay costs the step, where outputs of single ops are held inside a region (`graph.shown` says
+    when), and `region_s` what a region costs beside its ops, in its forward and its replay: 0 where the host is ahead.
+    Watching an op of a forward costs `forward_dispatch_factor` times as much: the host may be ahead in the backward
+    only. `region_bytes` are held on the device by each region that waits for its replay: random states. Allocations
+    are rounded up to `block_bytes`.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Hardware:
     region_s: float = 0.0
     region_bytes: int = 0
     block_bytes: int = 1
+    forward_dispatch_factor: float = 1.0
 
 
 UNKNOWN_HARDWARE = Hardware("unknown")

@@ -13,6 +13,8 @@ from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 FORMAT = "lowtide step graph"
 VERSION = 3
 
+_LATER = {"forward_dispatch_factor"}  # of a device: files of this version may be older, and have the default
+
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 
 _RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
@@ -58,7 +60,7 @@ def decode(content: Any) -> StepGraph:
         names = _strings(content["names"])
         parts: dict[str, Any] = {p: tuple(_rows(content[p], record, names)) for p, record in _RECORDS.items()}
         scalars: dict[str, Any] = {name: _number(content[name], kind, name) for name, kind in _SCALARS.items()}
-        hardware = _hardware(content["hardware"])
+        hardware = decode_hardware(content["hardware"])
         versions = content["versions"]
         if not isinstance(versions, dict):
             raise ValueError("versions are not names and versions")
@@ -161,12 +163,13 @@ def _strings(items: Any) -> list[str]:
     return found
 
 
-def _hardware(content: Any) -> Hardware:
-    if not isinstance(content, dict) or set(content) != {f.name for f in fields(Hardware)}:
-        raise ValueError(f"hardware does not have the fields of version {VERSION}")
-    name = _strings([content.pop("name")])[0]
+def decode_hardware(content: Any) -> Hardware:
+    """The device that `asdict` gave. Raises `ValueError` where it is damaged."""
     kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
-    numbers = {key: _number(item, kinds[key], key) for key, item in content.items()}
+    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() <= kinds.keys():
+        raise ValueError("hardware does not have the fields of a device")
+    name = _strings([content["name"]])[0]
+    numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
     if any(number < 0 for number in numbers.values()):
         raise ValueError("a number of the hardware is below 0")
     return Hardware(name, **numbers)

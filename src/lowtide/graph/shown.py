@@ -1,7 +1,8 @@
 """Ops whose outputs autograd saves inside a call, so that saved-tensor hooks around the call are shown them.
 
 A region that holds only such outputs finds them among what autograd hands to its hooks, and nobody has to watch the ops
-of its forward. Its replay is watched all the same: there the held outputs take the place of ops.
+of its forward. Its replay is watched all the same: there the held outputs take the place of ops. The two need not cost
+the same: the host is ahead of a device in the backward, and in the forward perhaps not.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ class Shown:
 
     `depths[o]` is the depth of the innermost call around forward op `o` inside which all that `o` makes is saved for
     the backward, -1 if there is none. What is saved inside a call is saved inside those around it too.
+
+    `replay_op_s` and `forward_op_s` are what it costs to watch an op.
     """
 
     def __init__(self, graph: StepGraph) -> None:
         self._calls, self._call_depths = graph.calls, graph.depths
+        self.replay_op_s = graph.hardware.dispatch_s
+        self.forward_op_s = graph.hardware.dispatch_s * graph.hardware.forward_dispatch_factor
         saved_in: dict[int, set[int]] = {}  # by value, the calls around its saves
         for save in graph.saves:
             calls, call = saved_in.setdefault(save.value, set()), save.call
@@ -44,13 +49,14 @@ class Shown:
         depth, first = self._call_depths[call], self._calls[call].first
         return all(self._shown_depths[first + op] >= depth for op in kept)
 
-    def num_watched(self, call: int, kept: Sequence[int], stop: int, *, has_inner: bool) -> int:
-        """How many ops are watched for a region to hold outputs of ops, in its forward and its replay up to `stop`.
+    def watching_s(self, call: int, kept: Sequence[int], stop: int, *, has_inner: bool) -> float:
+        """Seconds of watching ops for a region to hold outputs of some, in its forward and its replay up to `stop`.
 
         Hooks see the forward instead where they are shown all that is held, unless other regions are inside.
         """
         if not kept:
-            return 0
+            return 0.0
         first, end = self._calls[call].first, self._calls[call].end
+        replay_s = self.replay_op_s * max(0, stop - first)
         is_watched = has_inner or not self.are_all(call, kept)
-        return max(0, stop - first) + (end - first if is_watched else 0)
+        return replay_s + self.forward_op_s * (end - first) if is_watched else replay_s

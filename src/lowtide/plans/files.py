@@ -7,8 +7,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from lowtide.errors import GraphError, PlanError
-from lowtide.graph import Hardware
-from lowtide.graph.files import decode, encode, parse_object
+from lowtide.graph.files import decode, decode_hardware, encode, parse_object
 from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 
 FORMAT = "lowtide plan"
@@ -37,7 +36,7 @@ def read(text: str) -> Plan:
             _scalar(shape, "tuple[int, ...]", "input_shapes")
             for shape in _list(content["input_shapes"], "input_shapes")
         )
-        content["hardware"] = _record(content["hardware"], Hardware)
+        content["hardware"] = decode_hardware(content["hardware"])
         versions = content["versions"]
         if not isinstance(versions, dict) or not all(
             isinstance(item, str) for pair in versions.items() for item in pair

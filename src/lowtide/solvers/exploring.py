@@ -58,6 +58,7 @@ class Exploring:
         self._best_s = np.full(_NUM_STATIONS, np.inf)
         self._best: list[_Key | None] = [None] * _NUM_STATIONS
         self._fillings: dict[_Key, Filling] = {}
+        self._shown_fillings: dict[_Key, Filling] = {}
 
     def explore(self, seeds: Iterable[Regions], is_late: Callable[[], bool]) -> None:
         """Visit the sets of `seeds`, and from the best of them others, until none is left or there were enough."""
@@ -158,18 +159,40 @@ class Exploring:
         return self._nesting.tidied(dict.fromkeys(regions, ()))
 
     def _filled(self, key: _Key, budget: int) -> Iterator[Regions]:
-        """A set of regions with the outputs to hold, and one without those that are not worth watching ops for them."""
-        calls = self._graph.calls
-        regions = self._tidied(key)
-        held = {call: set(kept) for call, kept in regions.items()}
+        """A set of regions with the outputs to hold, and one without those that are not worth watching ops for them.
+
+        Where hooks are not shown some of the latter, there is room for more of those that they are shown: a third.
+        """
+        must = self._tidied(key)
+        held = self._with(must, key, self._fillings[key].best(budget))
+        yield held
+        if self._graph.hardware.dispatch_s:
+            worth = {call: self._worth_watching(call, must[call], set(kept)) for call, kept in held.items()}
+            yield worth
+            is_shown = self._graph.shown.are_all
+            if any(is_shown(call, worth[call]) and not is_shown(call, kept) for call, kept in held.items()):
+                shown = self._with(must, key, self._filling_with_shown(key).best(budget))
+                yield {call: self._worth_watching(call, must[call], set(kept)) for call, kept in shown.items()}
+
+    def _with(self, regions: Regions, key: _Key, ops: Iterable[int]) -> Regions:
+        """Regions that hold these outputs too."""
+        calls, held = self._graph.calls, {call: set(kept) for call, kept in regions.items()}
         outermost = [call for call in key if not self._around(call, key)]
         starts = [calls[call].first for call in outermost]
-        for op in self._fillings[key].best(budget):
+        for op in ops:
             call = outermost[bisect_right(starts, op) - 1]
             held[call].add(op - calls[call].first)
-        yield {call: tuple(sorted(kept)) for call, kept in held.items()}
-        if self._graph.hardware.dispatch_s:
-            yield {call: self._worth_watching(call, kept, held[call]) for call, kept in regions.items()}
+        return {call: tuple(sorted(kept)) for call, kept in held.items()}
+
+    def _filling_with_shown(self, key: _Key) -> Filling:
+        """As the filling of a set of regions, with those outputs only that hooks are shown there."""
+        if key not in self._shown_fillings:
+            may_keep, calls = self._may_keep.copy(), self._graph.calls
+            for call in (call for call in key if not self._around(call, key)):
+                ops = slice(calls[call].first, calls[call].end)
+                may_keep[ops] &= self._graph.shown.depths[ops] >= self._graph.depths[call]
+            self._shown_fillings[key] = Filling(EagerLives(self._graph, self._tidied(key)), may_keep)
+        return self._shown_fillings[key]
 
     def _worth_watching(self, call: int, kept: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
         """All that a region would hold, or what hooks are shown of it, or what it must: whichever gains most."""

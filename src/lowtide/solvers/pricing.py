@@ -162,8 +162,7 @@ class Pricing:
 
     def watching_s(self, call: int, kept: Sequence[int]) -> float:
         """What it costs that a region without others inside holds the outputs of some ops, counted from its first."""
-        num_watched = self.graph.shown.num_watched(call, kept, self._stop[call], has_inner=False)
-        return num_watched * self.graph.hardware.dispatch_s
+        return self.graph.shown.watching_s(call, kept, self._stop[call], has_inner=False)
 
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""

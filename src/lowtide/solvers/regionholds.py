@@ -99,13 +99,14 @@ def ways_to_hold(
         num_bound[here] = (bound[end] - bound[first])[here]
         num_hidden[here] = (hidden[stop] - hidden[first])[here] + num_bound[here]
     # A region with others inside is watched in its forward whatever it holds; its replay may end earlier for that.
-    dispatch_s, least = graph.hardware.dispatch_s, np.array(least_stops, dtype=np.int64)
-    shown_s = dispatch_s * (stop - first)
-    any_s = np.where(num_hidden > 0, dispatch_s * (end - first + least - first), shown_s)
+    forward_op_s, replay_op_s = graph.shown.forward_op_s, graph.shown.replay_op_s
+    shown_s = replay_op_s * (stop - first)
+    hidden_s = forward_op_s * (end - first) + replay_op_s * (np.array(least_stops, dtype=np.int64) - first)
+    any_s = np.where(num_hidden > 0, hidden_s, np.minimum(shown_s, hidden_s))
     everything = dict.fromkeys(held, may_keep)
     found = [RegionHolds(graph, stops, everything, must_keep, held, np.where(allowed, any_s, np.inf))]
     has_both = allowed & (num_hidden > 0) & (num_bound == 0)
-    if dispatch_s and has_both.any():
+    if forward_op_s and has_both.any():
         shown_only = {depth: may_keep & is_shown for depth, is_shown in shown.items()}
         found.append(
             RegionHolds(graph, stops, shown_only, must_keep, held, np.where(has_both, shown_s, np.inf), found[0])

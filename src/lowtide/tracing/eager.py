@@ -248,10 +248,8 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     for op, seconds in zip(recorder.ops, times, strict=True):
         op.seconds = seconds
     step_s = min(forward_s) + min(backward_s)
-    watching_s, region_s = host_costs(device, min(host_s), step_s)
-    hardware = replace(
-        setting.hardware, link_bytes_per_s=link_bytes_per_s(device), dispatch_s=watching_s, region_s=region_s
-    )
+    costs = host_costs(device, min(host_s), step_s)
+    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), **costs._asdict())
     return _finish(recorder, optimizer, setting, hardware, step_s, is_measured=True)
 
 
