@@ -8,7 +8,12 @@ wait on the device, never on the host:
   were made on waits for the oldest copy first;
 - a destination is written only after what used its memory before; so the stream in waits for the stream it was
   allocated on;
-- locked host memory is written again only after the copy in that read it; so the stream out waits for the stream in.
+- locked host memory is written again only after the copy in that read it; so the stream out waits for the stream in,
+  whenever copies in were started since it last did.
+
+Starting a copy has to be quick: while the host is at it, the device may run out of work. Events are used again, as a
+wait for an event is for what was recorded when the wait was asked for, whatever is recorded in it later. One that is
+asked about later, `done` of a copy, belongs to that copy alone until nobody holds the copy any more.
 """
 
 from __future__ import annotations
@@ -27,8 +32,13 @@ from lowtide.memory.pinned import Extent, PinnedPool, round_up
 Parts = tuple[Tensor, ...]
 
 
+_UNREAD_WAITS = 64  # so many times are taken before the events of the first are read, and used again
+
+
 class HostCopy(ABC):
     """Parts of a value in host memory. `nbytes` is what they take there."""
+
+    __slots__ = ("nbytes",)
 
     nbytes: int
 
@@ -48,6 +58,8 @@ class HostCopy(ABC):
 class Fetched(ABC):
     """Parts on their way back to the device."""
 
+    __slots__ = ()
+
     @abstractmethod
     def wait(self) -> Parts:
         """The parts, ready for whatever the current stream does next."""
@@ -57,6 +69,7 @@ class Mover(ABC):
     """Moves values of one device. `in_flight_bytes` counts sources held until their copies are done."""
 
     in_flight_bytes = 0
+    is_asynchronous = False  # whether copies go on beside what comes next
 
     @abstractmethod
     def cost_bytes(self, nbytes: int) -> int:
@@ -68,7 +81,7 @@ class Mover(ABC):
 
     @abstractmethod
     def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
-        """Start copying parts, which are there since `ready`, to the host; None if the pool has no room."""
+        """Start copying parts to the host; None if the pool has no room. They are there since `ready`, or since now."""
 
     def settle(self, max_in_flight_bytes: float) -> None:
         """Let go of sources whose copies are done, and of as many others as are beyond the limit."""
@@ -98,6 +111,8 @@ class PlainMover(Mover):
 
 
 class _PlainCopy(HostCopy):
+    __slots__ = ("_parts",)
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.nbytes = sum(part.nbytes for part in parts)
@@ -113,6 +128,8 @@ class _PlainCopy(HostCopy):
 
 
 class _Here(Fetched):
+    __slots__ = ("_parts",)
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
@@ -123,14 +140,19 @@ class _Here(Fetched):
 class AcceleratorMover(Mover):
     """Copies out and in on streams of their own, through a pool of locked host memory."""
 
+    is_asynchronous = True
+
     def __init__(self, device: torch.device, pool: PinnedPool) -> None:
         self.device = device
         self.pool = pool
         self.module: Any = torch.get_device_module(device)
         self.stream_out = self.module.Stream(device=device)
         self.stream_in = self.module.Stream(device=device)
-        self._sources: deque[tuple[Parts, Any, Any, int]] = deque()
-        self._waits: list[tuple[Any, Any]] = []
+        self._sources: deque[_PinnedCopy] = deque()
+        self._moment = self.module.Event()  # for a wait that is asked for at once
+        self._idle_events: list[Any] = []
+        self._has_unawaited_copies_in = False
+        self._waits: deque[tuple[Any, Any]] = deque()
         self._waited_s = 0.0
 
     def cost_bytes(self, nbytes: int) -> int:
@@ -141,49 +163,91 @@ class AcceleratorMover(Mover):
         return stream, stream.record_event()
 
     def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
-        nbytes = sum(part.nbytes for part in parts)
+        nbytes = parts[0].nbytes if len(parts) == 1 else sum(part.nbytes for part in parts)
         extents = self.pool.allocate(nbytes)
         if extents is None:
             return None
-        producer, made = ready
-        self.stream_out.wait_event(made)
-        self.stream_out.wait_stream(self.stream_in)
+        out = self.stream_out
         try:
-            with self.module.stream(self.stream_out):
+            if ready is None:
+                producer = self.module.current_stream(self.device)
+                self._wait_for(producer, out)
+            else:
+                producer, made = ready
+                made.wait(out)
+            if self._has_unawaited_copies_in:
+                self._wait_for(self.stream_in, out)
+                self._has_unawaited_copies_in = False
+            with out:
                 for source, target in _pair(parts, extents, self.pool):
                     target.copy_(source, non_blocking=True)
-                done = self.stream_out.record_event()
+            copy = _PinnedCopy(self, extents, parts, nbytes, producer, self._record(out))
         except BaseException:
-            self.stream_out.synchronize()  # whatever was started must not write into memory that others will get
+            out.synchronize()  # whatever was started must not write into memory that others will get
             self.pool.release(extents)
             raise
-        self._sources.append((parts, producer, done, nbytes))
+        self._sources.append(copy)
         self.in_flight_bytes += nbytes
-        return _PinnedCopy(self, extents, parts, done)
+        return copy
+
+    def to_device(self, parts: Parts, copy: _PinnedCopy) -> Fetched:
+        """Start filling parts, just allocated on the current stream, from host memory."""
+        consumer = self.module.current_stream(self.device)
+        into = self.stream_in
+        self._wait_for(consumer, into)
+        copy.done.wait(into)
+        self._has_unawaited_copies_in = True
+        with into:
+            for target, source in _pair(parts, copy.extents, self.pool):
+                target.copy_(source, non_blocking=True)
+        for part in parts:
+            _compat.reset_version(part)  # filling it is no change of the value
+        return _Arriving(self, parts, consumer, self._record(into))
+
+    def _wait_for(self, other: Any, stream: Any) -> None:
+        """Make `stream` wait for what `other` has to do by now."""
+        self._moment.record(other)
+        self._moment.wait(stream)
+
+    def _record(self, stream: Any) -> Any:
+        """An event that is over when `stream` has done what it has to do by now; it goes back to `let_go_of`."""
+        event = self._idle_events.pop() if self._idle_events else self.module.Event()
+        event.record(stream)
+        return event
+
+    def let_go_of(self, event: Any) -> None:
+        """Nobody will ask about what was recorded in `event`. Safe inside a destructor."""
+        self._idle_events.append(event)
 
     def settle(self, max_in_flight_bytes: float) -> None:
         while self._sources:
-            _, producer, done, nbytes = self._sources[0]
-            if not done.query():
+            copy = self._sources[0]
+            if not copy.done.query():
                 if self.in_flight_bytes <= max_in_flight_bytes:
                     return
                 # Stop compute, not the host: memory freed now is used again only by what that stream does later.
-                self.stall(producer, done)
+                self.stall(copy.producer, copy.done)
             self._sources.popleft()
-            self.in_flight_bytes -= nbytes
+            self.in_flight_bytes -= copy.source_bytes
+            copy.let_go_of_source()
 
     def stall(self, stream: Any, event: Any) -> None:
         """Make `stream` wait for `event`, and note for how long it did."""
-        before, after = self.module.Event(enable_timing=True), self.module.Event(enable_timing=True)
+        before, after = self._timers()
         before.record(stream)
-        stream.wait_event(event)
+        event.wait(stream)
         after.record(stream)
         self._waits.append((before, after))
-        if len(self._waits) > 1000:
-            self.waited_s()
+
+    def _timers(self) -> tuple[Any, Any]:
+        """Two events that tell the time: those of a wait long over, once there are many."""
+        if len(self._waits) > _UNREAD_WAITS and self._waits[0][1].query():
+            self._waited_s += self._waits[0][0].elapsed_time(self._waits[0][1]) / 1000
+            return self._waits.popleft()
+        return self.module.Event(enable_timing=True), self.module.Event(enable_timing=True)
 
     def waited_s(self) -> float:
-        pending = []
+        pending: deque[tuple[Any, Any]] = deque()
         for before, after in self._waits:
             if after.query():
                 self._waited_s += before.elapsed_time(after) / 1000
@@ -194,45 +258,59 @@ class AcceleratorMover(Mover):
 
 
 class _PinnedCopy(HostCopy):
-    def __init__(self, mover: AcceleratorMover, extents: list[Extent], parts: Parts, done: Any) -> None:
-        self._mover, self._extents, self._done = mover, extents, done
-        self._shapes = [(part.shape, part.dtype) for part in parts]
-        self.nbytes = sum(extent.nbytes for extent in extents)
+    __slots__ = ("_mover", "_shapes", "_sources", "done", "extents", "producer", "source_bytes")
+
+    def __init__(
+        self,
+        mover: AcceleratorMover,
+        extents: list[Extent],
+        sources: Parts,
+        source_bytes: int,
+        producer: Any,
+        done: Any,
+    ) -> None:
+        self._mover, self.done, self.extents = mover, done, extents
+        self._sources, self.source_bytes, self.producer = sources, source_bytes, producer
+        self._shapes = [(part.shape, part.dtype) for part in sources]
+        self.nbytes = extents[0].nbytes if len(extents) == 1 else sum(extent.nbytes for extent in extents)
+
+    def let_go_of_source(self) -> None:
+        """The copy out is done, or is waited for."""
+        self._sources, self.producer = (), None
 
     def fetch(self) -> Fetched:
-        mover = self._mover
-        consumer = mover.module.current_stream(mover.device)
-        parts = tuple(torch.empty(shape, dtype=dtype, device=mover.device) for shape, dtype in self._shapes)
-        mover.stream_in.wait_stream(consumer)
-        mover.stream_in.wait_event(self._done)
-        with mover.module.stream(mover.stream_in):
-            for target, source in _pair(parts, self._extents, mover.pool):
-                target.copy_(source, non_blocking=True)
-            done = mover.stream_in.record_event()
-        for part in parts:
-            _compat.reset_version(part)  # filling it is no change of the value
-        return _Arriving(mover, parts, consumer, done)
+        device = self._mover.device
+        parts = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._shapes])
+        return self._mover.to_device(parts, self)
 
     def on_host(self) -> Parts:
-        self._done.synchronize()
+        self.done.synchronize()
         parts = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes)
-        for target, source in _pair(parts, self._extents, self._mover.pool):
+        for target, source in _pair(parts, self.extents, self._mover.pool):
             target.copy_(source)
         return parts
 
     def release(self) -> None:
-        self._mover.pool.release(self._extents)
-        self._extents = []
+        self._mover.pool.release(self.extents)
+        self.extents = []
+
+    def __del__(self) -> None:
+        self._mover.let_go_of(self.done)
 
 
 class _Arriving(Fetched):
+    __slots__ = ("_done", "_mover", "_owner", "_parts", "_waited")
+
     def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: Any) -> None:
         self._mover, self._parts, self._owner, self._done = mover, parts, owner, done
         self._waited = False
 
     def wait(self) -> Parts:
         consumer = self._mover.module.current_stream(self._mover.device)
-        self._mover.stall(consumer, self._done)
+        if self._done.query():
+            self._done.wait(consumer)
+        else:
+            self._mover.stall(consumer, self._done)
         self._waited = True
         if consumer != self._owner:
             for part in self._parts:
@@ -242,11 +320,14 @@ class _Arriving(Fetched):
     def __del__(self) -> None:
         # Never used: its memory goes back to the stream it was allocated on, which must not write it before the copy.
         if not self._waited:
-            self._owner.wait_event(self._done)
+            self._done.wait(self._owner)
+        self._mover.let_go_of(self._done)
 
 
 def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[Tensor, Tensor]]:
     """Runs of bytes of the parts, each with the run of host memory that belongs to it."""
+    if len(parts) == len(extents) == parts[0].dim() == 1:  # as nearly always
+        return [(bits.as_bytes(parts[0]), pool.bytes_of(extents[0], parts[0].nbytes))]
     pairs = []
     extents = list(extents)
     for part in parts:
@@ -255,8 +336,7 @@ def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[T
         while position < raw.numel():
             extent = extents[0]
             length = min(extent.nbytes, raw.numel() - position)
-            run = Extent(extent.slab, extent.start, length)
-            pairs.append((raw[position : position + length], pool.bytes_of(run)))
+            pairs.append((raw[position : position + length], pool.bytes_of(extent, length)))
             position += length
             if length == extent.nbytes:
                 extents.pop(0)
