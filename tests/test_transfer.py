@@ -1,0 +1,182 @@
+"""Copies between device and host, on a device whose every access is checked for an order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fakedevice import Device
+from lowtide import ActivationStore
+from lowtide.memory.pinned import GRANULE_BYTES, PinnedPool
+from lowtide.memory.transfer import AcceleratorMover
+
+CPU = torch.device("cpu")
+
+
+def mover_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> AcceleratorMover:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_device_module", lambda _: device)
+        return AcceleratorMover(CPU, PinnedPool(1024 * GRANULE_BYTES, pin=False))
+
+
+def store_on(fake: Device, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ActivationStore:
+    store = ActivationStore(host=1024 * GRANULE_BYTES, **options)
+    store._shelves._movers[CPU] = mover_on(fake, monkeypatch)
+    return store
+
+
+def made(device: Device, choice: random.Random) -> Tensor:
+    """A value that the current stream has just written; often where another was before."""
+    value = torch.full((choice.choice((1000, 20_000, 50_000)),), choice.random())
+    device.used(value, is_write=True)
+    return value
+
+
+def step(device: Device, store: ActivationStore, choice: random.Random, num_values: int = 12) -> None:
+    """A forward that puts values, and a backward that takes them, mostly the last one first."""
+    expected = {}
+    for key in range(num_values):
+        value = made(device, choice)
+        expected[key] = value.clone()
+        store.put(key, value)
+        if choice.random() < 0.2:
+            assert torch.equal(store.get(key), value)  # type: ignore[arg-type]
+        del value
+    store.fetch_before(store.end_of_forward())
+    while expected:
+        key = max(expected) if choice.random() < 0.8 else choice.choice(list(expected))
+        found = store.take(key)
+        assert isinstance(found, Tensor) and torch.equal(found, expected.pop(key))
+        device.used(found, is_write=False)
+        del found
+        made(device, choice)  # a gradient, and gone again
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"in_flight": 0}, {"in_flight": 300_000}, {"device": 400_000, "in_flight": 0}, {"codec": "lossless"}],
+    ids=str,
+)
+def test_no_copy_races_with_anything(options: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = random.Random(seed)
+    device = Device(is_over=lambda _: choice.random() < 0.3)
+    store = store_on(device, monkeypatch, **options)
+    for _ in range(3):
+        step(device, store, choice)
+    assert device.num_ordered > 50, "little was used twice"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_events_are_made_in_the_first_step_only(is_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(is_over=lambda _: is_over)
+    store = store_on(device, monkeypatch)
+    step(device, store, random.Random(0))
+    num_events = device.num_events
+    for _ in range(3):
+        step(device, store, random.Random(0))
+    assert device.num_events == num_events
+
+
+def test_an_event_is_not_used_again_while_someone_may_ask_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(is_over=lambda _: False)
+    mover = mover_on(device, monkeypatch)
+
+    def copy_out() -> Any:
+        return mover.to_host((torch.ones(1000),), None)
+
+    first = copy_out()
+    event = first.done
+    first.release()
+    del first
+    second = copy_out()
+    assert second.done is not event, "the source is still held until it is over"
+    mover.settle(0)
+    third = copy_out()
+    assert third.done is event
+    arriving = third.fetch()
+    events = {id(copy.done) for copy in (second, third, copy_out())} | {id(arriving._done)}
+    assert len(events) == 4
+    arriving.wait()
+    assert copy_out().done is not arriving._done, "another view of it may be asked for"
+
+
+def test_the_stream_out_waits_for_copies_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    mover = mover_on(device, monkeypatch)
+
+    def waits_of_a_copy_out() -> int:
+        before = device.num_waits
+        copies.append(mover.to_host((torch.ones(1000),), None))
+        return device.num_waits - before
+
+    copies: list[Any] = []
+    assert [waits_of_a_copy_out(), waits_of_a_copy_out()] == [1, 1]
+    copies[0].fetch().wait()
+    assert [waits_of_a_copy_out(), waits_of_a_copy_out()] == [2, 1]
+
+
+def test_host_memory_is_written_again_only_after_the_copy_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(is_over=lambda _: False)
+    mover = mover_on(device, monkeypatch)
+    early, ready = torch.ones(1000), mover.now()
+    copy: Any = mover.to_host((torch.ones(1000),), None)
+    arriving, extents = copy.fetch(), copy.extents
+    copy.release()
+    other: Any = mover.to_host((early,), ready)  # which alone would not tell of the copy in
+    assert other.extents == extents
+    arriving.wait()
+
+
+def test_memory_of_what_was_fetched_in_vain_is_written_again_only_after_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(is_over=lambda _: False)
+    mover = mover_on(device, monkeypatch)
+    copy: Any = mover.to_host((torch.ones(1000),), None)
+    arriving = copy.fetch()
+    (memory,) = arriving._parts
+    with pytest.raises(AssertionError, match="a race"):
+        device.used(memory, is_write=True)
+    del arriving
+    device.used(memory, is_write=True)
+
+
+def test_waits_are_timed_when_there_is_something_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    mover = mover_on(device, monkeypatch)
+    copy: Any = mover.to_host((torch.ones(1000),), None)
+    copy.fetch().wait()
+    assert device.num_timers == 0 and mover.waited_s() == 0
+    device.is_over = lambda event: event.tells_time
+    for _ in range(500):
+        copy.fetch().wait()
+    assert device.num_timers < 200, "made for each wait"
+    assert mover.waited_s() == pytest.approx(0.5)
+
+
+def test_a_copy_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    store = store_on(device, monkeypatch)
+    mover: Any = store._shelves._movers[CPU]
+    kept = torch.arange(1000.0)
+    store.put("kept", kept)
+    before = store.stats()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the copy failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "used", fails)
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            store.put("other", torch.ones(50_000))
+    after = store.stats()
+    assert mover.pool._free_bytes == mover.pool.locked_bytes - after.held_bytes
+    assert (after.held_bytes, after.in_flight_bytes, after.num_held) == (before.held_bytes, 0, 1)
+    assert torch.equal(store.take("kept"), kept)  # type: ignore[arg-type]
+    step(device, store, random.Random(0))
