@@ -13,7 +13,7 @@ wait on the device, never on the host:
 
 Starting a copy has to be quick: while the host is at it, the device may run out of work. Events are used again, as a
 wait for an event is for what was recorded when the wait was asked for, whatever is recorded in it later. One that is
-asked about later, `done` of a copy, belongs to that copy alone until nobody holds the copy any more.
+asked about later, `done` of a copy, belongs to that copy alone until it is known to be over, or nobody holds the copy.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class AcceleratorMover(Mover):
     def __init__(self, device: torch.device, pool: PinnedPool) -> None:
         self.device = device
         self.pool = pool
+        self._index = device.index  # asked for the stream of a number, torch answers sooner
         self.module: Any = torch.get_device_module(device)
         self.stream_out = self.module.Stream(device=device)
         self.stream_in = self.module.Stream(device=device)
@@ -158,8 +159,11 @@ class AcceleratorMover(Mover):
     def cost_bytes(self, nbytes: int) -> int:
         return round_up(nbytes)
 
+    def current_stream(self) -> Any:
+        return self.module.current_stream(self._index)
+
     def now(self) -> Any:
-        stream = self.module.current_stream(self.device)
+        stream = self.current_stream()
         return stream, stream.record_event()
 
     def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
@@ -170,7 +174,7 @@ class AcceleratorMover(Mover):
         out = self.stream_out
         try:
             if ready is None:
-                producer = self.module.current_stream(self.device)
+                producer = self.current_stream()
                 self._wait_for(producer, out)
             else:
                 producer, made = ready
@@ -192,10 +196,11 @@ class AcceleratorMover(Mover):
 
     def to_device(self, parts: Parts, copy: _PinnedCopy) -> Fetched:
         """Start filling parts, just allocated on the current stream, from host memory."""
-        consumer = self.module.current_stream(self.device)
+        consumer = self.current_stream()
         into = self.stream_in
         self._wait_for(consumer, into)
-        copy.done.wait(into)
+        if copy.done is not None:
+            copy.done.wait(into)
         self._has_unawaited_copies_in = True
         with into:
             for target, source in _pair(parts, copy.extents, self.pool):
@@ -222,14 +227,15 @@ class AcceleratorMover(Mover):
     def settle(self, max_in_flight_bytes: float) -> None:
         while self._sources:
             copy = self._sources[0]
-            if not copy.done.query():
+            is_over = copy.done.query()
+            if not is_over:
                 if self.in_flight_bytes <= max_in_flight_bytes:
                     return
                 # Stop compute, not the host: memory freed now is used again only by what that stream does later.
                 self.stall(copy.producer, copy.done)
             self._sources.popleft()
             self.in_flight_bytes -= copy.source_bytes
-            copy.let_go_of_source()
+            copy.let_go_of_source(is_over)
 
     def stall(self, stream: Any, event: Any) -> None:
         """Make `stream` wait for `event`, and note for how long it did."""
@@ -271,12 +277,16 @@ class _PinnedCopy(HostCopy):
     ) -> None:
         self._mover, self.done, self.extents = mover, done, extents
         self._sources, self.source_bytes, self.producer = sources, source_bytes, producer
-        self._shapes = [(part.shape, part.dtype) for part in sources]
+        # Plain tuples of numbers: the garbage collector looks at those only once.
+        self._shapes = tuple([(tuple(part.shape), part.dtype) for part in sources])
         self.nbytes = extents[0].nbytes if len(extents) == 1 else sum(extent.nbytes for extent in extents)
 
-    def let_go_of_source(self) -> None:
-        """The copy out is done, or is waited for."""
+    def let_go_of_source(self, is_over: bool) -> None:
+        """The copy out is waited for, or over: then nothing that is started from now on has to wait for it."""
         self._sources, self.producer = (), None
+        if is_over:
+            self._mover.let_go_of(self.done)
+            self.done = None
 
     def fetch(self) -> Fetched:
         device = self._mover.device
@@ -284,7 +294,8 @@ class _PinnedCopy(HostCopy):
         return self._mover.to_device(parts, self)
 
     def on_host(self) -> Parts:
-        self.done.synchronize()
+        if self.done is not None:
+            self.done.synchronize()
         parts = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes)
         for target, source in _pair(parts, self.extents, self._mover.pool):
             target.copy_(source)
@@ -295,7 +306,8 @@ class _PinnedCopy(HostCopy):
         self.extents = []
 
     def __del__(self) -> None:
-        self._mover.let_go_of(self.done)
+        if self.done is not None:
+            self._mover.let_go_of(self.done)
 
 
 class _Arriving(Fetched):
@@ -306,7 +318,7 @@ class _Arriving(Fetched):
         self._waited = False
 
     def wait(self) -> Parts:
-        consumer = self._mover.module.current_stream(self._mover.device)
+        consumer = self._mover.current_stream()
         if self._done.query():
             self._done.wait(consumer)
         else:

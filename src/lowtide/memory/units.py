@@ -104,7 +104,11 @@ def new_unit(
     tensor: Tensor, source: SourceKey, codec: Codec | None, watch: _compat.VersionWatch, mover: Mover, now: int
 ) -> Unit:
     """A unit of what `tensor` has in its storage, on the device so far, and in no books."""
-    flat = torch.as_strided(tensor.detach(), (source.numel,), (1,), source.start)  # over the same bytes
+    flat = tensor.detach()
+    if tensor.is_contiguous() and tensor.numel() == source.numel:
+        flat = flat.view(-1)
+    else:
+        flat = flat.as_strided((source.numel,), (1,), source.start)  # over the same bytes
     encoded = None if codec is None else codec.encode(flat, tensor.shape[-1] if tensor.dim() else 1)
     # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
     device_bytes = tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes
@@ -143,18 +147,12 @@ def is_left_alone(tensor: Tensor) -> bool:
 
 def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
     """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
-    start, numel = 0, _storage_numel(tensor)
-    if not stands_for_storage(tensor):
-        start, numel = int(tensor.storage_offset()), _span(tensor)
-    return SourceKey(
-        _compat.storage_id(tensor),
-        _compat.version_of(tensor),
-        tensor.dtype,
-        start,
-        numel,
-        None if codec is None else codec.name,
-        moment if tensor.is_inference() else 0,
-    )
+    start, numel, span = 0, _storage_numel(tensor), _span(tensor)
+    if span < _WHOLE_STORAGE_SHARE * numel:
+        start, numel = int(tensor.storage_offset()), span
+    storage, version = _compat.storage_id(tensor), _compat.version_of(tensor)
+    codec_name = None if codec is None else codec.name
+    return SourceKey(storage, version, tensor.dtype, start, numel, codec_name, moment if tensor.is_inference() else 0)
 
 
 def stands_for_storage(tensor: Tensor) -> bool:
