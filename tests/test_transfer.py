@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -91,19 +93,50 @@ def test_an_event_is_not_used_again_while_someone_may_ask_about_it(monkeypatch: 
         return mover.to_host((torch.ones(1000),), None)
 
     first = copy_out()
-    event = first.done
+    event = first._done._event
     first.release()
     del first
     second = copy_out()
-    assert second.done is not event, "the source is still held until it is over"
+    assert second._done._event is not event, "the source is still held until it is over"
     mover.settle(0)
     third = copy_out()
-    assert third.done is event
+    assert third._done._event is event
     arriving = third.fetch()
-    events = {id(copy.done) for copy in (second, third, copy_out())} | {id(arriving._done)}
-    assert len(events) == 4
-    arriving.wait()
-    assert copy_out().done is not arriving._done, "another view of it may be asked for"
+    held = [second, third, copy_out(), arriving]
+    assert len({id(each._done._event) for each in held}) == 4
+    for _ in range(2):  # another view of it may be asked for, on another stream
+        before = device.num_waits
+        arriving.wait()
+        assert device.num_waits == before + 1
+
+
+def test_a_copy_known_to_be_over_holds_no_event_and_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(is_over=lambda _: False)
+    mover = mover_on(device, monkeypatch)
+    value = torch.arange(1000.0)
+    copy: Any = mover.to_host((value,), None)
+    waits = []
+    for is_over in (False, True):
+        device.is_over = lambda _, is_over=is_over: is_over
+        mover.settle(4000)
+        before = device.num_waits
+        arriving = copy.fetch()
+        waits.append(device.num_waits - before)
+        assert torch.equal(arriving.wait()[0], value) and torch.equal(copy.on_host()[0], value)
+    assert waits == [2, 1] and mover.in_flight_bytes == 0
+
+
+def test_a_mover_is_gone_with_its_last_user_even_while_copies_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = mover_on(Device(is_over=lambda _: False), monkeypatch)
+    copies = [mover.to_host((torch.ones(1000),), None) for _ in range(3)]
+    arriving: Any = copies[0].fetch()  # type: ignore[union-attr]
+    reference = weakref.ref(mover)
+    gc.disable()
+    try:
+        del mover, copies, arriving
+        assert reference() is None, "a cycle: memory would wait for the garbage collector"
+    finally:
+        gc.enable()
 
 
 def test_the_stream_out_waits_for_copies_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,10 +159,10 @@ def test_host_memory_is_written_again_only_after_the_copy_that_reads_it(monkeypa
     mover = mover_on(device, monkeypatch)
     early, ready = torch.ones(1000), mover.now()
     copy: Any = mover.to_host((torch.ones(1000),), None)
-    arriving, extents = copy.fetch(), copy.extents
+    arriving, extents = copy.fetch(), copy._extents
     copy.release()
     other: Any = mover.to_host((early,), ready)  # which alone would not tell of the copy in
-    assert other.extents == extents
+    assert other._extents == extents
     arriving.wait()
 
 

@@ -13,7 +13,7 @@ wait on the device, never on the host:
 
 Starting a copy has to be quick: while the host is at it, the device may run out of work. Events are used again, as a
 wait for an event is for what was recorded when the wait was asked for, whatever is recorded in it later. One that is
-asked about later, `done` of a copy, belongs to that copy alone until it is known to be over, or nobody holds the copy.
+asked about later belongs to one copy alone, until that is known to be over or nobody holds it.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class AcceleratorMover(Mover):
         self.module: Any = torch.get_device_module(device)
         self.stream_out = self.module.Stream(device=device)
         self.stream_in = self.module.Stream(device=device)
-        self._sources: deque[_PinnedCopy] = deque()
-        self._moment = self.module.Event()  # for a wait that is asked for at once
+        self._sources: deque[tuple[Parts, Any, _Moment, int]] = deque()  # no copies, which refer to this
+        self._scratch_event = self.module.Event()  # for a wait that is asked for at once
         self._idle_events: list[Any] = []
         self._has_unawaited_copies_in = False
         self._waits: deque[tuple[Any, Any]] = deque()
@@ -185,25 +185,24 @@ class AcceleratorMover(Mover):
             with out:
                 for source, target in _pair(parts, extents, self.pool):
                     target.copy_(source, non_blocking=True)
-            copy = _PinnedCopy(self, extents, parts, nbytes, producer, self._record(out))
+            done = self._record(out)
         except BaseException:
             out.synchronize()  # whatever was started must not write into memory that others will get
             self.pool.release(extents)
             raise
-        self._sources.append(copy)
+        self._sources.append((parts, producer, done, nbytes))
         self.in_flight_bytes += nbytes
-        return copy
+        return _PinnedCopy(self, extents, parts, done)
 
-    def to_device(self, parts: Parts, copy: _PinnedCopy) -> Fetched:
-        """Start filling parts, just allocated on the current stream, from host memory."""
+    def to_device(self, extents: list[Extent], written: _Moment, parts: Parts) -> Fetched:
+        """Start filling parts, just allocated on the current stream, from host memory that is `written` by then."""
         consumer = self.current_stream()
         into = self.stream_in
         self._wait_for(consumer, into)
-        if copy.done is not None:
-            copy.done.wait(into)
+        written.wait(into)
         self._has_unawaited_copies_in = True
         with into:
-            for target, source in _pair(parts, copy.extents, self.pool):
+            for target, source in _pair(parts, extents, self.pool):
                 target.copy_(source, non_blocking=True)
         for part in parts:
             _compat.reset_version(part)  # filling it is no change of the value
@@ -211,37 +210,32 @@ class AcceleratorMover(Mover):
 
     def _wait_for(self, other: Any, stream: Any) -> None:
         """Make `stream` wait for what `other` has to do by now."""
-        self._moment.record(other)
-        self._moment.wait(stream)
+        self._scratch_event.record(other)
+        self._scratch_event.wait(stream)
 
-    def _record(self, stream: Any) -> Any:
-        """An event that is over when `stream` has done what it has to do by now; it goes back to `let_go_of`."""
+    def _record(self, stream: Any) -> _Moment:
         event = self._idle_events.pop() if self._idle_events else self.module.Event()
         event.record(stream)
-        return event
-
-    def let_go_of(self, event: Any) -> None:
-        """Nobody will ask about what was recorded in `event`. Safe inside a destructor."""
-        self._idle_events.append(event)
+        return _Moment(event, self._idle_events)
 
     def settle(self, max_in_flight_bytes: float) -> None:
         while self._sources:
-            copy = self._sources[0]
-            is_over = copy.done.query()
-            if not is_over:
-                if self.in_flight_bytes <= max_in_flight_bytes:
-                    return
+            _, producer, done, nbytes = self._sources[0]
+            if done.is_over():
+                done.let_go()
+            elif self.in_flight_bytes <= max_in_flight_bytes:
+                return
+            else:
                 # Stop compute, not the host: memory freed now is used again only by what that stream does later.
-                self.stall(copy.producer, copy.done)
+                self.stall(producer, done)
             self._sources.popleft()
-            self.in_flight_bytes -= copy.source_bytes
-            copy.let_go_of_source(is_over)
+            self.in_flight_bytes -= nbytes
 
-    def stall(self, stream: Any, event: Any) -> None:
-        """Make `stream` wait for `event`, and note for how long it did."""
+    def stall(self, stream: Any, moment: _Moment) -> None:
+        """Make `stream` wait for `moment`, and note for how long it did."""
         before, after = self._timers()
         before.record(stream)
-        event.wait(stream)
+        moment.wait(stream)
         after.record(stream)
         self._waits.append((before, after))
 
@@ -263,64 +257,77 @@ class AcceleratorMover(Mover):
         return self._waited_s
 
 
-class _PinnedCopy(HostCopy):
-    __slots__ = ("_mover", "_shapes", "_sources", "done", "extents", "producer", "source_bytes")
+class _Moment:
+    """When a stream is through with what it had to do at some time.
 
-    def __init__(
-        self,
-        mover: AcceleratorMover,
-        extents: list[Extent],
-        sources: Parts,
-        source_bytes: int,
-        producer: Any,
-        done: Any,
-    ) -> None:
-        self._mover, self.done, self.extents = mover, done, extents
-        self._sources, self.source_bytes, self.producer = sources, source_bytes, producer
+    Its event is used again once nobody can ask about it: when this is let go of, wherever that happens.
+    """
+
+    __slots__ = ("_event", "_idle_events")
+
+    def __init__(self, event: Any, idle_events: list[Any]) -> None:
+        self._event, self._idle_events = event, idle_events
+
+    def is_over(self) -> bool:
+        """Whether the host sees it over: then whatever is started from now on comes later."""
+        return self._event is None or self._event.query()
+
+    def wait(self, stream: Any) -> None:
+        """Let `stream` wait for it before what comes next there."""
+        if self._event is not None:
+            self._event.wait(stream)
+
+    def synchronize(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def let_go(self) -> None:
+        """It is over, and nothing has to wait for it any more."""
+        if self._event is not None:
+            self._idle_events.append(self._event)
+            self._event = None
+
+    def __del__(self) -> None:
+        self.let_go()
+
+
+class _PinnedCopy(HostCopy):
+    __slots__ = ("_done", "_extents", "_mover", "_shapes")
+
+    def __init__(self, mover: AcceleratorMover, extents: list[Extent], sources: Parts, done: _Moment) -> None:
+        self._mover, self._extents, self._done = mover, extents, done
         # Plain tuples of numbers: the garbage collector looks at those only once.
         self._shapes = tuple([(tuple(part.shape), part.dtype) for part in sources])
         self.nbytes = extents[0].nbytes if len(extents) == 1 else sum(extent.nbytes for extent in extents)
 
-    def let_go_of_source(self, is_over: bool) -> None:
-        """The copy out is waited for, or over: then nothing that is started from now on has to wait for it."""
-        self._sources, self.producer = (), None
-        if is_over:
-            self._mover.let_go_of(self.done)
-            self.done = None
-
     def fetch(self) -> Fetched:
         device = self._mover.device
         parts = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._shapes])
-        return self._mover.to_device(parts, self)
+        return self._mover.to_device(self._extents, self._done, parts)
 
     def on_host(self) -> Parts:
-        if self.done is not None:
-            self.done.synchronize()
+        self._done.synchronize()
         parts = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in self._shapes)
-        for target, source in _pair(parts, self.extents, self._mover.pool):
+        for target, source in _pair(parts, self._extents, self._mover.pool):
             target.copy_(source)
         return parts
 
     def release(self) -> None:
-        self._mover.pool.release(self.extents)
-        self.extents = []
-
-    def __del__(self) -> None:
-        if self.done is not None:
-            self._mover.let_go_of(self.done)
+        self._mover.pool.release(self._extents)
+        self._extents = []
 
 
 class _Arriving(Fetched):
     __slots__ = ("_done", "_mover", "_owner", "_parts", "_waited")
 
-    def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: Any) -> None:
+    def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: _Moment) -> None:
         self._mover, self._parts, self._owner, self._done = mover, parts, owner, done
         self._waited = False
 
     def wait(self) -> Parts:
         consumer = self._mover.current_stream()
-        if self._done.query():
-            self._done.wait(consumer)
+        if self._done.is_over():
+            self._done.wait(consumer)  # for no time; torch's own sanitizer knows of waits only
         else:
             self._mover.stall(consumer, self._done)
         self._waited = True
@@ -333,7 +340,6 @@ class _Arriving(Fetched):
         # Never used: its memory goes back to the stream it was allocated on, which must not write it before the copy.
         if not self._waited:
             self._done.wait(self._owner)
-        self._mover.let_go_of(self._done)
 
 
 def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[Tensor, Tensor]]:
