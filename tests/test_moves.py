@@ -937,7 +937,7 @@ class Link:
         self.fetched: list[str] = []
 
     def bring(self, unit: Any) -> Any:
-        self.fetched.append(unit.name)
+        self.fetched.append(unit.source)
         return SimpleNamespace(wait=lambda: ())
 
     def arrivals_limit(self) -> float:
@@ -952,13 +952,12 @@ def test_values_are_fetched_in_the_order_of_the_backward_within_what_may_be_in_f
     limit: int, first: str, then: str
 ) -> None:
     """Of 20, 30, 30 and 40 bytes, put in this order, then one of another graph."""
-    link, arrivals, device = Link(limit), Arrivals(), torch.device("cuda")
+    link, arrivals, mover = Link(limit), Arrivals(), SimpleNamespace(is_asynchronous=True)
     units: list[Any] = [
-        Unit(*[None] * 4, device, None, size, size, "host", size, put_at=10 + number, num_entries=1)  # type: ignore[arg-type]
-        for number, size in enumerate((20, 30, 30, 40, 5))
+        Unit(name, *[None] * 4, mover, None, size, size, "host", size, put_at=10 + number, num_entries=1)  # type: ignore[arg-type]
+        for number, (name, size) in enumerate(zip("abcde", (20, 30, 30, 40, 5), strict=True))
     ]
-    for unit, name in zip(units, "abcde", strict=True):
-        unit.name = name
+    for unit in units:
         arrivals.add(unit)
     arrivals.fetch_before(14, link)
     assert "".join(link.fetched) == first, "e was put later"

@@ -505,7 +505,8 @@ def test_pool_extents_never_overlap_and_join_again(sizes: list[int], choice: Any
     assert pool.locked_bytes <= 200 * GRANULE_BYTES
     for extents in held:
         pool.release(extents)
-    assert sum(extent.nbytes for extent in pool._free) == pool.locked_bytes
+    assert sum(extent.nbytes for extent in pool._free) == pool._free_bytes == pool.locked_bytes
+    assert len(pool._free) == len(pool._slabs), "neighbours that were not joined"
 
 
 def test_stats_print_well() -> None:
@@ -629,6 +630,30 @@ def test_codecs_at_the_edges_of_floats() -> None:
     wide[5] = torch.inf
     store.put("x", wide, codec="int8")
     assert torch.isinf(store.get("x")).nonzero().tolist() == [[5]]
+
+
+def test_all_views_of_an_evicted_storage_are_missing() -> None:
+    store = ActivationStore(device=1000, on_full="evict")
+    value = floats(600)
+    store.put("whole", value)
+    store.put("view", value.view(2, 75))
+    store.put("other", floats(800))
+    assert list(store) == ["other"] and store.stats().num_evicted == 2
+    assert store.get("whole") == Missing("whole", torch.Size([150]), torch.float32, 600)
+    assert store.get("view") == Missing("view", torch.Size([2, 75]), torch.float32, 600)
+
+
+def test_after_a_refusal_the_store_is_free_for_others() -> None:
+    store = ActivationStore(device=1000)
+    for inference in (False, True):
+        with pytest.raises(KeyError), torch.inference_mode(inference):
+            store.get("none")
+        assert not store._lock.locked() and not torch.is_inference_mode_enabled()
+    store.close()
+    for inference in (False, True):
+        with pytest.raises(StoreError, match="closed"), torch.inference_mode(inference):
+            store.get("none")
+        assert not store._lock.locked() and not torch.is_inference_mode_enabled()
 
 
 def test_a_value_put_again_under_its_key_can_still_be_evicted() -> None:

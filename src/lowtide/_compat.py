@@ -15,7 +15,6 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as dynamo_frames
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -276,18 +275,23 @@ class StorageReference:
     Obsolete when `weakref.ref(tensor.untyped_storage())` says so on every torch we allow.
     """
 
-    __slots__ = ("_reference", "id")
+    __slots__ = ("id",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())
-        self.id: int = self._reference.cdata
+        self.id: int = 0
+        storage: Any = tensor.untyped_storage()
+        self.id = storage._weak_ref()
+
+    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        if self.id:
+            free(self.id)  # bound above: when Python ends, `torch` may be gone before the last of these
 
     def is_alive(self) -> bool:
-        return not torch.UntypedStorage._expired(self.id)  # as `StorageWeakRef` does, three calls later
+        return not torch.UntypedStorage._expired(self.id)
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """The storage, which is alive, as a tensor from its beginning."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.id)
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, stride)
 
 
@@ -305,11 +309,12 @@ class VersionWatch:
     __slots__ = ("_alias", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._version = version_of(tensor)
+        self._version = 0
         self._alias: Tensor | None = None
         if is_plain(tensor) and not tensor.is_inference():
+            self._version = tensor._version
             self._alias = tensor.detach()
-            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._alias.data = tensor.new_empty(0)
 
     def has_changed(self) -> bool:
         return self._alias is not None and self._alias._version != self._version
@@ -317,11 +322,11 @@ class VersionWatch:
 
 def is_parameter_or_view_of_one(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer, a view of a parameter, or a mere cast or transpose of one."""
-    if isinstance(tensor, nn.Parameter | nn.Buffer) or isinstance(tensor._base, nn.Parameter):
+    if isinstance(tensor, _OF_MODULES) or (tensor._base is not None and isinstance(tensor._base, nn.Parameter)):
         return True
     node = tensor.grad_fn
     for _ in range(3):  # t(to(weight)): each step has one input, and the last is the parameter's accumulator
-        if node is None or len(node.next_functions) != 1 or not node.name().startswith(_CASTS_AND_VIEWS):
+        if node is None or not node.name().startswith(_CASTS_AND_VIEWS) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
         if node is not None and "AccumulateGrad" in node.name():
@@ -329,4 +334,5 @@ def is_parameter_or_view_of_one(tensor: Tensor) -> bool:
     return False
 
 
+_OF_MODULES = (nn.Parameter, nn.Buffer)
 _CASTS_AND_VIEWS = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "UnsafeViewBackward")

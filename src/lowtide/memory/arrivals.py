@@ -8,6 +8,7 @@ fetched in vain gives way.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -42,7 +43,10 @@ class Arrivals:
 
     def add(self, unit: Unit) -> None:
         """A unit has come to host memory."""
-        insort(self._on_host, unit, key=_put_at)
+        if not self._on_host or self._on_host[-1].put_at <= unit.put_at:  # as for all that leaves at once
+            self._on_host.append(unit)
+        else:
+            insort(self._on_host, unit, key=_put_at)
 
     def discard(self, unit: Unit) -> None:
         """A unit has left host memory, or was never there."""
@@ -65,7 +69,7 @@ class Arrivals:
                 self._fetch(unit, origin)
         assert unit.fetched is not None
         parts = unit.fetched.wait()
-        if unit.encoded is None and any(_compat.version_of(part) for part in parts):
+        if unit.encoded is None and any(_compat.versions_of(parts)):
             raise ChangedInPlaceError(
                 "a stored value was changed in place by whoever got it before. Clone what you get before you change it."
             )
@@ -77,17 +81,18 @@ class Arrivals:
 
     def fetch_ahead(self, unit: Unit, origin: Origin) -> None:
         """Start bringing back what was put before `unit`, which was just asked for."""
-        if unit.device.type != "cpu":
+        if unit.mover.is_asynchronous:
             self.fetch_before(unit.put_at, origin)
 
     def fetch_before(self, moment: int, origin: Origin) -> None:
         """Start bringing back what was put before `moment`, the latest first."""
         self._front = max(self._front, moment)
+        limit = origin.arrivals_limit()
         for index in range(bisect_left(self._on_host, self._front, key=_put_at) - 1, -1, -1):
-            earlier, limit = self._on_host[index], origin.arrivals_limit()
+            earlier = self._on_host[index]
             if self.bytes >= limit or (self.bytes and self.bytes + earlier.stored_bytes > limit):
                 return
-            if earlier.fetched is None and earlier.served_in != self._backward and earlier.device.type != "cpu":
+            if earlier.fetched is None and earlier.served_in != self._backward and earlier.mover.is_asynchronous:
                 try:
                     self._fetch(earlier, origin)
                 except torch.OutOfMemoryError:
@@ -112,5 +117,4 @@ class Arrivals:
         self.bytes += unit.stored_bytes
 
 
-def _put_at(unit: Unit) -> int:
-    return unit.put_at
+_put_at = attrgetter("put_at")

@@ -8,6 +8,7 @@ one piece where one fits, several where not, so that free bytes are never too sc
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,58 +42,80 @@ class PinnedPool:
         self._others = others
         self._pin = pin
         self._slabs: list[Tensor] = []
-        self._free: list[Extent] = []
+        self._free: list[Extent] = []  # in the order of their places, no two of them neighbours
+        self._free_bytes = 0
         self.locked_bytes = 0
 
     def allocate(self, nbytes: int) -> list[Extent] | None:
         """Extents of `round_up(nbytes)` in all, locking more memory if it takes it; None beyond the limit."""
         needed = round_up(nbytes)
-        free_bytes = sum(extent.nbytes for extent in self._free)
-        while free_bytes < needed:
-            added = self._lock_slab(needed - free_bytes)
-            if added == 0:
+        while self._free_bytes < needed:
+            if not self._lock_slab(needed - self._free_bytes):
                 return None
-            free_bytes += added
-        whole = min((extent for extent in self._free if extent.nbytes >= needed), key=lambda e: e.nbytes, default=None)
+        whole = self._smallest_of(needed)
+        if whole is not None:
+            return [self._cut(whole, needed)]
         taken: list[Extent] = []
-        for extent in [whole] if whole is not None else sorted(self._free, key=lambda e: -e.nbytes):
-            self._free.remove(extent)
-            part = min(needed, extent.nbytes)
-            taken.append(Extent(extent.slab, extent.start, part))
-            if part < extent.nbytes:
-                self._free.append(Extent(extent.slab, extent.start + part, extent.nbytes - part))
-            needed -= part
+        for extent in sorted(self._free, key=lambda e: -e.nbytes):
+            taken.append(self._cut(extent, min(needed, extent.nbytes)))
+            needed -= taken[-1].nbytes
             if needed == 0:
                 break
         return taken
 
+    def _smallest_of(self, least_bytes: int) -> Extent | None:
+        """The smallest free extent of at least so many bytes."""
+        found, found_bytes = None, 0
+        for extent in self._free:
+            nbytes = extent[2]  # by its number: this loop is as long as memory is scattered
+            if nbytes >= least_bytes and (found is None or nbytes < found_bytes):
+                found, found_bytes = extent, nbytes
+                if nbytes == least_bytes:
+                    break
+        return found
+
+    def _cut(self, extent: Extent, nbytes: int) -> Extent:
+        """Take the first bytes of a free extent; the rest of it stays free."""
+        index = bisect_left(self._free, extent)
+        self._free_bytes -= nbytes
+        if nbytes == extent.nbytes:
+            del self._free[index]
+            return extent
+        self._free[index] = Extent(extent.slab, extent.start + nbytes, extent.nbytes - nbytes)
+        return Extent(extent.slab, extent.start, nbytes)
+
     def release(self, extents: list[Extent]) -> None:
         """Give extents back, joined with their free neighbours."""
-        merged: list[Extent] = []
-        for extent in sorted([*self._free, *extents]):
-            last = merged[-1] if merged else None
-            if last is not None and last.slab == extent.slab and last.start + last.nbytes == extent.start:
-                merged[-1] = Extent(last.slab, last.start, last.nbytes + extent.nbytes)
-            else:
-                merged.append(extent)
-        self._free = merged
+        free = self._free
+        for slab, start, nbytes in extents:
+            self._free_bytes += nbytes
+            index = bisect_left(free, (slab, start))
+            if index < len(free) and free[index][:2] == (slab, start + nbytes):
+                nbytes += free.pop(index).nbytes
+            if index and free[index - 1].slab == slab and free[index - 1].start + free[index - 1].nbytes == start:
+                index -= 1
+                joined = free.pop(index)
+                start, nbytes = joined.start, joined.nbytes + nbytes
+            free.insert(index, Extent(slab, start, nbytes))
 
-    def bytes_of(self, extent: Extent) -> Tensor:
-        """The extent as a tensor of bytes."""
-        return self._slabs[extent.slab][extent.start : extent.start + extent.nbytes]
+    def bytes_of(self, extent: Extent, nbytes: int) -> Tensor:
+        """The first bytes of an extent, as a tensor."""
+        return self._slabs[extent.slab][extent.start : extent.start + nbytes]
 
-    def _lock_slab(self, wanted_bytes: int) -> int:
+    def _lock_slab(self, wanted_bytes: int) -> bool:
+        """Lock more memory, if not all of what is wanted then some; whether there was any left to lock."""
         room = self._limit_bytes - self.locked_bytes - sum(pool.locked_bytes for pool in self._others)
         size = min(_SLAB_BYTES, 1 << max(wanted_bytes - 1, GRANULE_BYTES - 1).bit_length())
         while size > room:
             size //= 2
         if size < GRANULE_BYTES:
-            return 0
+            return False
         slab = self._host_memory(size)
         self._slabs.append(slab)
         self._free.append(Extent(len(self._slabs) - 1, 0, size))
+        self._free_bytes += size
         self.locked_bytes += size
-        return size
+        return True
 
     def _host_memory(self, nbytes: int) -> Tensor:
         if self._pin:

@@ -5,7 +5,6 @@ The inside of `ActivationStore`; it knows bytes and units, and nothing of keys. 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from lowtide.memory.disk import SpillFolder
 from lowtide.memory.pinned import PinnedPool
 from lowtide.memory.statistics import EntryStats, StoreStats
 from lowtide.memory.transfer import AcceleratorMover, Fetched, Mover, Parts, PlainMover
-from lowtide.memory.units import DEVICE, HOST, TIERS, SourceKey, Unit, flat_of, source_of
+from lowtide.memory.units import DEVICE, HOST, TIERS, SourceKey, Unit, new_unit, source_of
 from lowtide.units import format_bytes
 
 
@@ -85,7 +84,7 @@ class Shelves:
         source = source_of(tensor, codec, self.tick())
         unit = self._units.get(source)
         if unit is None or not unit.storage.is_alive():
-            unit = self._new_unit(tensor, source, codec, watch)
+            unit = new_unit(tensor, source, codec, watch, self._mover(tensor.device), self.clock)
             self._round_bytes += unit.nbytes
             self._largest_bytes = max(self._largest_bytes, unit.stored_bytes)
             self._place(unit, leaves_at_once=ahead and self._round_bytes <= self._overflow_bytes)
@@ -95,29 +94,6 @@ class Shelves:
             self._has_costs = True
             unit.cost = max(unit.cost, cost)
         return unit, source.start
-
-    def _new_unit(self, tensor: Tensor, source: SourceKey, codec: Codec | None, watch: _compat.VersionWatch) -> Unit:
-        flat = flat_of(tensor, source)
-        encoded = None if codec is None else codec.encode(flat, tensor.shape[-1] if tensor.dim() else 1)
-        # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
-        device_bytes = tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes
-        return Unit(
-            source=source,
-            storage=_compat.StorageReference(tensor),
-            watch=watch,
-            dtype=tensor.dtype,
-            device=tensor.device,
-            encoded=None if encoded is None else dataclasses.replace(encoded, parts=()),
-            stored_bytes=flat.nbytes if encoded is None else encoded.nbytes,
-            device_bytes=device_bytes,
-            tier=DEVICE,
-            nbytes=device_bytes,
-            parts=(flat,) if encoded is None else encoded.parts,
-            depends_on_source=encoded is None,
-            ready=self._mover(tensor.device).now(),
-            put_at=self.clock,
-            touched_at=self.clock,
-        )
 
     def get(self, unit: Unit) -> Tensor:
         """The unit's flat tensor on its device. Those the backward is likely to ask for next start on their way."""
@@ -172,6 +148,21 @@ class Shelves:
 
     def _place(self, unit: Unit, *, leaves_at_once: bool) -> None:
         """Put a new unit into the first tier that is large enough for it and has, or makes, room."""
+        tier = self._tier_for(unit, leaves_at_once)
+        if tier == DEVICE:
+            unit.ready = unit.mover.now()
+        else:
+            self._move_down(unit, tier)
+        if self._replaced is not None:
+            self._replaced.num_entries = 0
+            self._drop(self._replaced)
+        unit.is_counted = True
+        self._enter(unit)
+
+    def _tier_for(self, unit: Unit, leaves_at_once: bool) -> str:
+        first = next(iter(self._tiers))
+        if not (leaves_at_once and first == DEVICE) and self._has_room(first, self._size_in(unit, first)):
+            return first  # as nearly always
         sizes = {tier: self._size_in(unit, tier) for tier in self._tiers}
         large_enough = [tier for tier in self._tiers if sizes[tier] <= self._tiers[tier].budget_bytes]
         if not large_enough:
@@ -181,16 +172,8 @@ class Shelves:
                 "Give a tier more, or choose a codec."
             )
         if leaves_at_once and HOST in large_enough and self._has_room(HOST, sizes[HOST]):
-            tier = HOST
-        else:
-            tier = self._tier_with_room(large_enough, sizes)
-        if tier != DEVICE:
-            self._move_down(unit, tier)
-        if self._replaced is not None:
-            self._replaced.num_entries = 0
-            self._drop(self._replaced)
-        unit.is_counted = True
-        self._enter(unit)
+            return HOST
+        return self._tier_with_room(large_enough, sizes)
 
     def _tier_with_room(self, tiers: list[str], sizes: dict[str, int]) -> str:
         """The first of `tiers` in which room can be made; only spilling looks further than the first."""
@@ -213,12 +196,13 @@ class Shelves:
         return 0 if shared else unit.nbytes
 
     def _has_room(self, tier: str, nbytes: int) -> bool:
-        return self._tiers[tier].used_bytes + nbytes <= self._tiers[tier].budget_bytes
+        held = self._tiers[tier]
+        return held.used_bytes + nbytes <= held.budget_bytes
 
     def _size_in(self, unit: Unit, tier: str) -> int:
         if tier == DEVICE:
             return 0 if unit.depends_on_source and unit.source.storage in self._on_device else unit.device_bytes
-        return self._mover(unit.device).cost_bytes(unit.stored_bytes) if tier == HOST else unit.stored_bytes
+        return unit.mover.cost_bytes(unit.stored_bytes) if tier == HOST else unit.stored_bytes
 
     def _make_room(self, tier_name: str, nbytes: int, *, for_newcomer: bool = False) -> None:
         """Move units out of a tier until `nbytes` fit; only the newcomer may count on the room of what it replaces."""
@@ -288,22 +272,24 @@ class Shelves:
     # Moves
 
     def _mover(self, device: torch.device) -> Mover:
-        if device not in self._movers:
+        mover = self._movers.get(device)
+        if mover is None:
             if device.type == "cpu":
-                self._movers[device] = PlainMover()
+                mover = PlainMover()
             else:
                 # A pool per device: its memory is given out again in the order of that device's streams.
                 budget = int(self._tiers[HOST].budget_bytes) if HOST in self._tiers else 0
                 self._pools.append(PinnedPool(budget, others=list(self._pools)))
-                self._movers[device] = AcceleratorMover(device, self._pools[-1])
-        return self._movers[device]
+                mover = AcceleratorMover(device, self._pools[-1])
+            self._movers[device] = mover
+        return mover
 
     def _move_down(self, unit: Unit, tier: str) -> None:
         """Move a unit to a lower tier that has room for it; if that fails, it stays where it is."""
         start = time.perf_counter()
         if tier == HOST:
             assert unit.parts is not None
-            host = self._mover(unit.device).to_host(unit.parts, unit.ready)
+            host = unit.mover.to_host(unit.parts, unit.ready)
             self._settle()
             if host is None:
                 raise CapacityError(
@@ -319,13 +305,13 @@ class Shelves:
         self._waited_s += time.perf_counter() - start
         if unit.is_counted:
             self._leave(unit)
+            self._arrivals.cancel(unit)
         if unit.host is not None:
             unit.host.release()
-        self._arrivals.cancel(unit)
         # A copy on its way reads the source until it is done; a change of the source in that time would change both.
         unit.is_lost = unit.is_lost or (unit.depends_on_source and unit.watch.has_changed())
-        unit.depends_on_source = unit.depends_on_source and file is None and unit.device.type != "cpu"
-        unit.parts, unit.host, unit.file, unit.tier, unit.nbytes = None, host, file, tier, nbytes
+        unit.depends_on_source = unit.depends_on_source and file is None and unit.mover.is_asynchronous
+        unit.parts, unit.ready, unit.host, unit.file, unit.tier, unit.nbytes = None, None, host, file, tier, nbytes
         if host is not None:
             self._arrivals.add(unit)
         else:
@@ -342,9 +328,10 @@ class Shelves:
 
     def _settle(self, is_over: bool = False) -> None:
         """Let go of what copies out have read; when it is over, or nothing is stored any more, of all of it."""
-        limit = self._in_flight_limit(self._arrivals.bytes, self._largest_bytes)
         for mover in self._movers.values():
-            mover.settle(limit if self._units and not is_over else 0)
+            if mover.in_flight_bytes:
+                limit = self._in_flight_limit(self._arrivals.bytes, self._largest_bytes)
+                mover.settle(limit if self._units and not is_over else 0)
 
     def end_of_forward(self) -> int:
         """Let go of all that copies out read, and tell the time: what was put before it comes back before the rest."""

@@ -15,9 +15,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import EllipsisType
+from types import EllipsisType, TracebackType
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from lowtide.memory import hardware
 from lowtide.memory.codecs import Codec, find_codec
 from lowtide.memory.shelves import Shelves
 from lowtide.memory.statistics import EntryStats, StoreStats
-from lowtide.memory.units import DEVICE, DISK, HOST, Unit, View, is_left_alone
+from lowtide.memory.units import DEVICE, DISK, HOST, Entry, Unit, is_left_alone
 from lowtide.units import parse_bytes
 
 
@@ -59,17 +58,36 @@ class Handle:
         return self.store.take(self.key)
 
 
-@dataclass(eq=False)
-class _Entry:
-    """One key: a view of a unit, or a tensor left alone."""
+class _Locked:
+    """A block that has the books of a store to itself: a class, as what every value goes through has to be quick."""
 
-    key: Hashable
-    unit: Unit | None
-    view: View | None
-    left_alone: Tensor | None
-    watch: _compat.VersionWatch
-    cost: float | None
-    put_at: int
+    __slots__ = ("_outside", "_store")
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        # Copies made in inference mode could not be used outside of it.
+        self._outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+
+    def __enter__(self) -> None:
+        self._store._lock.acquire()
+        try:
+            if self._outside is not None:
+                self._outside.__enter__()
+            self._store._begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._store._drain()
+        finally:
+            if self._outside is not None:
+                self._outside.__exit__(kind, error, trace)
+            self._store._lock.release()
 
 
 class ActivationStore:
@@ -132,7 +150,7 @@ class ActivationStore:
             in_flight_bytes=None if in_flight is None else parse_bytes(in_flight),
             evicted=weakref.WeakMethod(self._evicted),  # a bound method would be a cycle
         )
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, Entry] = {}
         self._missing: dict[Hashable, Missing] = {}
         self._num_created = self._num_evicted = self._compressed_bytes = self._compressed_to_bytes = 0
         self._is_closed = False
@@ -264,26 +282,23 @@ class ActivationStore:
 
     # Books (the lock is held)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        # Copies made in inference mode could not be used outside of it.
-        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with self._lock, outside:
-            if self._is_closed:
-                raise StoreError("this store is closed")
-            self._drain()
-            yield
-            self._drain()
+    def _locked(self) -> _Locked:
+        return _Locked(self)
+
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise StoreError("this store is closed")
+        self._drain()
 
     def _drain(self) -> None:
         while self._released:
             self._forget(self._released.popleft())
 
-    def _new_entry(self, key: Hashable, tensor: Tensor, cost: float | None, codec: Codec | None) -> _Entry:
+    def _new_entry(self, key: Hashable, tensor: Tensor, cost: float | None, codec: Codec | None) -> Entry:
         watch = _compat.VersionWatch(tensor)
         if is_left_alone(tensor):
             held = tensor if tensor.grad_fn is None else tensor.detach()
-            return _Entry(key, None, None, held, watch, cost, self._shelves.tick())
+            return Entry(key, None, held, watch, cost, self._shelves.tick())
         return self._stored(key, tensor, cost, codec, watch, ahead=False)
 
     def _stored(
@@ -295,18 +310,16 @@ class ActivationStore:
         watch: _compat.VersionWatch,
         *,
         ahead: bool,
-    ) -> _Entry:
+    ) -> Entry:
         unit, start = self._shelves.put(tensor, codec, cost, watch, ahead=ahead)
         if unit.encoded is not None and unit.num_entries == 1:
             self._compressed_bytes += unit.source.numel * tensor.element_size()
             self._compressed_to_bytes += unit.stored_bytes
-        view = View(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
-        return _Entry(key, unit, view, None, watch, cost, self._shelves.tick())
+        offset = int(tensor.storage_offset()) - start
+        return Entry(key, unit, None, watch, cost, self._shelves.tick(), tensor.shape, tensor.stride(), offset)
 
-    def _add(self, entry: _Entry) -> None:
+    def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
-        if entry.unit is not None:
-            entry.unit.keys[entry.key] = None
         self._num_created += 1
 
     def _get(self, key: Hashable) -> Tensor | Missing:
@@ -321,16 +334,15 @@ class ActivationStore:
                 f"the value under {key!r} was changed in place after it was put, so what was put is gone. "
                 "Put a clone, or change it after taking it."
             )
-        if entry.unit is None or entry.view is None:
+        if unit is None:
             assert entry.left_alone is not None
             return entry.left_alone
-        return entry.view.of(self._shelves.get(entry.unit))
+        return entry.view_of(self._shelves.get(unit))
 
     def _forget(self, key: Hashable) -> None:
         self._missing.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None and entry.unit is not None:
-            entry.unit.keys.pop(key, None)
             self._shelves.release(entry.unit)
 
     def _forget_all(self) -> None:
@@ -338,10 +350,9 @@ class ActivationStore:
             self._forget(key)
 
     def _evicted(self, unit: Unit) -> None:
-        for key in unit.keys:
-            view = self._entries.pop(key).view
-            assert view is not None
-            self._missing[key] = Missing(key, view.shape, unit.dtype, unit.nbytes)
+        for entry in [entry for entry in self._entries.values() if entry.unit is unit]:
+            del self._entries[entry.key]
+            self._missing[entry.key] = Missing(entry.key, entry.shape, unit.dtype, unit.nbytes)
             self._num_evicted += 1
 
     def _unknown(self, key: Hashable) -> str:

@@ -7,7 +7,9 @@ and brought back once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +18,12 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.memory.codecs import Codec, Encoded
 from lowtide.memory.disk import SpilledFile
-from lowtide.memory.transfer import Fetched, HostCopy, Parts
+from lowtide.memory.transfer import Fetched, HostCopy, Mover, Parts
 
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 
 # A view of less than this share of its storage is held on its own: the rest of the storage is not ours to keep.
 _WHOLE_STORAGE_SHARE = 0.5
-
-
-class View(NamedTuple):
-    """How a tensor lies in its unit's flat tensor."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
 class SourceKey(NamedTuple):
@@ -47,7 +38,7 @@ class SourceKey(NamedTuple):
     moment: int  # 0, or when it was put: inference tensors count no changes, so each put is a unit of its own
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Unit:
     """The bytes of one storage (or of a small part of one), in one tier."""
 
@@ -56,6 +47,7 @@ class Unit:
     watch: _compat.VersionWatch
     dtype: torch.dtype
     device: torch.device
+    mover: Mover  # of its device
     encoded: Encoded | None  # how to decode it, without the parts themselves
     stored_bytes: int  # of its parts, wherever they are
     device_bytes: int  # what it keeps alive on the device: the whole storage, unless it is encoded
@@ -68,8 +60,7 @@ class Unit:
     is_counted: bool = False  # in the books of its tier
     depends_on_source: bool = True  # until a copy is complete, a change of the source is a change of the unit
     is_lost: bool = False  # its source had been changed when it was copied
-    ready: Any = None  # the stream it was made on, and an event there: copies wait for it
-    keys: dict[Any, None] = field(default_factory=dict)  # of the entries that are views of it
+    ready: Any = None  # while on the device: the stream it was made on, and an event there. Copies wait for it
     num_entries: int = 0
     num_served: int = 0  # entries given out since it was last fetched, and not let go of
     served_in: int = 0  # the backward in which all of its entries were given out
@@ -87,11 +78,64 @@ class Unit:
         return parts[0] if self.encoded is None else self.encoded.codec.decode(self.encoded, parts)
 
 
+_NO_SHAPE = torch.Size()
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One key of a store: a view of a unit, or a tensor left alone."""
+
+    key: Hashable
+    unit: Unit | None
+    left_alone: Tensor | None
+    watch: _compat.VersionWatch
+    cost: float | None
+    put_at: int
+    shape: torch.Size = _NO_SHAPE
+    stride: tuple[int, ...] = ()
+    offset: int = 0  # in the unit's flat tensor
+
+    def view_of(self, flat: Tensor) -> Tensor:
+        """The value, from its unit's flat tensor."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+def new_unit(
+    tensor: Tensor, source: SourceKey, codec: Codec | None, watch: _compat.VersionWatch, mover: Mover, now: int
+) -> Unit:
+    """A unit of what `tensor` has in its storage, on the device so far, and in no books."""
+    flat = tensor.detach()
+    if tensor.is_contiguous() and tensor.numel() == source.numel:
+        flat = flat.view(-1)
+    else:
+        flat = flat.as_strided((source.numel,), (1,), source.start)  # over the same bytes
+    encoded = None if codec is None else codec.encode(flat, tensor.shape[-1] if tensor.dim() else 1)
+    # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
+    device_bytes = tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes
+    return Unit(
+        source=source,
+        storage=_compat.StorageReference(tensor),
+        watch=watch,
+        dtype=tensor.dtype,
+        device=tensor.device,
+        mover=mover,
+        encoded=None if encoded is None else dataclasses.replace(encoded, parts=()),
+        stored_bytes=flat.nbytes if encoded is None else encoded.nbytes,
+        device_bytes=device_bytes,
+        tier=DEVICE,
+        nbytes=device_bytes,
+        parts=(flat,) if encoded is None else encoded.parts,
+        depends_on_source=encoded is None,
+        put_at=now,
+        touched_at=now,
+    )
+
+
 def is_left_alone(tensor: Tensor) -> bool:
     """Whether a tensor is not for the store: someone else's (parameters), or not plain bytes behind a plain layout."""
     return (
         not _compat.is_plain(tensor)
-        or tensor.device.type == "meta"
+        or tensor.is_meta
         or tensor.numel() == 0
         or tensor.is_quantized
         or tensor.is_conj()
@@ -103,17 +147,12 @@ def is_left_alone(tensor: Tensor) -> bool:
 
 def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
     """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
-    is_whole = stands_for_storage(tensor)
-    start, numel = (0, _storage_numel(tensor)) if is_whole else (int(tensor.storage_offset()), _span(tensor))
-    return SourceKey(
-        storage=_compat.storage_id(tensor),
-        version=_compat.version_of(tensor),
-        dtype=tensor.dtype,
-        start=start,
-        numel=numel,
-        codec=None if codec is None else codec.name,
-        moment=moment if tensor.is_inference() else 0,
-    )
+    start, numel, span = 0, _storage_numel(tensor), _span(tensor)
+    if span < _WHOLE_STORAGE_SHARE * numel:
+        start, numel = int(tensor.storage_offset()), span
+    storage, version = _compat.storage_id(tensor), _compat.version_of(tensor)
+    codec_name = None if codec is None else codec.name
+    return SourceKey(storage, version, tensor.dtype, start, numel, codec_name, moment if tensor.is_inference() else 0)
 
 
 def stands_for_storage(tensor: Tensor) -> bool:
@@ -123,13 +162,10 @@ def stands_for_storage(tensor: Tensor) -> bool:
 
 def _span(tensor: Tensor) -> int:
     """Elements from the first to the last that the tensor reads, both inside."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _storage_numel(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-def flat_of(tensor: Tensor, source: SourceKey) -> Tensor:
-    """The unit's elements of the tensor's storage, as a flat tensor over the same bytes."""
-    return torch.as_strided(tensor.detach(), (source.numel,), (1,), source.start)
