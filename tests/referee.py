@@ -139,6 +139,8 @@ class _Regions:
                 is_seen = is_alone and all(value in saved or not self.graph.values[value].bytes for value in kept)
                 ahead = 0 if is_seen else hardware.forward_dispatch_factor * (end - first)
                 total_s += hardware.dispatch_s * (again + ahead)
+                held = {first + op for op in region.keep_ops}
+                total_s += sum(min(hardware.spare_s, self.graph.ops[op].seconds) for op in held)
         return total_s
 
 
@@ -442,15 +444,19 @@ class _Step:
             self.drop(position, region)
             if position < stop and position not in self.regions.kept_ops[region]:
                 self.run(position, home=region)
-                self.extra_s += 0.0 if position in self.regions.left_out else self.graph.ops[position].seconds
+                self.extra_s += self.seconds_of(position, is_left_out=position in self.regions.left_out)
         for incarnation in [i for i in self.holders if i[1] == region]:
             self.let_go(PYTHON, of=incarnation)
         self.let_go(("keep", region))
 
     # Running, and auditing
 
+    def seconds_of(self, op: int, *, is_left_out: bool) -> float:
+        seconds = self.graph.ops[op].seconds
+        return min(seconds, self.graph.hardware.spare_s) if is_left_out else seconds
+
     def run(self, op: int, *, home: int) -> None:
-        """Run op `op`: an event. In a replay, one that is left out makes garbage, in no time.
+        """Run op `op`: an event. In a replay, one that is left out makes garbage, in what it takes to spare it.
 
         It is remembered as a reader of its inputs for as long as any of that is there.
         """
@@ -471,7 +477,7 @@ class _Step:
         for value in set(self.graph.ops[op].inputs) if is_left_out else ():
             self.hold(self.visible(value, home), ("reader", op))
         self.record(self.graph.ops[op].workspace_bytes)
-        self.clock_s += 0.0 if is_left_out else self.graph.ops[op].seconds
+        self.clock_s += self.seconds_of(op, is_left_out=is_left_out)
         for region in self.regions.inside(None) if home == FORWARD else ():
             for value in self.regions.away(region):
                 if value in self.graph.ops[op].outputs:

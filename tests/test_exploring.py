@@ -112,7 +112,7 @@ def test_what_is_held_is_worth_watching() -> None:
     for seed in range(40):
         graph = seldom_saved(seed)
         dispatch_s, factor = 1 / (4 << seed % 5), (1.0, 4.0, 8.0)[seed // 5 % 3]
-        hardware = replace(graph.hardware, dispatch_s=dispatch_s, forward_dispatch_factor=factor)
+        hardware = replace(graph.hardware, dispatch_s=dispatch_s, forward_dispatch_factor=factor, spare_s=seed % 3 / 8)
         graph = replace(graph, hardware=hardware)
         search = Search(graph)
         exploring = Exploring(graph, search._moments[0].pricing, search._nesting, 0, 100)

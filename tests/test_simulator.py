@@ -42,7 +42,7 @@ def workspace_bytes(timeline: lowtide.Timeline, event: int) -> int:
 def test_agrees_with_the_referee(batch: int) -> None:
     for seed in range(batch * CASES // 4, (batch + 1) * CASES // 4):
         graph = step(seed)
-        hardware = replace(graph.hardware, dispatch_s=1 / 8, forward_dispatch_factor=4.0, region_s=1 / 4)
+        hardware = replace(graph.hardware, dispatch_s=1 / 8, forward_dispatch_factor=4.0, region_s=1 / 4, spare_s=0.5)
         graph = replace(graph, hardware=hardware)
         for nth in range(3):
             plan = random_plan(7 * seed + nth, graph)
@@ -102,7 +102,8 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
         graph = step(seed)
         calls, hardware = graph.calls, graph.hardware
         if seed % 3 == 1:
-            hardware = replace(hardware, region_bytes=3, dispatch_s=0.1, forward_dispatch_factor=3.3, region_s=1 / 4)
+            hardware = replace(hardware, region_bytes=3, dispatch_s=0.1, forward_dispatch_factor=3.3)
+            hardware = replace(hardware, region_s=1 / 4, spare_s=0.3)
         if seed % 5 < 2:  # regions that are not given what they read
             calls = tuple(replace(call, inputs=call.inputs[1 : 1 + index % 2]) for index, call in enumerate(calls))
         graph = replace(graph, calls=calls, hardware=hardware)

@@ -54,6 +54,7 @@ def tiny(seed: int) -> StepGraph:
         factor = (1.0, 4.0, 0.25, 8.0)[seed // 8 % 4]
         dispatch_s = (1 / 64, 1 / 16)[seed // 4 % 2]
         hardware = replace(hardware, dispatch_s=dispatch_s, forward_dispatch_factor=factor, region_s=1 / 8)
+        hardware = replace(hardware, spare_s=(0.0, 1 / 16, 1 / 2)[seed % 3])
     scale = 4096 if seed % 2 else 1
     ops = [replace(op, workspace_bytes=scale * op.workspace_bytes) for op in ops]
     values = tuple(replace(value, bytes=scale * value.bytes) for value in graph.values)

@@ -44,13 +44,14 @@ def test_a_twentieth_of_it_counts_where_the_host_is_ahead_and_half_of_watching_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def costs(device: torch.device, host_s: float) -> timing.HostCosts:
-        seconds = iter([1.0, 3.0, 1.0, 2.0, 8.0])
-        monkeypatch.setattr(timing, "_seconds_of", lambda call: next(seconds))
+        seconds = iter([[1.0, 3.0], [1.0, 2.0, 8.0]])
+        monkeypatch.setattr(timing, "_seconds_of", lambda *calls: next(seconds))
         return host_costs(device, host_s=host_s, step_s=1.0)
 
-    watching_s, factor, region_s = costs(CPU, 0.1)
+    watching_s, factor, region_s, spare_s = costs(CPU, 0.1)
     assert factor == 1.0 and region_s == timing._REGION_IN_A_MODEL * (8.0 - 2.0 - 1.0)
-    assert costs(GPU, 0.9) == (watching_s, 1.0, region_s)
+    assert spare_s == timing._SPARED * watching_s
+    assert costs(GPU, 0.9) == (watching_s, 1.0, region_s, spare_s)
     ahead = costs(GPU, 0.1)
-    assert ahead == pytest.approx((watching_s / 20, 10.0, region_s / 20))
+    assert ahead == pytest.approx((watching_s / 20, 10.0, region_s / 20, spare_s / 20))
     assert ahead.dispatch_s * ahead.forward_dispatch_factor == pytest.approx(watching_s / 2)

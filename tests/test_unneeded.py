@@ -63,14 +63,16 @@ def test_what_was_computed_for_held_outputs_alone() -> None:
     assert graph.unneeded.of(call, ()) == ()
 
 
-def test_what_is_left_out_takes_no_time_and_its_room_and_what_it_reads_stays() -> None:
+def test_what_is_left_out_takes_little_time_and_its_room_and_what_it_reads_stays() -> None:
     graph, call, ops = rotated()
     graph = replace(graph, ops=tuple(replace(op, seconds=1.0 if op.outputs else 0.0) for op in graph.ops))
+    graph = replace(graph, hardware=replace(graph.hardware, spare_s=1 / 8))
     held = Plan(regions=(Recompute("1", keep_ops=tuple(ops["add"])),))
     skipping = Plan(regions=recomputes(graph, {call: tuple(ops["add"])}))
     assert skipping.regions[0].skip_ops == graph.unneeded.of(call, tuple(ops["add"]))
     plain, less = simulate(graph, held), simulate(graph, skipping)
-    assert less.replayed_s == plain.replayed_s - 4.0  # the product, the sign, the pieces joined, the cosines
+    spared_s = 4 * (1 - 1 / 8)  # the product, the sign, the pieces joined, the cosines
+    assert less.replayed_s == plain.replayed_s - spared_s
     # The pieces are joined for nobody, should nobody ask; until they are let go, the half that was negated stays.
     more = less.total_bytes - plain.total_bytes
     first, half_bytes = graph.calls[call].first, 4 * 2 * 4 * 4
@@ -194,6 +196,8 @@ def least_by_brute_force(pricing: Pricing, call: int, price: float, may: list[in
             spared = {*kept, *graph.unneeded.of(call, kept)}
             run = (op for op in range(facts.first, stop) if op - facts.first not in spared)
             seconds = sum(graph.ops[op].seconds for op in run)
+            replayed = (op for op in spared if op in kept or facts.first + op < stop)
+            seconds += sum(min(graph.ops[facts.first + op].seconds, graph.hardware.spare_s) for op in replayed)
             costs.append(seconds + price * sum(held[facts.first + op] for op in kept))
     return min(costs)
 
@@ -205,6 +209,7 @@ def test_the_best_to_hold_at_a_price() -> None:
         kinds = repeated_blocks, random_graph, lambda seed: seldom_saved(seed, num_ops=6)
         graph = kinds[seed % 3](seed)
         hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=(1.0, 4.0, 8.0)[seed // 3 % 3])
+        hardware = replace(hardware, spare_s=(0.0, 0.1, 0.5)[seed // 9 % 3])
         graph = replace(graph, hardware=hardware)
         plain = simulate(graph)
         pricing = Pricing(graph, plain, int(plain.ops[plain.peak_event]))
@@ -231,6 +236,7 @@ def test_what_is_held_is_what_is_priced() -> None:
         for op in random.Random(seed // 2).sample(range(graph.num_forward), 3 * (seed % 2)):  # which have to be held
             ops[op] = replace(ops[op], flags=("index",))
         hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=(1.0, 4.0, 8.0)[seed // 2 % 3])
+        hardware = replace(hardware, spare_s=(0.0, 0.1, 0.5)[seed // 6 % 3])
         graph = replace(graph, ops=tuple(ops), hardware=hardware)
         plain = simulate(graph)
         pricing = Pricing(graph, plain, int(plain.ops[plain.peak_event]))
@@ -241,8 +247,11 @@ def test_what_is_held_is_what_is_priced() -> None:
                 run = [op for op in range(facts.first, pricing._stop[call]) if op - facts.first not in spared]
                 held = pricing._held[pricing._depth[call]]
                 paid = price * sum(held[facts.first + op] for op in kept) + sum(graph.ops[op].seconds for op in run)
+                replayed = (op for op in spared if op in kept or facts.first + op < pricing._stop[call])
+                paid += sum(min(graph.ops[facts.first + op].seconds, hardware.spare_s) for op in replayed)
                 assert holds.costs(price)[call] - holds.fees_s[call] == pytest.approx(paid, rel=1e-6, abs=1e-9)
                 assert way == 0 or graph.shown.are_all(call, kept)
-                assert way == 0 or not kept or holds.fees_s[call] == pricing.watching_s(call, kept)
+                watching_s = pricing.watching_s(call, kept) - graph.shown.holding_s(call, kept)
+                assert way == 0 or not kept or holds.fees_s[call] == pytest.approx(watching_s)
                 num_unlike += way == 1 and list(kept) != pricing.ways[0].kept(call, price)
     assert num_unlike > 20, num_unlike

@@ -318,7 +318,8 @@ class EagerLives:
         seconds = self.facts.seconds[self.ops]
         left_out = [self.graph.calls[call].first + op for call, ops in self._skipped.items() for op in ops]
         if left_out:
-            seconds[(self.phases == _REPLAY) & np.isin(self.ops, left_out)] = 0.0
+            is_left_out = (self.phases == _REPLAY) & np.isin(self.ops, left_out)
+            seconds[is_left_out] = self.graph.shown.spared_s[self.ops[is_left_out]]
         return seconds
 
     @cached_property

@@ -336,9 +336,9 @@ class EagerStep:
                 self.ledger.unhold(self.lives[value])
 
     def _run(self, index: int, phase: int, scope: dict[int, Life], *, is_left_out: bool = False) -> None:
-        """Run an op; one that is left out takes no time, and room for what it would make."""
+        """Run an op; one that is left out takes next to no time, and room for what it would make."""
         op = self.graph.ops[index]
-        seconds = 0.0 if is_left_out else op.seconds
+        seconds = float(self.graph.shown.spared_s[index]) if is_left_out else op.seconds
         for value in op.outputs:
             scope[value] = self.ledger.bear(value, self.graph.values[value])
             if phase == 0 and index in self.kept_ops:

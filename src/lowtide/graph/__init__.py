@@ -108,8 +108,9 @@ class Hardware:
     watching an op of a replay costs the step, where outputs of single ops are held inside a region (`graph.shown` says
     when), and `region_s` what a region costs beside its ops, in its forward and its replay: 0 where the host is ahead.
     Watching an op of a forward costs `forward_dispatch_factor` times as much: the host may be ahead in the backward
-    only. `region_bytes` are held on the device by each region that waits for its replay: random states. Allocations
-    are rounded up to `block_bytes`.
+    only. An op that a replay spares, as its output is held or not needed, costs `spare_s` instead of its own time, if
+    that is less. `region_bytes` are held on the device by each region that waits for its replay: random states.
+    Allocations are rounded up to `block_bytes`.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Hardware:
     region_bytes: int = 0
     block_bytes: int = 1
     forward_dispatch_factor: float = 1.0
+    spare_s: float = 0.0
 
 
 UNKNOWN_HARDWARE = Hardware("unknown")

@@ -13,7 +13,7 @@ from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 FORMAT = "lowtide step graph"
 VERSION = 3
 
-_LATER = {"forward_dispatch_factor"}  # of a device: files of this version may be older, and have the default
+_LATER = {"forward_dispatch_factor", "spare_s"}  # of a device: files of this version may be older, and have the default
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 

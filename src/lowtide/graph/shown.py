@@ -22,13 +22,15 @@ class Shown:
     `depths[o]` is the depth of the innermost call around forward op `o` inside which all that `o` makes is saved for
     the backward, -1 if there is none. What is saved inside a call is saved inside those around it too.
 
-    `replay_op_s` and `forward_op_s` are what it costs to watch an op.
+    `replay_op_s` and `forward_op_s` are what it costs to watch an op, `spared_s[o]` what it costs to spare forward op
+    `o` in a replay.
     """
 
     def __init__(self, graph: StepGraph) -> None:
         self._calls, self._call_depths = graph.calls, graph.depths
         self.replay_op_s = graph.hardware.dispatch_s
         self.forward_op_s = graph.hardware.dispatch_s * graph.hardware.forward_dispatch_factor
+        self.spared_s = np.minimum(graph.arrays.seconds[: graph.num_forward], graph.hardware.spare_s)
         saved_in: dict[int, set[int]] = {}  # by value, the calls around its saves
         for save in graph.saves:
             calls, call = saved_in.setdefault(save.value, set()), save.call
@@ -52,11 +54,16 @@ class Shown:
     def watching_s(self, call: int, kept: Sequence[int], stop: int, *, has_inner: bool) -> float:
         """Seconds of watching ops for a region to hold outputs of some, in its forward and its replay up to `stop`.
 
-        Hooks see the forward instead where they are shown all that is held, unless other regions are inside.
+        With those of holding them. Hooks see the forward instead where they are shown all that is held, unless other
+        regions are inside.
         """
         if not kept:
             return 0.0
         first, end = self._calls[call].first, self._calls[call].end
-        replay_s = self.replay_op_s * max(0, stop - first)
+        replay_s = self.replay_op_s * max(0, stop - first) + self.holding_s(call, kept)
         is_watched = has_inner or not self.are_all(call, kept)
         return replay_s + self.forward_op_s * (end - first) if is_watched else replay_s
+
+    def holding_s(self, call: int, ops: Sequence[int]) -> float:
+        """What it costs to spare some ops of a call, counted from its first."""
+        return float(self.spared_s[self._calls[call].first + np.array(sorted(set(ops)), dtype=np.int64)].sum())

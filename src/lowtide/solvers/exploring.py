@@ -200,7 +200,8 @@ class Exploring:
         ops, first = self._graph.ops, self._graph.calls[call].first
 
         def gain_s(some: tuple[int, ...]) -> float:
-            spared = sorted({*some, *self._graph.unneeded.of(call, some)})
-            return sum(ops[first + op].seconds for op in spared) - self._pricing.watching_s(call, some)
+            left_out = self._graph.unneeded.of(call, some)
+            spared_s = sum(ops[first + op].seconds for op in sorted({*some, *left_out}))
+            return spared_s - self._graph.shown.holding_s(call, left_out) - self._pricing.watching_s(call, some)
 
         return max((kept, tuple(sorted(shown)), tuple(sorted(held))), key=gain_s)

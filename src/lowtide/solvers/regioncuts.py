@@ -35,21 +35,22 @@ class _Network:
 class RegionCuts:
     """The best outputs to hold for those of `calls` in which some ops might be left out.
 
-    `may_keep[depth]` are the ops whose outputs calls at that depth may hold. `freer` are the cuts where they may hold
+    `gained_s` are the seconds that are gained with each op that does not run. `may_keep[depth]` are the ops whose
+    outputs calls at that depth may hold. `freer` are the cuts where they may hold
     more: what is best there and allowed here is best here.
     """
 
     def __init__(
         self,
         graph: StepGraph,
-        seconds: np.ndarray,
+        gained_s: np.ndarray,
         may_keep: Mapping[int, np.ndarray],
         must_keep: np.ndarray,
         stops: list[int],
         calls: Iterable[int],
         freer: RegionCuts | None = None,
     ) -> None:
-        self._graph, self._unneeded, self._seconds = graph, graph.unneeded, seconds
+        self._graph, self._unneeded, self._gained_s = graph, graph.unneeded, gained_s
         self._may_keep, self._must_keep, self._stops = may_keep, must_keep, stops
         found = ((call, self._network(call)) for call in calls)
         self._networks = {call: network for call, network in found if network is not None}
@@ -78,7 +79,7 @@ class RegionCuts:
     def _solved(self, call: int, price: float, held: np.ndarray) -> tuple[float, float, tuple[int, ...]]:
         """What the ops of a call's network cost if they decide one by one, what at the least, and which are held."""
         network, first = self._networks[call], self._graph.calls[call].first
-        seconds, sizes = self._seconds[network.ops], held[network.ops]
+        seconds, sizes = self._gained_s[network.ops], held[network.ops]
         key = network.form, price, seconds.tobytes(), sizes.tobytes()
         if key not in self._known:
             may_keep = self._may_keep[self._graph.depths[call]]
@@ -130,7 +131,7 @@ class RegionCuts:
         # One whose output is read past the end of the replay is needed, or as good as.
         skippable = [op for op in skippable if all(reader < stop for reader in readers[op])]
         is_of_use = any(may_keep[reader] for op in skippable for reader in unneeded.readers[op] or ())
-        if not is_of_use or not any(self._seconds[op] > 0 for op in skippable):
+        if not is_of_use or not any(self._gained_s[op] > 0 for op in skippable):
             return None
         inside = sorted({*skippable, *(reader for op in skippable for reader in readers[op])})
         place = {op: index for index, op in enumerate(inside)}

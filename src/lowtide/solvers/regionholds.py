@@ -34,13 +34,14 @@ class RegionHolds:
     ) -> None:
         self._graph, self._stops = graph, stops
         self._may_keep, self._must_keep, self._held, self.fees_s = may_keep, must_keep, held, fees_s
-        self._seconds = graph.arrays.seconds[: graph.num_forward]
+        self._seconds, self._spared_s = graph.arrays.seconds[: graph.num_forward], graph.shown.spared_s
         first, end = graph.arrays.first, np.array([call.end for call in graph.calls], dtype=np.int64)
         self._spans = first, np.maximum(first, np.array(stops, dtype=np.int64)), end
         depths = np.array(graph.depths, dtype=np.int64)
         self._calls_at = {depth: depths == depth for depth in held}
         calls, cuts = np.flatnonzero(fees_s < np.inf).tolist(), None if freer is None else freer.cuts
-        self.cuts: RegionCuts = RegionCuts(graph, self._seconds, may_keep, must_keep, stops, calls, cuts)
+        gained_s = self._seconds - self._spared_s
+        self.cuts: RegionCuts = RegionCuts(graph, gained_s, may_keep, must_keep, stops, calls, cuts)
 
     def costs(self, price: float) -> np.ndarray:
         """What each call costs as a region with what it best holds at a price, less what its inputs cost."""
@@ -48,8 +49,9 @@ class RegionHolds:
         costs = self.fees_s.copy()
         for depth, held in self._held.items():
             may_keep = self._may_keep[depth]
-            must = np.where(self._must_keep, price * held, 0.0)
-            either = np.where(may_keep, np.minimum(self._seconds, price * held), self._seconds)
+            holding = price * held + self._spared_s
+            must = np.where(self._must_keep, holding, 0.0)
+            either = np.where(may_keep, np.minimum(self._seconds, holding), self._seconds)
             run, past_stop = sums_of(np.where(self._must_keep, must, either)), sums_of(must)
             here = self._calls_at[depth]
             costs[here] += (run[stop] - run[first] + past_stop[end] - past_stop[stop])[here]
@@ -61,7 +63,7 @@ class RegionHolds:
         """The ops of a call, counted from its first, whose outputs it best holds at a price."""
         call, depth = self._graph.calls[index], self._graph.depths[index]
         ops, held = slice(call.first, call.end), self._held[depth]
-        worth = self._may_keep[depth][ops] & (price * held[ops] < self._seconds[ops])
+        worth = self._may_keep[depth][ops] & (price * held[ops] < self._seconds[ops] - self._spared_s[ops])
         worth[max(0, self._stops[index] - call.first) :] = False
         kept = set(np.flatnonzero(worth | self._must_keep[ops]).tolist())
         if index in self.cuts:

@@ -29,6 +29,7 @@ _IN_SIGHT_OF_FORWARD = 0.5
 # long, and a region nearly twice.
 _IN_A_MODEL = 3.0
 _REGION_IN_A_MODEL = 1.75
+_SPARED = 2.5  # times as long as to watch an op it takes to spare it: to keep what it made and take that, or put it off
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -65,10 +66,11 @@ class HostCosts(NamedTuple):
     dispatch_s: float
     forward_dispatch_factor: float
     region_s: float
+    spare_s: float
 
 
 def host_costs(device: torch.device, host_s: float, step_s: float) -> HostCosts:
-    """What watching an op costs, to hold its output, and a region beside its ops.
+    """What watching an op costs, sparing one in a replay, and a region beside its ops.
 
     Measured on tiny tensors. Where an accelerator is the limit, the share of it that is not hidden.
     """
@@ -81,28 +83,33 @@ def host_costs(device: torch.device, host_s: float, step_s: float) -> HostCosts:
         for _ in range(20):
             (x.t() @ x).view(2, 8).mul(2.0)
 
-    with _compat.OpCounter() as counter:
-        some_ops()
-    plain_s = _seconds_of(some_ops)
-    with _compat.OpCounter():
-        watched_s = _seconds_of(some_ops)
+    def some_watched_ops() -> int:
+        with _compat.OpCounter() as counter:
+            some_ops()
+        return counter.num_ops
+
+    plain_s, watched_s = _seconds_of(some_ops, some_watched_ops)
     with torch.enable_grad():
-        forward_s = _seconds_of(lambda: block(x))
-        whole_s = _seconds_of(lambda: torch.autograd.grad(block(x).sum(), x))
-        region_s = _seconds_of(lambda: torch.autograd.grad(checkpoint(block, x).sum(), x))
-    watching_s = _IN_A_MODEL * max(0.0, watched_s - plain_s) / counter.num_ops
+        forward_s, whole_s, region_s = _seconds_of(
+            lambda: block(x),
+            lambda: torch.autograd.grad(block(x).sum(), x),
+            lambda: torch.autograd.grad(checkpoint(block, x).sum(), x),
+        )
+    watching_s = _IN_A_MODEL * max(0.0, watched_s - plain_s) / some_watched_ops()
     region_s = _REGION_IN_A_MODEL * max(0.0, region_s - whole_s - forward_s)
-    return HostCosts(share * watching_s, of_forward / share, share * region_s)
+    return HostCosts(share * watching_s, of_forward / share, share * region_s, share * _SPARED * watching_s)
 
 
-def _seconds_of(call: Callable[[], Any], rounds: int = 10) -> float:
-    """The least of several runs, the first left aside."""
-    times = []
+def _seconds_of(*calls: Callable[[], Any], rounds: int = 10) -> list[float]:
+    """The least of several runs of each, in turns as clocks change; the first is left aside."""
+    times: list[list[float]] = []
     for _ in range(rounds + 1):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        times.append([])
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times[-1].append(time.perf_counter() - start)
+    return [min(runs) for runs in zip(*times[1:], strict=True)]
 
 
 def medians(runs: list[list[float]]) -> list[float]:
