@@ -430,6 +430,28 @@ def test_a_compiled_module_inside() -> None:
     assert model[0].num_modes == [1, 0, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_a_compiled_module_inside_that_the_compiler_gives_up_on() -> None:
+    """What such a module saves, the compiler sees the hooks for: it is not to compile those."""
+
+    def inner(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x.tanh()
+            torch._dynamo.graph_break()
+        return x
+
+    compiled = torch.compile(inner, backend="eager")
+    model = stack(lambda block, x: x + compiled(block.down(F.gelu(block.up(x)))))
+    with lowtide.apply(model, holds(model, "gelu", "tanh")):
+        num_frames = []
+        for step in range(5):
+            if step == 2:
+                torch._dynamo.reset()
+            model(data()).sum().backward()
+            num_frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert num_frames[-1] == num_frames[2]
+
+
 def test_under_autocast() -> None:
     model = stack(feed_forward)
     x = data()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -664,3 +665,37 @@ def test_a_value_put_again_under_its_key_can_still_be_evicted() -> None:
     store.put("large", floats(1000))
     assert isinstance(store.get("x"), Missing)
     check_books(store)
+
+
+def test_wherever_it_is_interrupted_a_store_works_on() -> None:
+    """Ctrl-C comes between any two lines."""
+    num_interrupted = 0
+    for nth in range(1000):
+        store, seen = lowtide.ActivationStore(), 0
+
+        def interrupt(frame: types.FrameType, event: str, arg: Any, nth: int = nth) -> Any:
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith("store.py"):
+                return None
+            if event in ("call", "line"):
+                seen += 1
+                if seen == nth + 1:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            store.put("a", torch.ones(3))
+            store.take("a")
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        finally:
+            sys.settrace(before)
+        assert store._lock.acquire(blocking=False), f"at line {nth}"
+        store._lock.release()
+        store.put("b", torch.ones(3))
+        assert torch.equal(store.take("b"), torch.ones(3))
+        if seen <= nth:
+            break
+    assert 20 < num_interrupted < 999

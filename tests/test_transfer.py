@@ -102,12 +102,28 @@ def test_an_event_is_not_used_again_while_someone_may_ask_about_it(monkeypatch: 
     third = copy_out()
     assert third._done._event is event
     arriving = third.fetch()
-    held = [second, third, copy_out(), arriving]
-    assert len({id(each._done._event) for each in held}) == 4
+    fourth = copy_out()
+    assert len({id(event) for event in (*(each._done._event for each in (second, third, fourth)), arriving._done)}) == 4
     for _ in range(2):  # another view of it may be asked for, on another stream
         before = device.num_waits
         arriving.wait()
         assert device.num_waits == before + 1
+
+
+@pytest.mark.parametrize("is_in_a_cycle", [False, True])
+def test_memory_is_not_given_back_before_a_copy_in_that_nobody_wants(
+    is_in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector ends what is in a cycle in an order of its own."""
+    device = Device(is_over=lambda _: False)
+    mover = mover_on(device, monkeypatch)
+    copy: Any = mover.to_host((torch.ones(1000),), None)
+    holder: list[Any] = [copy.fetch()]
+    if is_in_a_cycle:
+        holder.append(holder)
+    del holder
+    gc.collect()
+    assert device.compute.waited_for[mover.stream_in.number] == mover.stream_in.position
 
 
 def test_a_copy_known_to_be_over_holds_no_event_and_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

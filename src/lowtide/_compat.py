@@ -31,13 +31,16 @@ disable_dynamo = torch._disable_dynamo
 
 
 def never_compiled(function: _Function) -> _Function:
-    """`function` itself, which Dynamo leaves alone, with all that it calls: like `disable_dynamo`, but for nothing.
+    """`function` itself, which Dynamo leaves alone with all that it calls, where C++ or torch's own code calls it.
 
-    Where it runs very often the two calls that go before each make a difference. Obsolete when torch's own has no
-    wrapper.
+    For what runs very often: the two calls that `disable_dynamo` puts before each make a difference. A caller that
+    Dynamo traces has it traced too, unlike there. Obsolete when torch's own has no wrapper.
     """
-    skip = dynamo_frames._FrameAction.SKIP
-    dynamo_frames.set_code_exec_strategy(function.__code__, dynamo_frames._FrameExecStrategy(skip, skip))
+    try:
+        skip = dynamo_frames._FrameAction.SKIP
+        dynamo_frames.set_code_exec_strategy(function.__code__, dynamo_frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # a torch that has another way
+        return disable_dynamo(function)  # type: ignore[return-value]
     return function
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor
 
-from lowtide._compat import PLAIN_TYPES, TorchCheckpointError, current_hooks
+from lowtide._compat import PLAIN_TYPES, TorchCheckpointError, current_hooks, never_compiled
 from lowtide.errors import LowtideError
 
 
@@ -76,10 +76,12 @@ def watch_frame(frame: Any, observer: FrameObserver, watch: Any = None) -> None:
     given: list[Any] = []  # arguments of the replay: none of them are the region's, which has its own
     describe, note_version = observer.metadata, versions.append
 
+    @never_compiled
     def describe_saved(tensor: Tensor) -> Any:  # once per saved tensor: nothing here may cost a microsecond
         note_version(tensor._version)
         return describe(tensor)
 
+    @never_compiled
     def show_and_describe_saved(tensor: Tensor) -> Any:
         watch.saved(tensor)
         return describe_saved(tensor)

@@ -371,9 +371,9 @@ class Shelves:
 
     def _drop(self, unit: Unit) -> None:
         """Let go of a unit and of its bytes, wherever they are."""
-        self._leave(unit)
-        if self._units.get(unit.source) is unit:
+        if self._units.get(unit.source) is unit:  # first: whatever interrupts the rest, nobody finds it any more
             del self._units[unit.source]
+        self._leave(unit)
         self._arrivals.cancel(unit)
         self._arrivals.discard(unit)
         if unit.host is not None:

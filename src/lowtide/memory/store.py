@@ -15,8 +15,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -56,38 +57,6 @@ class Handle:
 
     def take(self) -> Tensor | Missing:
         return self.store.take(self.key)
-
-
-class _Locked:
-    """A block that has the books of a store to itself: a class, as what every value goes through has to be quick."""
-
-    __slots__ = ("_outside", "_store")
-
-    def __init__(self, store: ActivationStore) -> None:
-        self._store = store
-        # Copies made in inference mode could not be used outside of it.
-        self._outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-
-    def __enter__(self) -> None:
-        self._store._lock.acquire()
-        try:
-            if self._outside is not None:
-                self._outside.__enter__()
-            self._store._begin()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._store._drain()
-        finally:
-            if self._outside is not None:
-                self._outside.__exit__(kind, error, trace)
-            self._store._lock.release()
 
 
 class ActivationStore:
@@ -282,13 +251,17 @@ class ActivationStore:
 
     # Books (the lock is held)
 
-    def _locked(self) -> _Locked:
-        return _Locked(self)
-
-    def _begin(self) -> None:
-        if self._is_closed:
-            raise StoreError("this store is closed")
-        self._drain()
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Not a class with `__enter__`, which is quicker: Ctrl-C between two lines of that would leave the lock taken.
+        # Copies made in inference mode could not be used outside of it.
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with self._lock, outside:
+            if self._is_closed:
+                raise StoreError("this store is closed")
+            self._drain()
+            yield
+            self._drain()
 
     def _drain(self) -> None:
         while self._released:

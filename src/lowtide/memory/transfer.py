@@ -206,7 +206,7 @@ class AcceleratorMover(Mover):
                 target.copy_(source, non_blocking=True)
         for part in parts:
             _compat.reset_version(part)  # filling it is no change of the value
-        return _Arriving(self, parts, consumer, self._record(into))
+        return _Arriving(self, parts, consumer, self._recorded(into))
 
     def _wait_for(self, other: Any, stream: Any) -> None:
         """Make `stream` wait for what `other` has to do by now."""
@@ -214,9 +214,16 @@ class AcceleratorMover(Mover):
         self._scratch_event.wait(stream)
 
     def _record(self, stream: Any) -> _Moment:
+        return _Moment(self._recorded(stream), self._idle_events)
+
+    def _recorded(self, stream: Any) -> Any:
+        """An event of its own for whoever asks, and gives it back with `use_again`."""
         event = self._idle_events.pop() if self._idle_events else self.module.Event()
         event.record(stream)
-        return _Moment(event, self._idle_events)
+        return event
+
+    def use_again(self, event: Any) -> None:
+        self._idle_events.append(event)
 
     def settle(self, max_in_flight_bytes: float) -> None:
         while self._sources:
@@ -231,8 +238,8 @@ class AcceleratorMover(Mover):
             self._sources.popleft()
             self.in_flight_bytes -= nbytes
 
-    def stall(self, stream: Any, moment: _Moment) -> None:
-        """Make `stream` wait for `moment`, and note for how long it did."""
+    def stall(self, stream: Any, moment: Any) -> None:
+        """Make `stream` wait for a moment or an event, and note for how long it did."""
         before, after = self._timers()
         before.record(stream)
         moment.wait(stream)
@@ -318,15 +325,16 @@ class _PinnedCopy(HostCopy):
 
 
 class _Arriving(Fetched):
+    # It has its event to itself: the garbage collector may end a `_Moment` before whoever holds that.
     __slots__ = ("_done", "_mover", "_owner", "_parts", "_waited")
 
-    def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: _Moment) -> None:
+    def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: Any) -> None:
         self._mover, self._parts, self._owner, self._done = mover, parts, owner, done
         self._waited = False
 
     def wait(self) -> Parts:
         consumer = self._mover.current_stream()
-        if self._done.is_over():
+        if self._done.query():
             self._done.wait(consumer)  # for no time; torch's own sanitizer knows of waits only
         else:
             self._mover.stall(consumer, self._done)
@@ -340,6 +348,7 @@ class _Arriving(Fetched):
         # Never used: its memory goes back to the stream it was allocated on, which must not write it before the copy.
         if not self._waited:
             self._done.wait(self._owner)
+        self._mover.use_again(self._done)
 
 
 def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[Tensor, Tensor]]:
