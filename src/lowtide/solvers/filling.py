@@ -43,7 +43,7 @@ def roughly_least_s(played: EagerLives, may_keep: np.ndarray, budgets: np.ndarra
 class Filling:
     """The room that some regions leave, and the ops whose outputs could be held in it. Free ones are held anyway.
 
-    `ops` are in the order of the seconds they take for their bytes, the best first.
+    `ops` are in the order of the seconds they gain for their bytes, the best first.
     """
 
     def __init__(self, played: EagerLives, may_keep: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class Filling:
         rows, sizes, starts, stops = played.keeping(may_keep)
         self.extra_s, self.peak_bytes = played.extra_s, int(total.max())
         self.ops, which = np.unique(rows, return_inverse=True)
-        self.seconds = played.facts.seconds[self.ops]
+        self.seconds = played.facts.seconds[self.ops] - played.graph.shown.spared_s[self.ops]
         edges = np.unique(np.concatenate([[0], starts, stops]))
         edges = edges[edges < len(total)]
         weights = np.zeros((len(edges) + 1, len(self.ops)))
