@@ -251,7 +251,7 @@ def test_what_is_held_is_what_is_priced() -> None:
                 paid += sum(min(graph.ops[facts.first + op].seconds, hardware.spare_s) for op in replayed)
                 assert holds.costs(price)[call] - holds.fees_s[call] == pytest.approx(paid, rel=1e-6, abs=1e-9)
                 assert way == 0 or graph.shown.are_all(call, kept)
-                watching_s = pricing.watching_s(call, kept) - graph.shown.holding_s(call, kept)
+                watching_s = pricing.watching_s(call, kept) - graph.shown.sparing_s(call, kept)
                 assert way == 0 or not kept or holds.fees_s[call] == pytest.approx(watching_s)
                 num_unlike += way == 1 and list(kept) != pricing.ways[0].kept(call, price)
     assert num_unlike > 20, num_unlike

@@ -7,9 +7,10 @@ only those ops read need not be computed either: that is `skippedops`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lowtide.tracing.opfacts import OWN_NAMESPACES, facts_of
 
 Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often that was done before
 Build = Callable[[list[Any]], Any]
+_Fact = TypeVar("_Fact")
 
 
 class Held:
@@ -68,31 +70,34 @@ def is_foreign(func: Any) -> bool:
     return getattr(func, "namespace", None) not in OWN_NAMESPACES
 
 
+def asked_once(find: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
+    """A fact about ops, found once for each and kept by its id: ops live as long as torch does, and hash slowly."""
+    known: dict[int, _Fact] = {}
+
+    @functools.wraps(find)
+    def ask(func: Any) -> _Fact:
+        fact = known.get(id(func))
+        if fact is None:
+            known[id(func)] = fact = find(func)
+        return fact
+
+    return ask
+
+
+@asked_once
 def is_random(func: Any) -> bool:
     """Whether an op draws numbers, or may do so."""
-    found = _RANDOM.get(id(func))
-    if found is None:
-        found = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
-        _RANDOM[id(func)] = found
-    return found
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or is_foreign(func)
 
 
+@asked_once
 def writes(func: Any) -> bool:
     """Whether an op may write to arguments: also a norm to its statistics, which it does not say."""
-    found = _WRITES.get(id(func))
-    if found is None:
-        found = _compat.writes(func) or writes_statistics(func)
-        _WRITES[id(func)] = found
-    return found
+    return _compat.writes(func) or writes_statistics(func)
 
 
 def writes_statistics(func: Any) -> bool:
     return _compat.is_op_with_schema(func) and bool(facts_of(func).written_in_training)
-
-
-# By the id of the op, which lives as long as torch does.
-_WRITES: dict[int, bool] = {}
-_RANDOM: dict[int, bool] = {}
 
 
 class Counting(_compat.DispatchMode):

@@ -212,7 +212,6 @@ class Watched(_Told, Counting):
         self._is_told = True
         return self
 
-    @_compat.never_compiled
     def saved(self, tensor: Tensor) -> None:
         self._learner.saved(tensor, self._num_drawn)
         if self._checks is not None:
@@ -372,7 +371,6 @@ class Shown(_Told):
     def begin_watch(self) -> Shown:
         return self
 
-    @_compat.never_compiled  # as it would be where a compiled module saves
     def saved(self, tensor: Tensor) -> None:  # once per saved tensor: nothing here may take long
         part = self._by_save.get(self._num_saves)
         self._num_saves += 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowtide.engines import _compat
-from lowtide.engines.heldops import Build, computes_nothing, writes
+from lowtide.engines.heldops import Build, asked_once, computes_nothing, writes
 from lowtide.graph.unneeded import ALIASES, ALWAYS_RUN, is_blank
 from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import tensors_in
@@ -217,21 +217,14 @@ _READERS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data
 
 # What an op does to storages: it looks at one in another way, may be left out, makes memory to write to, or none such.
 VIEW, COMPUTES, ALLOCATES, RUNS = "view", "computes", "allocates", "runs"
-_NATURES: dict[int, str] = {}  # by the id of the op, which lives as long as torch does
 
 
 def allocates(func: Any) -> bool:
     return _nature_of(func) is ALLOCATES
 
 
+@asked_once
 def _nature_of(func: Any) -> str:
-    nature = _NATURES.get(id(func))
-    if nature is None:
-        _NATURES[id(func)] = nature = _find_nature(func)
-    return nature
-
-
-def _find_nature(func: Any) -> str:
     if not _compat.is_op_with_schema(func):
         return RUNS
     facts = facts_of(func)

@@ -60,10 +60,10 @@ class Shown:
         if not kept:
             return 0.0
         first, end = self._calls[call].first, self._calls[call].end
-        replay_s = self.replay_op_s * max(0, stop - first) + self.holding_s(call, kept)
+        replay_s = self.replay_op_s * max(0, stop - first) + self.sparing_s(call, kept)
         is_watched = has_inner or not self.are_all(call, kept)
         return replay_s + self.forward_op_s * (end - first) if is_watched else replay_s
 
-    def holding_s(self, call: int, ops: Sequence[int]) -> float:
+    def sparing_s(self, call: int, ops: Sequence[int]) -> float:
         """What it costs to spare some ops of a call, counted from its first."""
         return float(self.spared_s[self._calls[call].first + np.array(sorted(set(ops)), dtype=np.int64)].sum())

@@ -148,7 +148,7 @@ def is_left_alone(tensor: Tensor) -> bool:
 def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
     """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
     start, numel, span = 0, _storage_numel(tensor), _span(tensor)
-    if span < _WHOLE_STORAGE_SHARE * numel:
+    if not _is_whole(span, numel):
         start, numel = int(tensor.storage_offset()), span
     storage, version = _compat.storage_id(tensor), _compat.version_of(tensor)
     codec_name = None if codec is None else codec.name
@@ -157,7 +157,11 @@ def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
 
 def stands_for_storage(tensor: Tensor) -> bool:
     """Whether a tensor is held as its whole storage, and not as a part of its own."""
-    return _span(tensor) >= _WHOLE_STORAGE_SHARE * _storage_numel(tensor)
+    return _is_whole(_span(tensor), _storage_numel(tensor))
+
+
+def _is_whole(span: int, storage_numel: int) -> bool:
+    return span >= _WHOLE_STORAGE_SHARE * storage_numel
 
 
 def _span(tensor: Tensor) -> int:

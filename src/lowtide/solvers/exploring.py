@@ -202,6 +202,6 @@ class Exploring:
         def gain_s(some: tuple[int, ...]) -> float:
             left_out = self._graph.unneeded.of(call, some)
             spared_s = sum(ops[first + op].seconds for op in sorted({*some, *left_out}))
-            return spared_s - self._graph.shown.holding_s(call, left_out) - self._pricing.watching_s(call, some)
+            return spared_s - self._graph.shown.sparing_s(call, left_out) - self._pricing.watching_s(call, some)
 
         return max((kept, tuple(sorted(shown)), tuple(sorted(held))), key=gain_s)

@@ -224,7 +224,7 @@ class Pricing:
                 left_out = {*kept, *self.graph.unneeded.of(index, tuple(kept))}
                 run = [op for op in range(call.first, self._stop[index]) if op - call.first not in left_out]
                 spared = [op for op in left_out if op in kept or call.first + op < self._stop[index]]
-                seconds += float(self._seconds[run].sum()) + self.graph.shown.holding_s(index, spared)
+                seconds += float(self._seconds[run].sum()) + self.graph.shown.sparing_s(index, spared)
             else:
                 seconds += float(self._seconds[call.first : self._stop[index]].sum())
             regions[index] = tuple(kept)

@@ -74,6 +74,6 @@ def replayed_s(graph: StepGraph, regions: Regions) -> float:
         first, stop = graph.calls[region].first, stops[region]
         spared = {*regions[region], *left_out.get(region, ())}
         spared_s = sum(graph.ops[first + op].seconds for op in sorted(spared) if first + op < stop)
-        left_s = graph.shown.holding_s(region, [op for op in left_out.get(region, ()) if first + op < stop])
+        left_s = graph.shown.sparing_s(region, [op for op in left_out.get(region, ()) if first + op < stop])
         total += max(0.0, float(sums[stop] - sums[first]) - spared_s) + left_s
     return total
