@@ -17,11 +17,9 @@ from lowtide.errors import (
     UnitError,
 )
 from lowtide.graph import StepGraph
-from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.layers import ActivationCheckpointer
 from lowtide.memory.measuring import Measured, measure
 from lowtide.memory.offload import offload
-from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore, Missing
 from lowtide.plans import Plan
 from lowtide.policies import (
@@ -38,6 +36,8 @@ from lowtide.policies import (
     Uniform,
     plan_recomputation,
 )
+from lowtide.replay.checkpoint import checkpoint
+from lowtide.replay.region import is_recomputing
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.solving import solve
 from lowtide.solvers.sweeping import Frontier, sweep

@@ -156,6 +156,16 @@ def sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
+def running_node() -> Any | None:
+    """The autograd node whose backward runs in this thread. Obsolete with a public one."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_of(node: Any) -> int:
+    """The number of an autograd node, in the order of the forward. Obsolete with a public one."""
+    return node._sequence_nr()
+
+
 def autograd_nodes_since(sequence: int, roots: Sequence[Any] | None = None) -> list[Any]:
     """Nodes numbered `sequence` or later, reachable from `roots` (default: the node that is running), oldest first.
 
@@ -191,6 +201,11 @@ def submodules(module: nn.Module) -> list[nn.Module]:
                 found[id(child)] = child
                 index.append(child)
     return index
+
+
+def child_ids(modules: Sequence[nn.Module]) -> list[int]:
+    """The ids of all direct children of some modules, to see quickly whether a tree of modules has changed."""
+    return [id(child) for module in modules for child in module._modules.values()]
 
 
 def child_name(parent: nn.Module, child: nn.Module) -> str | None:
@@ -264,6 +279,27 @@ def bare_kernels() -> Iterator[None]:
     """
     with torch.no_grad(), torch._C._DisableAutocast(), without_modes():
         yield
+
+
+def default_device() -> torch.device | None:
+    """The device of `torch.set_default_device` or `with torch.device(...)`, if one is in force in this thread.
+
+    Obsolete when `torch.get_default_device` tells a device that was set from none, and takes no microseconds.
+    """
+    if not torch._C._len_torch_function_stack():
+        return None
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def default_generator(kind: str, index: int) -> torch.Generator:
+    """The generator that ops on a device draw from. Obsolete when every device module has `default_generators`."""
+    module = torch.get_device_module(kind)
+    generators = getattr(module, "default_generators", None)
+    return generators[index] if generators else module._get_default_mps_generator()
 
 
 @functools.cache

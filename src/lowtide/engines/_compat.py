@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -34,6 +30,7 @@ from lowtide._compat import (
     versions_of,
     without_modes,
 )
+from lowtide.replay._compat import storages_of, taken_apart
 from lowtide.tracing._compat import parts_of
 from lowtide.tracing.records import tensors_in
 
@@ -52,112 +49,14 @@ __all__ = [
     "overwrite_all",
     "set_version",
     "storage_id",
+    "storages_of",
     "submodules",
+    "taken_apart",
     "under_functorch",
     "version_of",
     "versions_of",
     "without_modes",
 ]
-
-
-class DispatchMode(TorchDispatchMode):
-    """What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
-
-    torch's own keeps the compiler out by two calls before each op; here it is kept out for nothing.
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__torch_dispatch__" in vars(cls):
-            cls.__torch_dispatch__ = never_compiled(cls.__torch_dispatch__)  # type: ignore[method-assign]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-def sharing_versions() -> AbstractContextManager[Any]:
-    """A block in which views share the version counter of their base: below autograd they do so only if asked.
-
-    Obsolete when torch's selective checkpoint says how it does this.
-    """
-    return cast(
-        AbstractContextManager[Any],
-        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
-    )
-
-
-def marked(tensor: Tensor) -> Tensor:
-    """The same bytes with changes counted from a number that no one comes to, so that it and its views are known again.
-
-    Obsolete with a public `preserve_version_counter`.
-    """
-    alias = tensor.data
-    set_version(alias, _MARK)
-    return alias
-
-
-def is_marked(tensor: Tensor) -> bool:
-    return version_of(tensor) == _MARK
-
-
-def pass_mark_on(op: Any, args: Any, output: Any) -> None:
-    """Mark what shares a marked argument's bytes but does not count changes with it."""
-    if op in _UNTOLD_VIEWS and is_marked(args[0]):
-        set_version(output, _MARK)
-
-
-_MARK = 1 << 30
-_UNTOLD_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
-
-
-def taken_apart(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What an op's output consists of, and how to put it together again. Obsolete with a public `pytree`."""
-    parts, structure = tree_flatten(output)
-    return parts, functools.partial(tree_unflatten, treespec=structure)
-
-
-_CAST = torch.ops.aten._to_copy.default
-
-
-def is_cast_of_weight(op: Any, args: Any) -> bool:
-    """Whether an op casts a parameter, or another leaf, as autocast does once and then remembers.
-
-    Obsolete with a public `_to_copy`.
-    """
-    return op is _CAST and (isinstance(args[0], nn.Parameter) or may_be_remembered(op, args))
-
-
-def writes(op: Any) -> bool:
-    """Whether an op writes to an argument, so that its output is not its own. Obsolete with a public schema."""
-    return getattr(getattr(op, "_schema", None), "is_mutable", False)
-
-
-def is_op_with_schema(op: Any) -> bool:
-    """Whether an op is one that says what it does with its arguments, unlike those that take functions."""
-    return hasattr(op, "_schema")
-
-
-def gives_views(op: Any) -> bool:
-    """Whether what an op gives is a view of what it was given. Obsolete with a public schema."""
-    return getattr(op, "is_view", False)
-
-
-def is_own(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory, and its numbers are there as they are: none to be conjugated or negated.
-
-    Obsolete with a public way to ask for tensors that stand for zeros.
-    """
-    return (
-        is_plain(tensor)
-        and tensor.storage_offset() == 0
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor())
-    )
-
-
-def may_be_remembered(op: Any, args: Any) -> bool:
-    """Whether an op is a cast that autocast remembers, for all of its block. Obsolete with a public `_to_copy`."""
-    return op is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
 def saves_are_nobodys() -> bool:
@@ -171,30 +70,21 @@ def are_in_force(hooks: Any) -> bool:
     return current is not None and current[0] is hooks.pack_hook
 
 
-def storages_of(tensor: Tensor) -> list[int]:
-    """What a tensor's bytes are in, as a trace tells it: one storage, several for a wrapper of several tensors."""
-    return list(dict.fromkeys(storage_id(part) for part in parts_of(tensor)))
-
-
-def storage_references(tensor: Tensor) -> list[StorageReference]:
-    """The same, for as long as no other storage may be taken for one of them."""
-    return [StorageReference(part) for part in parts_of(tensor)]
-
-
 def num_storages(tensor: Tensor) -> int:
     """`len(storages_of(tensor))`, quickly."""
     return 1 if len(parts_of(tensor)) == 1 else len(storages_of(tensor))
 
 
 def checkpoint_in_force() -> Any | None:
-    """What tells the innermost torch checkpoint that runs or replays here from others; None outside of any.
+    """What tells the innermost checkpoint that runs or replays here from others; None outside of any.
 
     Its pack hook, which a hook further in hides. Obsolete with a public way to ask for the checkpoint one is in.
     """
     hooks = current_hooks()
-    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
-        return None
-    return hooks[0]
+    return hooks[0] if hooks is not None and getattr(hooks[0], "__module__", None) in _CHECKPOINTS else None
+
+
+_CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.replay.region")
 
 
 def is_watched(inputs: Any) -> bool:

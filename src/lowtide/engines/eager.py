@@ -22,12 +22,12 @@ from torch import nn
 from lowtide.engines import _compat
 from lowtide.engines.regions import Selector, find_regions
 from lowtide.errors import LowtideError
-from lowtide.memory.checkpoint import checkpoint
-from lowtide.memory.region import is_recomputing
 from lowtide.memory.savedbytes import SavedBytes
 from lowtide.memory.store import ActivationStore, check_store
 from lowtide.plans import Plan
 from lowtide.policies import Policy, check_policy
+from lowtide.replay import region as replay
+from lowtide.replay.checkpoint import checkpoint, hooks_of
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lowtide.solvers.sweeping import Frontier
 
 _MARK = "lowtide_region"
+# Keyword arguments that `checkpoint` would take for its own.
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
@@ -104,6 +105,19 @@ class PatchedModule:
         self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
+        self.replay = self._replay  # bound once: what waits for the backward refers to it
+
+    def plain_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward that this patch stands in front of, for the module or its copy."""
+        if self.own_forward is not None:
+            return self.own_forward
+        if torch.compiler.is_compiling():
+            return functools.partial(type(module).forward, module)  # Dynamo makes no bound methods
+        return types.MethodType(type(module).forward, module)
+
+    def _replay(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.num_replays += 1
+        return self.plain_forward(module)(*args, **kwargs)
 
 
 class Applied:
@@ -126,6 +140,7 @@ class Applied:
         self.enabled = True
         self._regions = regions
         self._store = store
+        self._input_hooks = None if store is None else hooks_of(store)
         self._max_checkpoints = max_checkpoints
         for region in regions:
             self._patch(region)
@@ -186,47 +201,46 @@ class Applied:
     def __str__(self) -> str:
         return f"{self.policy} on {len(self._regions)} regions ({'on' if self.enabled else 'off'})"
 
-    def run(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a layer's forward as decided."""
-        forward, kwargs = self._without_options(forward, kwargs)
-        if torch.compiler.is_compiling():
-            return (
-                checkpoint(forward, *args, **kwargs) if self.enabled and region.recomputed else forward(*args, **kwargs)
-            )
+    def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer's forward as decided. `module` is the layer, or its copy in a copied model."""
+        forward = region.plain_forward(module)
         if not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if not region.recomputed or self._is_full():
-            with self._measuring(region, args):
-                return forward(*args, **kwargs)
-        return checkpoint(functools.partial(self._counted, region, forward), *args, store=self._store, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._checkpointed(forward, args, kwargs) if region.recomputed else forward(*args, **kwargs)
+        if not region.recomputed or self._is_full() or _compat.under_functorch():
+            return self._measured(region, forward, args)(*args, **kwargs)
+        return replay.run(
+            self._measured(region, forward, args),
+            args,
+            kwargs,
+            module=module,
+            replay=region.replay,
+            input_hooks=self._input_hooks,
+        )
 
     @staticmethod
-    def _without_options(
-        forward: Callable[..., Any], kwargs: dict[str, Any]
-    ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """A layer's own arguments that checkpoint() would take for its options, bound to the layer's forward."""
-        if _OPTIONS.isdisjoint(kwargs):
-            return forward, kwargs
-        bound = functools.partial(forward, **{name: kwargs[name] for name in _OPTIONS & kwargs.keys()})
-        return bound, {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """For the compiler. A layer's own arguments that are called like options are bound to its forward."""
+        options = _OPTIONS & kwargs.keys()
+        if options:
+            forward = functools.partial(forward, **{name: kwargs[name] for name in options})
+        return checkpoint(forward, *args, **{name: value for name, value in kwargs.items() if name not in options})
 
-    def _counted(self, region: PatchedModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_recomputing():
-            region.num_replays += 1
-            return forward(*args, **kwargs)
-        with self._measuring(region, args):
-            return forward(*args, **kwargs)
+    def _measured(self, region: PatchedModule, forward: Callable[..., Any], args: Any) -> Callable[..., Any]:
+        """`forward`; the first time with these shapes, one that counts what it saves."""
+        shapes = [value.shape for value in args if isinstance(value, torch.Tensor)]
+        if region.measured_shape == shapes or _compat.under_functorch():
+            return forward
 
-    def _measuring(self, region: PatchedModule, args: Any) -> contextlib.AbstractContextManager[Any]:
-        """Count what the layer saves, the first time it runs with these shapes; nothing otherwise."""
-        shape = [value.shape for value in args if isinstance(value, torch.Tensor)]
-        if region.measured_shape == shape or torch.compiler.is_compiling() or _compat.under_functorch():
-            return contextlib.nullcontext()
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with SavedBytes(region.module, args, report):
+                return forward(*args, **kwargs)
 
-        def measured(num_bytes: int) -> None:
-            region.measured_shape, region.saved_bytes = shape, num_bytes
+        def report(num_bytes: int) -> None:
+            region.measured_shape, region.saved_bytes = shapes, num_bytes
 
-        return SavedBytes(region.module, args, measured)
+        return measured
 
     def _is_full(self) -> bool:
         return (
@@ -282,14 +296,22 @@ def apply(
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = region.own_forward
-        if plain is None and torch.compiler.is_compiling():
-            plain = functools.partial(type(self).forward, self)  # Dynamo makes no bound methods
-        elif plain is None:
-            plain = types.MethodType(type(self).forward, self)
-        return applied.run(region, plain, args, kwargs)
+    """The function behind a layer's new forward, which looks like the one it replaces: name, signature, docstring."""
 
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return applied.run(region, self, args, kwargs)
+
+    plain = region.own_forward or type(region.module).forward
+    functools.update_wrapper(forward, plain)
+    forward.__name__ = "forward"  # pickled by this name, whatever another library calls its own
+    if region.own_forward is not None:
+        # That one may be no method: give ours its signature, behind the `self` that is bound away.
+        with contextlib.suppress(TypeError, ValueError):
+            signature = inspect.signature(plain)
+            bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[bound, *signature.parameters.values()]
+            )
     setattr(forward, _MARK, applied)
     return forward
 

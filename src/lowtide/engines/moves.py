@@ -31,6 +31,7 @@ from lowtide.memory.offload import KeptHere, KeptInStore, end_of_forward, restor
 from lowtide.memory.store import ActivationStore
 from lowtide.memory.units import is_left_alone
 from lowtide.plans import Move, Plan
+from lowtide.replay.region import Hooks
 from lowtide.tracing.records import tensors_in
 from lowtide.units import format_bytes
 
@@ -75,7 +76,7 @@ class Moves:
         moves = self._by_call.get((path, nth))
         return Counting(self, moves) if moves and _compat.saves_are_nobodys() else None
 
-    def hooks_for_inputs(self, path: str, nth: int, args: Any, kwargs: Any) -> saved_tensors_hooks | None:
+    def hooks_for_inputs(self, path: str, nth: int, args: Any, kwargs: Any) -> Hooks | None:
         """What holds the inputs of a recomputed call, some of them moved; None where none is."""
         moves = self._by_call.get((path, nth))
         if not moves or not _compat.saves_are_nobodys():
@@ -84,7 +85,7 @@ class Moves:
         for tensor in tensors_in((args, kwargs)):
             storages.update(dict.fromkeys(_compat.storages_of(tensor)))
         chosen = {storage: moves[number] for number, storage in enumerate(storages) if number in moves}
-        return saved_tensors_hooks(functools.partial(_pack_input, self, chosen), restore) if chosen else None
+        return (functools.partial(_pack_input, self, chosen), restore) if chosen else None
 
     def keeping_outputs(self, path: str, nth: int) -> dict[int, Keeping]:
         """What keeps the first outputs of ops of a recomputed call, by op; none for those that the device holds."""

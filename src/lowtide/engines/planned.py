@@ -1,10 +1,10 @@
-"""A plan carried out on a live model: regions replayed through `lowtide.checkpoint`, outputs of single ops held, values
-moved through stores.
+"""A plan carried out on a live model: calls recomputed by `lowtide.replay`, op outputs retained, values moved through
+stores.
 
-Which outputs a region holds is decided by op position in its forward; other ops than planned (in evaluation, say) make
-it hold other outputs, never compute others. A module that is called several times in a step has a decision for each
-call; calls are counted from the start of the model's forward, and a replay counts on from where its own forward began,
-by the decisions of that forward (`runs`).
+A module that is called several times in a step has a decision for each call; calls are counted from the start of the
+model's forward, and a replay counts on from where its own forward began, by the decisions of that forward (`runs`).
+Which op outputs a region retains is given by op position; other ops than planned (in evaluation, say) make it retain
+others or none, never compute others.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
-from lowtide.engines.lessons import Lessons, shapes_of_inputs
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
-from lowtide.engines.replayedops import holding
-from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
+from lowtide.engines.runs import NOTHING, Decisions, Now, PatchesBack, PlannedRegion, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import PlanError
-from lowtide.memory.checkpoint import checkpoint
-from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
-from lowtide.plans import Plan, Recompute
+from lowtide.plans import Plan
+from lowtide.replay import region as replay
 
 if TYPE_CHECKING:
     from lowtide.reports import Report
@@ -55,7 +51,6 @@ class AppliedPlan(Applied):
         self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
         self._all_moves: list[Moves] = []  # of every plan so far
-        self._lessons: dict[Recompute, Lessons] = {}  # on what regions hold
         try:
             self.decisions = self.take_in(plan)
         except BaseException:
@@ -73,12 +68,14 @@ class AppliedPlan(Applied):
     def take_in(self, plan: Plan) -> Decisions:
         """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
         modules = modules_for(self.model, plan)
-        regions: dict[str, dict[int, Recompute]] = {}
-        for region in plan.regions:
-            regions.setdefault(region.path, {})[region.nth] = region
         moves = Moves(plan, self.model) if plan.moves else None
         known = {region.name: region for region in self._regions}
-        paths = dict.fromkeys([*regions, *counted_paths(plan, self.model)])
+        paths = dict.fromkeys([*(region.path for region in plan.regions), *counted_paths(plan, self.model)])
+        regions: dict[str, dict[int, PlannedRegion]] = {}
+        for region in plan.regions:
+            inner = [path for path in paths if path.startswith(f"{region.path}." if region.path else "") and path]
+            inner = [path for path in inner if path != region.path]
+            regions.setdefault(region.path, {})[region.nth] = PlannedRegion(region, inner)
         for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
             if path not in known:
                 known[path] = PatchedModule(path, modules[path], False)
@@ -113,14 +110,15 @@ class AppliedPlan(Applied):
         super().remove()
         self._is_removed = True
 
-    def run(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module's forward as planned."""
+        forward = region.plain_forward(module)
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
         if region.name:
-            return self._run_eagerly(region, forward, args, kwargs)
+            return self._run_eagerly(region, module, forward, args, kwargs)
         run = Run(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
-        output = self._run_in(run, self._run_eagerly, (region, forward, args, kwargs), {})
+        output = self._run_in(run, self._run_eagerly, (region, module, forward, args, kwargs), {})
         if run.decisions.moves is not None:
             run.decisions.moves.end_of_forward(output)
         return output
@@ -132,22 +130,29 @@ class AppliedPlan(Applied):
         return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
 
     def _run_eagerly(
-        self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self, region: PatchedModule, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         run = self._now.run or Run(self.decisions if self.enabled else NOTHING)
         nth, moves = run.count(region.name), run.decisions.moves
         if moves is None:
-            return self._run_nth(run, region, nth, forward, args, kwargs)
+            return self._run_nth(run, region, module, nth, forward, args, kwargs)
         caller = moves.set_aside()
         try:
-            return self._run_nth(run, region, nth, forward, args, kwargs)
+            return self._run_nth(run, region, module, nth, forward, args, kwargs)
         finally:
             moves.resume(caller)
 
     def _run_nth(
-        self, run: Run, region: PatchedModule, nth: int, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        run: Run,
+        region: PatchedModule,
+        module: nn.Module,
+        nth: int,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _compat.under_functorch():
             return forward(*args, **kwargs)
         decision, moves = run.decisions.region(region.name, nth), run.decisions.moves
         if run.is_in_other_checkpoint():
@@ -156,23 +161,35 @@ class AppliedPlan(Applied):
             counting = None if moves is None else moves.counting(region.name, nth)
             with counting or nullcontext():
                 return forward(*args, **kwargs)
-        inputs = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
-        forward, kwargs = self._without_options(forward, kwargs)
-        kept = {} if moves is None else moves.keeping_outputs(region.name, nth)
-        held: Any = noop_context_fn
-        if decision.keep_ops or decision.skip_ops:
-            lessons = self._lessons.setdefault(decision, Lessons(region.name))
-            held = functools.partial(holding, decision, kept, lessons, shapes_of_inputs(args, kwargs))
-        call = functools.partial(self._replayable, region, forward, Begun(run))
-        with self._turns[region.name] or nullcontext():
-            return checkpoint(call, *args, context_fn=held, store=inputs, **kwargs)
+        input_hooks = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
+        retained = None
+        if decision.retained is not None:
+            keeps = {} if moves is None else moves.keeping_outputs(region.name, nth)
+            retained = decision.retained.call(module, args, kwargs, keeps)
+        function = self._measured(region, forward, args)
+        again: Callable[..., Any] = region.replay
+        if decision.inner_paths:  # which count calls and look for decisions of their own
+            function = functools.partial(self._run_inside, run, function)
+            again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(decision.inner_paths))
+        turn = self._turns[region.name]
+        if turn is not None:
+            again = functools.partial(turn.during, again)
+        with turn or nullcontext():
+            return replay.run(
+                function,
+                args,
+                kwargs,
+                module=module,
+                replay=again,
+                input_hooks=input_hooks,
+                retained=retained,
+            )
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
         if region.name not in self.decisions.regions or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        forward, kwargs = self._without_options(forward, kwargs)
-        return checkpoint(forward, *args, **kwargs)
+        return self._checkpointed(forward, args, kwargs)
 
     def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, self._now.run = self._now.run, run
@@ -181,17 +198,22 @@ class AppliedPlan(Applied):
         finally:
             self._now.run = before
 
-    def _replayable(
-        self, region: PatchedModule, forward: Callable[..., Any], begun: Begun, *args: Any, **kwargs: Any
+    def _run_inside(self, run: Run, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._run_in(run.inside(), forward, args, kwargs)
+
+    def _replay_inside(
+        self,
+        region: PatchedModule,
+        decisions: Decisions,
+        counts: dict[str, int] | None,
+        module: nn.Module,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """The forward of a region, and later its replays."""
-        run = begun.take()
-        if run is not None:
-            with nullcontext() if is_recomputing() else self._measuring(region, args):
-                return self._run_in(run.inside(), forward, args, kwargs)
         region.num_replays += 1
-        with self._turns[region.name] or nullcontext(), self._patches_back(region):
-            return self._run_in(begun.again().inside(), forward, args, kwargs)
+        run = Run(decisions, None if counts is None else dict(counts))
+        with self._patches_back(region):
+            return self._run_in(run.inside(), region.plain_forward(module), args, kwargs)
 
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
         """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""

@@ -18,6 +18,17 @@ from lowtide.engines.eager import PatchedModule
 from lowtide.engines.moves import Moves
 from lowtide.errors import LowtideError
 from lowtide.plans import Recompute
+from lowtide.replay.retained import RetainedOps
+
+
+class PlannedRegion:
+    """A recomputed call of a plan on a live model."""
+
+    hidden_from_replay = True
+
+    def __init__(self, region: Recompute, inner_paths: Iterable[str]) -> None:
+        self.retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops else None
+        self.inner_paths = tuple(inner_paths)  # modules inside it that the plan is about too
 
 
 @dataclass(frozen=True)
@@ -26,11 +37,12 @@ class Decisions:
 
     hidden_from_replay = True
 
-    regions: dict[str, dict[int, Recompute]] = field(default_factory=dict)
+    regions: dict[str, dict[int, PlannedRegion]] = field(default_factory=dict)
     moves: Moves | None = None
 
-    def region(self, path: str, nth: int) -> Recompute | None:
-        return self.regions.get(path, {}).get(nth)
+    def region(self, path: str, nth: int) -> PlannedRegion | None:
+        calls = self.regions.get(path)
+        return None if calls is None else calls.get(nth)
 
 
 NOTHING = Decisions()
@@ -39,8 +51,8 @@ NOTHING = Decisions()
 class Run:
     """A forward of the model, or a replay of a part of it: the decisions it goes by, and the calls counted so far.
 
-    `counts` is None outside of the model's forward. `checkpoint` is the innermost torch checkpoint that is known of:
-    one further in is someone else's.
+    `counts` is None outside of the model's forward. `checkpoint` is the innermost checkpoint that is known of: one
+    further in is someone else's.
     """
 
     hidden_from_replay = True
@@ -64,25 +76,9 @@ class Run:
         """This run, as seen from within the checkpoint that was just entered."""
         return Run(self.decisions, self.counts, _compat.checkpoint_in_force())
 
-
-class Begun:
-    """A run as it is where a region begins: for its forward, which counts on in that run, and then for its replays."""
-
-    hidden_from_replay = True
-
-    def __init__(self, run: Run) -> None:
-        self._live: Run | None = run
-        self._decisions = run.decisions
-        self._counts = None if run.counts is None else dict(run.counts)
-
-    def take(self) -> Run | None:
-        """The run itself, the first time: for the forward."""
-        run, self._live = self._live, None
-        return run
-
-    def again(self) -> Run:
-        """A run like it, for a replay."""
-        return Run(self._decisions, None if self._counts is None else dict(self._counts))
+    def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
+        """How often these were called so far, for a replay that begins here."""
+        return None if self.counts is None else {path: self.counts[path] for path in paths if path in self.counts}
 
 
 class Now(threading.local):
@@ -116,6 +112,10 @@ class Turn:
 
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
+
+    def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return call(*args, **kwargs)
 
 
 class PatchesBack:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.engines import _compat
-from lowtide.memory.reach import Reach
+from lowtide.replay.function_state import Reach
 from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import generator_states, set_generator_states
 

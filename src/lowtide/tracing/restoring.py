@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide.memory.reach import Reach
+from lowtide.replay.function_state import Reach
 from lowtide.tracing import _compat
 from lowtide.tracing.snapshots import Snapshot, containers
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.graph import Hardware
-from lowtide.memory.checkpoint import checkpoint
+from lowtide.replay.checkpoint import checkpoint
 from lowtide.tracing import _compat
 from lowtide.tracing.devices import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
 from lowtide.tracing.records import Clock, RawOp

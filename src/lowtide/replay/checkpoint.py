@@ -1,10 +1,6 @@
-"""`checkpoint`: run a function, forget its intermediates, bring them back in the backward.
+"""`checkpoint`: the replay engine (`region`) behind the interface of `torch.utils.checkpoint.checkpoint`.
 
-Built on `torch.utils.checkpoint.checkpoint`, which decides what is dropped and when it is recomputed. What is added
-here is that the replay is the forward: same arguments in any nesting, same random numbers, same weights, buffers
-written once; and an error with a name in it wherever that cannot be had. The rejected alternative, a checkpoint of
-our own over saved-tensor hooks, would have to follow torch's on nesting, early stop, selective contexts and compiled
-regions for ever.
+Under torch.compile and for `use_reentrant=True` this is torch's own function.
 """
 
 from __future__ import annotations
@@ -15,15 +11,20 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
-from lowtide import _compat
-from lowtide.memory import _compat as frames
-from lowtide.memory.region import InputsKeeper, Region
+from lowtide.memory.offload import SavedInStore
+from lowtide.memory.store import ActivationStore
+from lowtide.replay import _compat
+from lowtide.replay.arguments import Arguments
+from lowtide.replay.region import Hooks, Options, ReplaysCounted, run
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
 
+# What holds a region's inputs between its forward and its replay.
+InputsKeeper = ActivationStore | saved_tensors_hooks
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -65,7 +66,7 @@ def checkpoint(
         # Dynamo knows torch's function by identity, and reads `context_fn` only as something made while tracing.
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = functools.partial(context_fn)
-        return torch.utils.checkpoint.checkpoint(
+        return _compat.torch_checkpoint(
             function, *args, use_reentrant=bool(use_reentrant), debug=debug, early_stop=early_stop, **kwargs
         )
     if not callable(function):
@@ -91,85 +92,60 @@ def checkpoint(
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if not torch.is_grad_enabled() or _compat.under_functorch():
         return function(*args, **kwargs)
-    return _checkpoint_eagerly(
-        function, args, kwargs, store, preserve_rng_state, context_fn, determinism_check, debug, early_stop
-    )
-
-
-@_compat.disable_dynamo
-def _checkpoint_eagerly(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    store: InputsKeeper | None,
-    preserve_rng_state: bool,
-    context_fn: ContextFn,
-    determinism_check: str,
-    debug: bool,
-    early_stop: bool,
-) -> Any:
-    region = Region(
+    if _compat.checkpoint_debug(debug):
+        if context_fn is not noop_context_fn:
+            raise ValueError("debug=True is incompatible with non-default context_fn")
+        return _compat.torch_checkpoint(
+            ReplaysCounted(function),
+            *args,
+            use_reentrant=False,
+            determinism_check="none" if determinism_check == "none" else "default",
+            debug=True,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    contexts = None if context_fn is noop_context_fn else context_fn()
+    output = run(
         function,
         args,
         kwargs,
-        store=store,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        has_contexts=context_fn is not noop_context_fn,
+        module=function if isinstance(function, nn.Module) else None,
+        options=Options(
+            preserve_rng_state=preserve_rng_state,
+            determinism_check=determinism_check,
+            early_stop=_compat.early_stop(early_stop),
+        ),
+        input_hooks=None if store is None else hooks_of(store),
+        contexts=contexts,
     )
-    selection = None if context_fn is noop_context_fn else _Selection(context_fn, region)
-    output = _compat.torch_checkpoint(
-        region,
-        use_reentrant=False,
-        context_fn=selection or noop_context_fn,
-        determinism_check="none" if determinism_check == "none" else "default",
-        debug=debug,
-        early_stop=early_stop,
-        preserve_rng_state=False,
-    )
-    if selection is not None and not region.has_subclass_inputs:
-        selection.check_used()  # under a subclass other ops run than the policy is asked about
+    if contexts is not None and not any(type(value) not in _compat.PLAIN_TYPES for value in _tensors(args, kwargs)):
+        _check_policy_is_used(contexts[0])  # under a subclass other ops run than the policy is asked about
     return output
 
 
-class _Selection:
-    """A user's `context_fn`, with a look at what its policy chose."""
-
-    def __init__(self, context_fn: ContextFn, region: Region) -> None:
-        self._context_fn, self._region = context_fn, region
-        self._forward_context: AbstractContextManager[Any] | None = None
-
-    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        self._forward_context, replay_context = self._context_fn()
-        self._region.begin_watch = getattr(self._forward_context, "begin_watch", None)
-        return self._forward_context, _WithInputs(self._region, replay_context)
-
-    def check_used(self) -> None:
-        """Raise if a policy that names ops to save met none of them (`aten.mm` where `aten.mm.default` ran, say)."""
-        seen, self._forward_context = frames.selective_ops(self._forward_context), None
-        if seen is None:
-            return
-        policy, ran, saved_any = seen
-        if not saved_any and _names_only_others(policy, ran):
-            raise ValueError(
-                "the selective checkpoint policy saves none of the ops that ran in this region"
-                f"{': ' if ran else ''}{', '.join(ran)}. Name overloads of ops that run here "
-                "(torch.ops.aten.mm.default, not torch.ops.aten.mm), or leave context_fn out to recompute everything."
-            )
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return Arguments.take(args, kwargs)[1]
 
 
-class _WithInputs:
-    """A context around a replay, entered when the region's inputs are there."""
+def hooks_of(store: InputsKeeper) -> Hooks:
+    """Pack and unpack hooks that keep a region's inputs in a store."""
+    hooks = SavedInStore(store, min_bytes=0) if isinstance(store, ActivationStore) else store
+    return hooks.pack_hook, hooks.unpack_hook
 
-    def __init__(self, region: Region, context: AbstractContextManager[Any]) -> None:
-        self._region, self._context = region, context
 
-    def __enter__(self) -> Any:
-        self._region.begin_replay()
-        return self._context.__enter__()
-
-    def __exit__(self, *exception: Any) -> Any:
-        return self._context.__exit__(*exception)
+def _check_policy_is_used(forward_context: AbstractContextManager[Any]) -> None:
+    """Raise if a policy that names ops to save met none of them (`aten.mm` where `aten.mm.default` ran, say)."""
+    seen = _compat.selective_ops(forward_context)
+    if seen is None:
+        return
+    policy, ran, saved_any = seen
+    if not saved_any and _names_only_others(policy, ran):
+        raise ValueError(
+            "the selective checkpoint policy saves none of the ops that ran in this region"
+            f"{': ' if ran else ''}{', '.join(ran)}. Name overloads of ops that run here "
+            "(torch.ops.aten.mm.default, not torch.ops.aten.mm), or leave context_fn out to recompute everything."
+        )
 
 
 def _names_only_others(policy: Callable[..., Any], ran: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Errors of a replay that is not its forward, in words that lead to the line that made it so."""
+"""Errors of a replay that does not repeat its forward: what was found, the region, the likely cause and the cure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.errors import CheckpointError
-from lowtide.memory.arguments import Path
+from lowtide.replay.arguments import Path
 
 _MAX_MISMATCHES = 3
 
@@ -23,6 +23,12 @@ class ReplayError(CheckpointError, _compat.TorchCheckpointError):
     """`lowtide.CheckpointError`, caught as well by code that waits for torch's."""
 
 
+class OverwrittenError(ReplayError):
+    """A saved tensor was changed in place after it was saved."""
+
+
+OverwrittenError.__name__ = OverwrittenError.__qualname__ = "CheckpointError"
+OverwrittenError.__module__ = CheckpointError.__module__
 ReplayError.__name__ = ReplayError.__qualname__ = "CheckpointError"
 ReplayError.__module__ = CheckpointError.__module__
 
@@ -101,13 +107,18 @@ def mutated_state(function: Callable[..., Any], what: str) -> ReplayError:
     )
 
 
-def overwritten_activation(function: Callable[..., Any], position: int, metadata: dict[str, Any]) -> ReplayError:
-    return ReplayError(
-        f"a tensor that {describe(function)} saves for its backward (number {position}, shape "
-        f"{tuple(metadata['shape'])}, {metadata['dtype']}) has been modified by an inplace operation since. "
-        "Plain autograd refuses this backward too.\nUse the out-of-place form of the op that changes it; "
-        "if it is a weight or a buffer, change it after the backward."
+def overwritten_activation(function: Callable[..., Any], position: int, metadata: Sequence[Any]) -> OverwrittenError:
+    return OverwrittenError(
+        f"a tensor that {describe(function)} saves for its backward (number {position}, {_form(metadata)}) has been "
+        "modified by an inplace operation since.\n"
+        "Use the out-of-place form of the op that changes it. If it is the input of a checkpointed module that changes "
+        "its input (Dropout or ReLU with inplace=True), leave that module uncheckpointed."
     )
+
+
+def inner_checkpoint(function: Callable[..., Any], torch_error: Exception) -> ReplayError:
+    """The error of a checkpoint of torch's own inside of a region."""
+    return ReplayError(f"{_trim(str(torch_error))}\nregion: {describe(function)}")
 
 
 Difference = tuple[int, str, str]
@@ -115,20 +126,55 @@ Difference = tuple[int, str, str]
 
 def diverged(
     function: Callable[..., Any],
-    torch_error: Exception,
+    finding: str,
     difference: Difference | None,
     *,
     preserves_rng: bool,
     changed_state: Sequence[str],
+    is_compiled: bool,
 ) -> ReplayError:
-    """torch's finding, the region, the first op that differed, the likely cause and the cure."""
-    lines = _trim(str(torch_error)).splitlines()
-    lines.append(f"region: {describe(function)}")
+    """What was found, the region, the first op that differed, the likely cause and the cure."""
+    lines = [finding, f"region: {describe(function)}"]
     if difference is not None:
         position, before, after = difference
         lines.append(f"first op that differed: number {position}, {before} in the forward, {after} in the replay")
     cause, cure = _cause(difference, preserves_rng, changed_state)
-    return ReplayError("\n".join([*lines, f"likely cause: {cause}", f"what to do: {cure}"]))
+    lines += [f"likely cause: {cause}", f"what to do: {cure}"]
+    if is_compiled:
+        lines.append(
+            "torch.compile: the replay may also have run another compiled graph than the forward, a dynamic instead "
+            "of a static one. Mark sizes that vary with torch._dynamo.mark_dynamic() before the first call "
+            "(https://github.com/pytorch/pytorch/issues/166926)"
+        )
+    return ReplayError("\n".join(lines))
+
+
+def mismatch(saved: Sequence[Sequence[Any]], recomputed: Sequence[Sequence[Any]]) -> str:
+    """How the saves of a replay differ from those of its forward, in the words of torch's own checkpoint."""
+    if len(saved) != len(recomputed):
+        return (
+            "A different number of tensors was saved during the original forward and recomputation.\n"
+            f"Number of tensors saved during forward: {len(saved)}\n"
+            f"Number of tensors saved during recomputation: {len(recomputed)}"
+        )
+    pairs = enumerate(zip(saved, recomputed, strict=True))
+    different = [
+        f"tensor at position {position}:\nsaved metadata: {_form(before)}\nrecomputed metadata: {_form(after)}"
+        for position, (before, after) in pairs
+        if before != after
+    ]
+    shown = different[:_MAX_MISMATCHES]
+    if len(different) > len(shown):
+        shown.append(f"and {len(different) - len(shown)} more")
+    return "\n".join(
+        ["Recomputed values for the following tensors have different metadata than during the forward pass.", *shown]
+    )
+
+
+def _form(metadata: Sequence[Any]) -> str:
+    shape, dtype, device, *values = metadata
+    checksum = f", checksum {int(values[0])}" if values else ""
+    return f"shape {tuple(shape)}, {dtype}, {device}{checksum}"
 
 
 def _cause(difference: Difference | None, preserves_rng: bool, changed_state: Sequence[str]) -> tuple[str, str]:

@@ -1,0 +1,320 @@
+"""The arguments of a region, taken apart into tensors and the rest, and built again for the replay.
+
+torch's checkpoint looks at positional tensors only: a tensor inside a dict, a dataclass or a keyword is held by
+reference, hidden from outer checkpoints and from offload. Here every tensor in any nesting of dicts, lists, tuples,
+NamedTuples and dataclasses becomes one entry of a flat list, and the containers are rebuilt around what that list
+holds at the replay. A container that the caller changes after the call does no harm. (torch's pytree was the
+alternative; it has no dataclasses unless each is registered, and names no paths.)
+
+Objects of other classes are passed by reference. They are fingerprinted, and a replay with a changed one is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import random
+import types
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+
+_MAX_DEPTH = 32
+# Values that are passed on as they are: they cannot change, and nothing is reached through them.
+_CONSTANTS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(Ellipsis)),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+        *(types.BuiltinFunctionType, types.ModuleType),
+    }
+)
+_IMMUTABLE = (*_CONSTANTS, enum.Enum, types.FunctionType, nn.Module)
+_CALLABLES = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
+
+Path = tuple[Any, ...]
+
+
+class _Slot:
+    """Takes the place of the tensor with this index."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+_SLOTS = tuple(map(_Slot, range(64)))  # shared, so that a call's templates hold no objects of their own
+
+
+class _Container:
+    """Takes the place of a container: its class, what rebuilds it, and its parts by key."""
+
+    __slots__ = ("kind", "parts", "rebuild")
+
+    def __init__(self, kind: type, parts: dict[Any, Any], rebuild: Callable[[dict[Any, Any]], Any]) -> None:
+        self.kind, self.parts, self.rebuild = kind, parts, rebuild
+
+
+class Arguments:
+    """The structure of `(args, kwargs)` without its tensors, and what is reached through them.
+
+    `objects` are those of unknown classes, `callables` whatever may lead to modules: functions, methods, objects. Each
+    is None where there are none. `take` makes one.
+    """
+
+    __slots__ = ("_args", "_has_containers", "_kwargs", "callables", "generators", "objects")
+
+    def __init__(self) -> None:
+        self.generators: list[torch.Generator] | None = None
+        self.objects: list[Any] | None = None
+        self.callables: list[Any] | None = None
+        self._has_containers = False
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def take(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Tensor]]:
+        """The structure of some arguments, and their tensors, each once."""
+        arguments = cls()
+        tensors: list[Tensor] = []
+        indices: dict[int, int] = {}  # of tensors, by their id
+        arguments._args = tuple([arguments._take(value, 0, tensors, indices) for value in args])
+        if kwargs:
+            arguments._kwargs = {name: arguments._take(value, 0, tensors, indices) for name, value in kwargs.items()}
+        return arguments, tensors
+
+    def is_like(self, other: Arguments) -> bool:
+        """Whether the two are the same but for their tensors, so that one may stand for the other."""
+        if self.callables is not None or self.generators is not None or self.objects is not None:
+            return False
+        return _is_same(self._args, other._args) and _is_same(self._kwargs, other._kwargs)
+
+    def build(self, tensors: Sequence[Tensor]) -> tuple[Iterable[Any], dict[str, Any]]:
+        """The arguments as they were, with `tensors` in place of the tensors."""
+        args = [_build(template, tensors) for template in self._args]
+        if self._kwargs is None:
+            return args, {}
+        return args, {name: _build(template, tensors) for name, template in self._kwargs.items()}
+
+    def changed_container(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> Path | None:
+        """The path of a live container that is no longer what it was, or None."""
+        if not self._has_containers:
+            return None
+        for path, template in self._named():
+            value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+            changed = _find_change(value, template, path, tensors)
+            if changed is not None:
+                return changed
+        return None
+
+    def path_of_tensor(self, index: int) -> Path:
+        """Where the tensor with this index is among the arguments: for error messages."""
+        return self._find(lambda template: isinstance(template, _Slot) and template.index == index)
+
+    def path_of(self, value: Any) -> Path:
+        """Where an object is among the arguments: for error messages."""
+        return self._find(lambda template: template is value)
+
+    def _named(self) -> list[tuple[Path, Any]]:
+        named = [*enumerate(self._args), *(self._kwargs or {}).items()]
+        return [((name,), template) for name, template in named]
+
+    def _find(self, is_it: Callable[[Any], bool]) -> Path:
+        found = (_find(template, is_it, path) for path, template in self._named())
+        return next(path for path in found if path is not None)
+
+    def _take(self, value: Any, depth: int, tensors: list[Tensor], indices: dict[int, int]) -> Any:
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return value
+        if isinstance(value, Tensor):
+            # Once for the same tensor passed twice: code may ask whether `key is value`, as torch's attention does.
+            index = indices.setdefault(id(value), len(tensors))
+            if index == len(tensors):
+                tensors.append(value)
+            return _SLOTS[index] if index < len(_SLOTS) else _Slot(index)
+        parts = _parts(value) if depth < _MAX_DEPTH else None
+        rebuild = None if parts is None else _rebuilder(value, parts)
+        if parts is not None and rebuild is not None:
+            self._has_containers = True
+            taken = {key: self._take(part, depth + 1, tensors, indices) for key, part in parts.items()}
+            return _Container(kind, taken, rebuild)
+        if isinstance(value, torch.Generator):
+            self.generators = [*(self.generators or ()), value]
+        elif isinstance(value, _CALLABLES):
+            self.callables = [*(self.callables or ()), value]
+        elif not isinstance(value, _IMMUTABLE):
+            self.callables = [*(self.callables or ()), value]
+            self.objects = [*(self.objects or ()), value]
+        return value
+
+
+def _build(template: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(template, _Slot):
+        return tensors[template.index]
+    if isinstance(template, _Container):
+        return template.rebuild({key: _build(part, tensors) for key, part in template.parts.items()})
+    return template
+
+
+def _find(template: Any, is_it: Callable[[Any], bool], path: Path) -> Path | None:
+    if is_it(template):
+        return path
+    if isinstance(template, _Container):
+        for key, part in template.parts.items():
+            found = _find(part, is_it, (*path, key))
+            if found is not None:
+                return found
+    return None
+
+
+def _find_change(value: Any, template: Any, path: Path, tensors: Sequence[Tensor]) -> Path | None:
+    if isinstance(template, _Slot):
+        return None if value is tensors[template.index] else path
+    if not isinstance(template, _Container):
+        return None if value is template else path
+    parts = _parts(value)
+    if parts is None or type(value) is not template.kind or parts.keys() != template.parts.keys():
+        return path
+    for key, part in parts.items():
+        changed = _find_change(part, template.parts[key], (*path, key), tensors)
+        if changed is not None:
+            return changed[: len(path)]
+    return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two templates are the same: containers of the plain kinds, and the very same values in them."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, _Container):
+        is_plain = one.kind is other.kind and one.kind in (tuple, list, dict)
+        return is_plain and _is_same(one.parts, other.parts)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, dict) and list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a container by key; None for anything else."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return None
+
+
+def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]], Any] | None:
+    """What makes another container of the same class around other parts, holding on to none of the present ones.
+
+    None for a class that will not be copied; such an object is passed by reference.
+    """
+    kind = type(container)
+    if kind is dict:
+        return dict
+    if kind is list:
+        return lambda parts: list(parts.values())
+    if isinstance(container, tuple):
+        return functools.partial(_rebuild_tuple, kind, dict(getattr(container, "__dict__", {})))
+    # Another class: a shallow copy keeps what else it carries, and is emptied so that it holds no tensor.
+    put = _put_item if isinstance(container, dict | list) else object.__setattr__
+    try:
+        shell = copy.copy(container)
+        for key in keys:
+            put(shell, key, None)
+    except Exception:
+        return None
+
+    def rebuild(parts: dict[Any, Any]) -> Any:
+        new = copy.copy(shell)
+        for key, part in parts.items():
+            put(new, key, part)
+        return new
+
+    return rebuild
+
+
+def _rebuild_tuple(kind: type, attributes: dict[str, Any], parts: dict[Any, Any]) -> Any:
+    if kind is tuple:
+        return tuple(parts.values())
+    if kind.__module__ == "torch.return_types":  # a struct sequence, which only its own constructor makes
+        return kind(parts.values())
+    new: Any = tuple.__new__(kind, parts.values())
+    if attributes:
+        vars(new).update(attributes)
+    return new
+
+
+def _put_item(container: Any, key: Any, part: Any) -> None:
+    try:
+        container[key] = part
+    except Exception:  # a class that forbids it, for others
+        (dict if isinstance(container, dict) else list).__setitem__(container, key, part)
+
+
+class Fingerprint:
+    """What an object of an unknown class held at one moment: containers, numbers, and tensors with their versions."""
+
+    _MAX_NODES = 10_000
+
+    def __init__(self, value: Any) -> None:
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._mark = self._read(value, 0, {})
+
+    def still_holds(self, value: Any) -> bool:
+        # A dead tensor's id may be in use again, so the ids below say nothing once one has died.
+        if any(ref() is None for ref in self._tensors):
+            return False
+        return Fingerprint(value)._mark == self._mark
+
+    def _read(self, value: Any, depth: int, seen: dict[int, int]) -> Any:
+        if isinstance(value, Tensor):
+            self._tensors.append(weakref.ref(value))
+            return (id(value), _compat.version_of(value))
+        if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
+            return value
+        if isinstance(value, np.ndarray | bytearray):
+            return (id(value), getattr(value, "shape", len(value)), zlib.crc32(bytes(value)))
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if isinstance(value, np.random.Generator):
+            return repr(value.bit_generator.state)
+        if isinstance(value, Iterator):
+            return object()  # equal to nothing: what was read from it is gone
+        if id(value) in seen:
+            return ("seen", seen[id(value)])
+        if isinstance(value, _IMMUTABLE) or depth >= _MAX_DEPTH or len(seen) >= self._MAX_NODES:
+            return id(value)
+        seen[id(value)] = len(seen)
+        if isinstance(value, Mapping):
+            return tuple((id(key), self._read(part, depth + 1, seen)) for key, part in value.items())
+        if isinstance(value, list | tuple | deque):
+            return tuple(self._read(part, depth + 1, seen) for part in value)
+        if isinstance(value, set | frozenset):
+            return frozenset(id(part) for part in value)
+        kind = type(value)
+        attributes = {
+            name: part
+            for name, part in getattr(value, "__dict__", {}).items()
+            if not isinstance(getattr(kind, name, None), functools.cached_property)
+        }
+        slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
+        parts = {**attributes, **{name: getattr(value, name) for name in slots}}
+        return id(value), tuple((name, self._read(part, depth + 1, seen)) for name, part in parts.items())

@@ -1,0 +1,231 @@
+"""What a function can read without being passed it, found from the function alone, as its forward found it.
+
+A module, a bound method's owner, a partial's parts, closure cells, defaults, and the globals its code names, a few
+steps deep. (Recording every op of every forward would find more, and cost more than many regions are worth.)
+
+Modules are restored by `module_state`. A closed-over tensor gets its value back if it is small and has no gradient;
+changed in place otherwise, it is lost. A variable that something else than the forward has bound anew (the variable of
+a loop that a lambda closes over) is bound to the forward's value for the replay. A variable that the forward itself
+binds anew is left alone: counting the runs of a function is what such variables are for.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.replay.module_state import snapshot_of
+
+_MAX_DEPTH = 4
+_MAX_OBJECTS = 500
+_SMALL_BYTES = 256 * 1024
+_ABSENT: Any = object()
+# A bound method of one of these names runs the whole module.
+_WHOLE_MODULE_METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+
+
+class Reach:
+    """Modules (and whether the function surely runs all of each), tensors, generators and variables of a function."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+        self.modules: dict[nn.Module, bool] = {}
+        self.tensors: list[Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.globals: list[tuple[dict[str, Any], str, Any]] = []
+        if isinstance(function, nn.Module):  # by far the most common
+            self.modules[function] = True
+        else:
+            self._seen: set[int] = set()
+            self._add(function, 0, True)
+        for argument in arguments:
+            self._seen = set()
+            self._add(argument, 1, False)
+
+    def _add(self, value: Any, depth: int, whole: bool) -> None:
+        if isinstance(value, nn.Module):
+            self.modules[value] = whole or self.modules.get(value, False)
+        elif isinstance(value, Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, _SKIPPED) or id(value) in self._seen:
+            return
+        elif _is_hidden(value):
+            return
+        elif depth <= _MAX_DEPTH and len(self._seen) < _MAX_OBJECTS:
+            self._seen.add(id(value))
+            self._open(value, depth + 1, whole)
+
+    def _open(self, value: Any, depth: int, whole: bool) -> None:
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._add(part, depth, whole)
+        elif isinstance(value, types.MethodType):
+            if _is_hidden(value.__self__):
+                return
+            self._add(value.__self__, depth, whole and value.__func__.__name__ in _WHOLE_MODULE_METHODS)
+            self._add(value.__func__, depth, False)
+        elif isinstance(value, types.FunctionType):
+            self._open_function(value, depth)
+        elif isinstance(value, dict):
+            for part in list(value.values()):
+                self._add(part, depth, False)
+        elif isinstance(value, list | tuple | set | frozenset):
+            for part in list(value):
+                self._add(part, depth, False)
+        elif hasattr(value, "__wrapped__"):  # functools.lru_cache and other decorators
+            self._add(value.__wrapped__, depth, False)
+        else:
+            if callable(value):
+                self._add(vars(type(value)).get("__call__"), depth, False)
+            for part in list(getattr(value, "__dict__", {}).values()):
+                self._add(part, depth, False)
+
+    def _open_function(self, function: types.FunctionType, depth: int) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                contents = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            self.cells.append((cell, contents))
+            self._add(contents, depth, False)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(default, depth, False)
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                if not isinstance(value, _SKIPPED):
+                    self.globals.append((function.__globals__, name, value))
+                    self._add(value, depth, False)
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether this is one of an engine's own books, which lead to the whole model and hold nothing a layer reads."""
+    return getattr(type(value), "hidden_from_replay", False)
+
+
+_SKIPPED = (
+    *(types.ModuleType, types.BuiltinFunctionType, type, str, bytes),
+    *(torch.dtype, torch.device, torch.Size),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Names that code, and functions made inside it, may look up in globals."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return frozenset(names)
+
+
+class FunctionState:
+    """Everything in a function's reach, from just before its forward to its last replay."""
+
+    __slots__ = (
+        *(
+            "_cells",
+            "_copied",
+            "_copies",
+            "_generators",
+            "_globals",
+            "_is_done",
+            "_runs_all",
+            "_snapshots",
+            "_versions",
+        ),
+        *("_watched",),
+    )
+
+    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+        reach = Reach(function, arguments)
+        self._snapshots = list(map(snapshot_of, reach.modules))
+        self._runs_all = list(reach.modules.values())
+        self._is_done = False
+        self._generators = reach.generators
+        small = [tensor for tensor in reach.tensors if _is_small_state(tensor)]
+        self._copied = list({id(tensor): tensor for tensor in small}.values())
+        self._watched = [tensor for tensor in reach.tensors if not _is_small_state(tensor)]
+        self._copies, self._versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
+        self._cells, self._globals = reach.cells, reach.globals
+
+    def devices(self) -> set[torch.device]:
+        return {tensor.device for tensor in self._watched}.union(*(each.devices() for each in self._snapshots))
+
+    def generators(self) -> list[torch.Generator]:
+        return [*self._generators, *(generator for each in self._snapshots for generator in each.generators())]
+
+    def forward_done(self, *, runs_all: bool) -> FunctionState:
+        """This, with what the forward wrote and bound noted."""
+        self._is_done = True
+        pairs = zip(self._snapshots, self._runs_all, strict=True)
+        self._snapshots = [snapshot.forward_done(runs_all=runs_all) for snapshot, runs_all in pairs]
+        self._versions = [*self._versions, *_compat.versions_of(self._watched)]
+        self._cells = [found for found in self._cells if _contents(found[0]) is found[1]]
+        self._globals = [found for found in self._globals if found[0].get(found[1]) is found[2]]
+        return self
+
+    def lost(self) -> list[tuple[str, Tensor]]:
+        """Tensors changed in place since the forward, with no copy to go back to: what they are called, and they."""
+        found = [each for snapshot in self._snapshots for each in snapshot.lost()]
+        if not self._is_done:
+            return found
+        for tensor, version in zip(self._watched, self._versions[len(self._copied) :], strict=True):
+            if _compat.version_of(tensor) != version:
+                found.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
+        return found
+
+    def restore(self) -> Callable[[], None]:
+        """Put everything back to what the forward found; call the result to have all as it is now."""
+        cells = [(cell, live) for cell, contents in self._cells if (live := _contents(cell)) is not contents]
+        names = [
+            (place, name, live)
+            for place, name, value in self._globals
+            if (live := place.get(name, _ABSENT)) is not value
+        ]
+        values, versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
+        undo_modules = [snapshot.restore() for snapshot in self._snapshots]
+
+        def undo() -> None:
+            for undo_module in reversed(undo_modules):
+                undo_module()
+            _compat.overwrite_all(self._copied, values, versions)
+            for cell, live in cells:
+                if live is _ABSENT:
+                    del cell.cell_contents
+                else:
+                    cell.cell_contents = live
+            for place, name, live in names:
+                if live is _ABSENT:
+                    place.pop(name, None)
+                else:
+                    place[name] = live
+
+        for cell, contents in self._cells:
+            if cells:
+                cell.cell_contents = contents
+        if names:
+            for place, name, value in self._globals:
+                place[name] = value
+        _compat.overwrite_all(self._copied, self._copies, self._versions[: len(self._copied)])
+        return undo
+
+
+def _is_small_state(tensor: Tensor) -> bool:
+    is_state = not tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    return is_state and _compat.is_copyable(tensor) and tensor.nbytes <= _SMALL_BYTES
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
