@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import _compat
@@ -65,7 +64,7 @@ def checkpoint(
         # Dynamo knows torch's function by identity, and reads `context_fn` only as something made while tracing.
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = functools.partial(context_fn)
-        return torch.utils.checkpoint.checkpoint(
+        return _compat.torch_checkpoint(
             function, *args, use_reentrant=bool(use_reentrant), debug=debug, early_stop=early_stop, **kwargs
         )
     if not callable(function):
