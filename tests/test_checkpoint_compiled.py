@@ -87,6 +87,50 @@ def test_a_graph_break_inside_a_region() -> None:
     assert torch.equal(ours, plain)
 
 
+def test_divergence_of_a_compiled_function_says_how_graphs_may_differ() -> None:
+    torch._dynamo.reset()
+
+    class Now:
+        is_replay = False
+
+    def region(x: Tensor) -> Tensor:
+        return x[:2].exp() if Now.is_replay else x.exp()
+
+    def message(function: Callable[[Tensor], Tensor]) -> str:
+        Now.is_replay = False
+        output = lowtide.checkpoint(function, torch.randn(3, 4, requires_grad=True))
+        Now.is_replay = True
+        with pytest.raises(lowtide.CheckpointError) as raised:
+            output.sum().backward()
+        return str(raised.value)
+
+    assert "mark_dynamic" in message(torch.compile(region, backend="aot_eager"))
+    assert "mark_dynamic" not in message(region)
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": save_matmuls}, {"determinism_check": "values"}], ids=" ".join)
+def test_compiled_autograd_compiles_as_many_graphs_as_with_torchs(options: dict[str, Any]) -> None:
+    def num_graphs(run: Any) -> int:
+        torch._dynamo.reset()
+        graphs: list[torch.fx.GraphModule] = []
+
+        def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend=compiler, dynamic=True)),
+        ):
+            run(model, torch.randn(1, 4), use_reentrant=False, **options).sum().backward()
+        return len(graphs)
+
+    ours = num_graphs(lowtide.checkpoint)
+    options.pop("determinism_check", None)  # of which torch has no "values"
+    assert ours == num_graphs(torch_checkpoint.checkpoint) > 1
+
+
 # Where `torch.utils.checkpoint.checkpoint` is another function than torch's.
 
 

@@ -30,6 +30,7 @@ def current_frame() -> Any | None:
     return None
 
 
+@never_compiled
 def metadata_of(tensor: Tensor) -> dict[str, Any]:
     """What torch compares of a saved tensor and its recomputation: shape, dtype and device.
 

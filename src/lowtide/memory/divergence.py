@@ -120,6 +120,7 @@ def diverged(
     *,
     preserves_rng: bool,
     changed_state: Sequence[str],
+    is_compiled: bool,
 ) -> ReplayError:
     """torch's finding, the region, the first op that differed, the likely cause and the cure."""
     lines = _trim(str(torch_error)).splitlines()
@@ -128,7 +129,14 @@ def diverged(
         position, before, after = difference
         lines.append(f"first op that differed: number {position}, {before} in the forward, {after} in the replay")
     cause, cure = _cause(difference, preserves_rng, changed_state)
-    return ReplayError("\n".join([*lines, f"likely cause: {cause}", f"what to do: {cure}"]))
+    lines += [f"likely cause: {cause}", f"what to do: {cure}"]
+    if is_compiled:
+        lines.append(
+            "torch.compile: the replay may also have run another compiled graph than the forward, a dynamic instead "
+            "of a static one. Mark sizes that vary with torch._dynamo.mark_dynamic() before the first call "
+            "(https://github.com/pytorch/pytorch/issues/166926)"
+        )
+    return ReplayError("\n".join(lines))
 
 
 def _cause(difference: Difference | None, preserves_rng: bool, changed_state: Sequence[str]) -> tuple[str, str]:

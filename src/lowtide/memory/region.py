@@ -204,6 +204,7 @@ class Region:
             divergence.first_difference(forward_ops, self._replayed_ops()),
             preserves_rng=self._ambient.preserves_rng,
             changed_state=changed,
+            is_compiled="compiled_function" in forward_ops,
         )
 
     def overwritten(self, position: int, metadata: dict[str, Any]) -> Exception | None:
@@ -225,5 +226,6 @@ class Region:
         return divergence.graph_ops(outputs, since)
 
 
+@_compat.never_compiled
 def _metadata_and_values(tensor: Tensor) -> dict[str, Any]:
     return {**frames.metadata_of(tensor), "checksum": checksum(tensor)}
