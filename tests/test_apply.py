@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,6 +240,156 @@ def test_repeated_blocks_are_found() -> None:
     assert list(find_regions(EncoderDecoder(), None)) == both
     stages = ["stage1.0", "stage1.1", *(f"stage2.{i}" for i in range(5))]
     assert list(find_regions(Residual(), None)) == stages
+
+
+def stack(kind: Callable[[], nn.Module], num: int) -> nn.ModuleList:
+    return nn.ModuleList(kind() for _ in range(num))
+
+
+def holding(**children: nn.Module) -> nn.Module:
+    """A module of a class of its own that holds these."""
+    parent = type("Holder", (nn.Module,), {})()
+    for name, child in children.items():
+        parent.add_module(name, child)
+    return parent
+
+
+class FourLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+
+class Experts(FourLinears):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = stack(FourLinears, 8)
+
+
+class OwnWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+
+class Tower(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(8, 8), nn.Embedding(8, 8)
+        self.blocks = nn.Sequential(*stack(FourLinears, num))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
+
+
+class Convolution(nn.Sequential):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(nn.Conv2d(width, out, 1), nn.BatchNorm2d(out), nn.ReLU())
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(Convolution(width, 4), Convolution(4, 4), Convolution(4, out))
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int, num: int) -> None:
+        super().__init__()
+        self.downsample = nn.Conv2d(width, width, 2)
+        self.blocks = nn.ModuleList([Bottleneck(width, 2 * width)])
+        self.blocks.extend(Bottleneck(2 * width, 2 * width) for _ in range(num - 1))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("build", "patterns"),
+    [
+        (lambda num: nn.Sequential(*stack(FourLinears, num)), ["*"]),
+        (lambda num: nn.Sequential(nn.Linear(4, 8), *stack(FourLinears, num), nn.Linear(8, 4)), ["*"]),
+        (lambda num: Tower(num), ["blocks.*"]),
+        (lambda num: holding(model=Tower(num), head=nn.Linear(8, 8)), ["model.blocks.*"]),
+        (lambda num: nn.Sequential(Tower(num), nn.Linear(8, 8)), ["0.blocks.*"]),
+        (lambda num: holding(left=Tower(num), right=Tower(num)), ["left.blocks.*", "right.blocks.*"]),
+        (lambda num: holding(text=Tower(12), image=Tower(num)), ["text.blocks.*", "image.blocks.*"]),
+        (lambda num: nn.Transformer(8, 2, num, num, 8, batch_first=True), ["encoder.layers.*", "decoder.layers.*"]),
+        (lambda num: holding(layers=stack(Experts, num)), ["layers.*"]),
+        (lambda num: holding(layers=nn.ModuleList([FourLinears(), *stack(Experts, num)])), ["layers.*"]),
+        (lambda num: holding(layers=stack(FourLinears, num), heads=stack(lambda: nn.Linear(8, 2), 9)), ["layers.*"]),
+        (lambda num: holding(embed=nn.Linear(8, 8), layers=stack(OwnWeight, num)), ["layers.*"]),
+        (lambda num: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(num))), ["*"]),
+        (lambda num: holding(layers=nn.ModuleDict({f"at{i}": FourLinears() for i in range(num)})), ["layers.at*"]),
+        (lambda num: holding(stages=nn.ModuleList(Stage(8 << i, num) for i in range(4))), ["stages.*.blocks.*"]),
+        (lambda num: holding(stage1=Stage(8, num), stage2=Stage(16, num)), ["stage*.blocks.*"]),
+    ],
+)
+def test_blocks_of_shallow_models(build: Callable[[int], nn.Module], patterns: list[str], num: int) -> None:
+    model = build(num)
+    expected = {
+        name
+        for name, module in model.named_modules()
+        if name and any(matches(pattern, name) for pattern in patterns) and not isinstance(module, nn.Linear)
+    }
+    assert set(find_regions(model, None)) == expected != set()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (holding(block0=FourLinears(), block1=FourLinears(), head=nn.Linear(8, 8)), ["block0", "block1"]),
+        (holding(block0=Experts(), block1=Experts()), ["block0", "block1"]),
+        (holding(first=FourLinears(), second=FourLinears(), last=holding(a=Block(), b=Block())), ["first", "second"]),
+        (holding(layers=stack(FourLinears, 2), pooler=holding(a=Block(), b=Block())), ["layers.0", "layers.1"]),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), ["0", "2"]),
+    ],
+)
+def test_blocks_that_are_attributes_and_layers_without_blocks(model: nn.Module, expected: list[str]) -> None:
+    assert list(find_regions(model, None)) == expected
+
+
+def test_a_block_under_two_names_is_one_block() -> None:
+    layers = stack(FourLinears, 3)
+    model = holding(first=layers[0], layers=layers, encoder=holding(layers=layers))
+    found = list(find_regions(model, None).values())
+    assert len(found) == 3 and all(block in found for block in layers)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "Llama", "T5", "Bart", "Clip", "Llava"])
+def test_blocks_are_those_that_hugging_face_checkpoints(name: str, num: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    size = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": num}
+    text, image = {**size, "vocab_size": 9}, {**size, "image_size": 8, "patch_size": 4}
+    pair = {
+        f"{part}_{key}": value
+        for part in ("encoder", "decoder")
+        for key, value in (("layers", num), ("attention_heads", 2), ("ffn_dim", 16))
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    models = {
+        "Bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**text)),
+        "GPT2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=16, n_head=2, n_layer=num, vocab_size=9, **tokens)
+        ),
+        "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**text)),
+        "T5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=num, num_heads=2, vocab_size=9)
+        ),
+        "Bart": lambda: transformers.BartForConditionalGeneration(
+            transformers.BartConfig(d_model=16, vocab_size=9, **pair)
+        ),
+        "Clip": lambda: transformers.CLIPModel(
+            transformers.CLIPConfig(text_config={**text, **tokens}, vision_config=image)
+        ),
+        "Llava": lambda: transformers.LlavaForConditionalGeneration(
+            transformers.LlavaConfig(
+                text_config=transformers.LlamaConfig(**text), vision_config=transformers.CLIPVisionConfig(**image)
+            )
+        ),
+    }
+    model = models[name]()
+    theirs = [path for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert list(find_regions(model, None)) == theirs != []
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,10 @@ def broken():
     raise ValueError("no such dataset")
 
 
+def asserts():
+    assert False
+
+
 def leaves():
     sys.exit("bye")
 
@@ -95,6 +99,8 @@ no_model = lambda: (1, print, 2)
 no_loss = lambda: (nn.Linear(2, 2), 1, 2)
 no_optimizer = lambda: (nn.Linear(2, 2), print, 2, 3)
 misspelt = lambda: dict(model=nn.Linear(2, 2), loss_fn=print, bacth=1)
+unknown = lambda: dict(model=nn.Linear(2, 2), loss_fn=print, batch=1, lr=1)
+lacking = lambda: dict(model=nn.Linear(2, 2), batch=1)
 number = 3
 
 if __name__ == "__main__":
@@ -215,6 +221,24 @@ def test_explain(plan_file: Path) -> None:
     assert f"{path} is recomputed" in invoke("explain", plan_file, path).stdout
     data = answer("explain", plan_file, path)
     assert data["regions"][0]["path"] == path and all(row["path"].startswith(path) for row in data["values"])
+
+
+def test_explain_without_a_module_lists_the_modules(plan_file: Path, tmp_path: Path) -> None:
+    shown = invoke("explain", plan_file)
+    assert shown.exit_code == 0 and {"0", "1.up", "3"} <= set(shown.stdout.split())
+    assert answer("explain", plan_file)["modules"] == shown.stdout.split()
+    (tmp_path / "empty.json").write_text(lowtide.Plan().to_json())
+    assert invoke("explain", tmp_path / "empty.json").stdout == "It is an empty plan: all is kept.\n"
+
+
+def test_a_file_that_cannot_be_written(plan_file: Path, script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder.py"
+    folder.mkdir()
+    result = invoke("estimate", folder)
+    assert result.exit_code == 2 and "Did you mean" not in result.stderr
+    (tmp_path / "page.html").symlink_to("/dev/full")
+    result = invoke("report", plan_file, "--output", tmp_path / "page.html")
+    assert result.exit_code == 2 and "page.html cannot be written: No space left" in result.stderr
 
 
 def test_sweep_draws(script: Path, tmp_path: Path) -> None:
@@ -367,7 +391,7 @@ def test_version_and_help() -> None:
         (["plan", "{script}:make"], 2, "--budget"),
         (["plan", "{script}:make", "--budget", "1GiB", "--engine", "lazy"], 2, "eager"),
         (["plan", "{script}:make", "--budget", "1GiB", "-o", "{folder}/none/plan.json"], 2, "no folder"),
-        (["plan", "{script}:make", "--budget", "1GiB", "--device", "H1000"], 1, "H100"),
+        (["plan", "{script}:make", "--budget", "1GiB", "--device", "H1000"], 2, "H100"),
         (["plan", "{folder}/trian.py:make", "--budget", "1GiB"], 2, "Did you mean 'train.py'?"),
         (["plan", "{folder}/none/x.py:make", "--budget", "1GiB"], 2, "there is no file"),
         (["plan", "nosuchmodule:make", "--budget", "1GiB"], 2, "no file or module nosuchmodule"),
@@ -388,6 +412,26 @@ def test_version_and_help() -> None:
         (["explain", "{folder}/beside.py", "0"], 1, "beside.py"),
         (["report", "{folder}/plan.json"], 2, "there is no file"),
         (["plna"], 2, "Did you mean 'plan'?"),
+        (["estimate", "{script}:unknown"], 2, "has the unknown 'lr'"),
+        (["estimate", "{script}:lacking"], 2, "lacks 'loss_fn'"),
+        (["estimate", ":make"], 2, "names no script"),
+        (["estimate", ""], 2, "names no script"),
+        (["estimate", "."], 2, "names no script"),
+        (["doctor", "./"], 2, "names no script"),
+        (["estimate", "{script}", "--device", "NOPE"], 2, "--device: 'NOPE' is neither"),
+        (["plan", "{script}", "--budget", "1GiB", "--device", ""], 2, "--device: '' is neither"),
+        (["sweep", "{script}", "--fake", "--device", "NOPE"], 2, "--device: 'NOPE' is neither"),
+        (["plan", "{script}", "--budget", "1GiB", "--lossy", "int9"], 2, "--lossy: 'int9' is no lossy codec. Did you"),
+        (["sweep", "{script}", "--lossy", "nope"], 2, "--lossy: 'nope' is no lossy codec. There are float16"),
+        (["bench", "{script}", "--budget", "1GiB", "--lossy", ""], 2, "--lossy: '' is no lossy codec"),
+        (["plan", "{script}", "--budget", "0"], 2, "--budget: 0 is no memory at all"),
+        (["plan", "{script}", "--budget", "1GiB", "--host", "00"], 2, "--host: 00 is no memory at all"),
+        (["plan", "{script}", "--budget", "1GiB", "--host", "50%"], 2, "--host: '50%' is a share"),
+        (["plan", "{script}", "--budget", "٣"], 2, "--budget: '٣' is not a number of bytes"),
+        (["plan", "{script}", "--budget", "1GiB", "-o", "{folder}"], 2, "is a folder: name the file to write"),
+        (["plan", "{script}", "--budget", "1GiB", "-o", ""], 2, "'.' is a folder"),
+        (["explain", "."], 2, "there is no file '.'"),
+        (["estimate", "{script}:asserts"], 1, "Error: AssertionError (train.py, line"),
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else "",
 )

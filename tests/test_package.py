@@ -22,7 +22,7 @@ LAYERS = [*TORCH_FREE, "_compat", "memory", "tracing", "engines", "__init__"]
 # What a reader of a plan calls on it, `plan.report()`, is imported when it is called: it sits above the plan.
 REPORTED_ON = ["plans", "solvers"]
 PUBLIC_ONLY = ["cli", "demo", "hosts"]
-PUBLIC_MODULES = ["units"]  # beside the names in `lowtide.__all__`
+PUBLIC_MODULES = ["codings", "units"]  # beside the names in `lowtide.__all__`
 
 
 def component(path: Path) -> str:

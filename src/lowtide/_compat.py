@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,39 @@ from torch.utils._pytree import tree_leaves
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def find_torch_checkpoint() -> Callable[..., Any]:
+    """torch's own `checkpoint`, also where another library has put a function of its own in its place.
+
+    Such libraries keep torch's: as another attribute of the module (Unsloth, ms-swift), or as what their function
+    wraps, closes over or is a partial of. If it is not found, the function that is there is returned.
+    """
+    names = vars(torch_checkpoint_module)
+    candidates, seen = [names["checkpoint"], *names.values()], set()
+    for candidate in candidates:  # grows
+        if id(candidate) in seen or not isinstance(candidate, FunctionType | functools.partial):
+            continue
+        seen.add(id(candidate))
+        if _is_torch_checkpoint(candidate):
+            return candidate
+        cells = getattr(candidate, "__closure__", None) or ()
+        candidates += [cell.cell_contents for cell in cells if cell != CellType()]
+        candidates += [getattr(candidate, name, None) for name in ("__wrapped__", "func")]
+    return names["checkpoint"]  # type: ignore[no-any-return]
+
+
+def _is_torch_checkpoint(function: Any) -> bool:
+    """Whether a function is the one that torch defines, under decorators of torch's and nobody else's."""
+    chain = [function]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    spaces = [getattr(each, "__globals__", {}) for each in chain]
+    is_defined_there = spaces[-1] is vars(torch_checkpoint_module) and chain[-1].__name__ == "checkpoint"
+    return is_defined_there and all(str(space.get("__name__")).startswith("torch.") for space in spaces)
+
+
 # Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
-torch_checkpoint = torch_checkpoint_module.checkpoint
+torch_checkpoint = find_torch_checkpoint()
 TorchCheckpointError = torch_checkpoint_module.CheckpointError
 
 

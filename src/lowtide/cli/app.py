@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,10 +81,11 @@ def estimate(
     ] = None,
 ) -> None:
     """Say what a step will take, from fake tensors: nothing is allocated."""
-    allowed = None if budget is None else options.size("--budget", budget)
+    allowed = None if budget is None else options.budget(budget)
     with out.working(2) as stage:
         stage(f"loading {script}")
         job = load(script)
+        options.check_device(device)
         stage("tracing on fake tensors")
         guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer, device=device)
     text, data = showing.estimate(guess, allowed)
@@ -107,19 +110,21 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
 ) -> None:
     """Find the fastest plan within a budget, and say what it does."""
-    allowed = options.size("--budget", budget)
+    allowed = options.budget(budget)
     allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
-    _check_folder(output)
+    _check_file(output)
     with out.working(2) as stage:
         stage(f"loading {script}")
         job = load(script)
+        options.check_device(device)
         stage(f"tracing the step and solving for {budget}")
         if fake or device is not None or engine != "eager":
             found = lowtide.solve(job.trace(fake=fake, device=device), allowed, engine=engine, **allows)
         else:  # knows the model as well as the step
             found = lowtide.plan(job.model, job.loss_fn, *job.args, budget=allowed, optimizer=job.optimizer, **allows)
     if output is not None:
-        output.write_text(found.to_json())
+        with _writing(output):
+            output.write_text(found.to_json())
         out.note(f"Written to {output}. See why: lowtide explain {output} MODULE; see all: lowtide report {output}")
     text, data = showing.plan(found, output)
     for note in data["notes"]:
@@ -150,20 +155,22 @@ def sweep(
     ] = None,
 ) -> None:
     """Show the whole trade-off: plans from the smallest budget to none needed, and the usual alternatives."""
-    wanted = [options.size("--budget", budget) for budget in budgets] if budgets else None
+    wanted = [options.budget(budget) for budget in budgets] if budgets else None
     allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
-    _check_folder(png)
     _check_ending("--png", png, ".png", ".svg", ".pdf")
+    _check_file(png)
     with out.working(3 if png is None else 4) as stage:
         stage(f"loading {script}")
         job = load(script)
+        options.check_device(device)
         stage("tracing the step")
         graph = job.trace(fake=fake, device=device)
         stage("solving for many budgets")
         frontier = lowtide.sweep(graph, wanted, engine=engine, **allows)
         if png is not None:
             stage(f"drawing {png}")
-            frontier.plot().savefig(png)
+            with _writing(png):
+                frontier.plot().savefig(png)
     if png is not None:
         out.note(f"Drawn into {png}")
     out.result(*showing.sweep(frontier, png))
@@ -183,16 +190,24 @@ def explain(
     out: Output,
     file: options.PlanFile,
     module: Annotated[
-        str,
-        typer.Argument(metavar="MODULE", help="A module's name, such as layers.7.", autocompletion=_complete_module),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[MODULE]",
+            help="A module's name, such as layers.7. Left out, the modules are listed.",
+            autocompletion=_complete_module,
+        ),
+    ] = None,
 ) -> None:
     """Say in words what a plan does to the values of a module, and why."""
     found = _read_plan(file)
     known = _known_modules(found)
+    nothing = "It is an empty plan: all is kept."
+    if module is None:
+        out.result("\n".join(known) or nothing, {"modules": known})
+        return
     if module not in known:
         shown = [path for path in known if "." not in path][:8] or known[:8]
-        listed = f"It knows {', '.join(shown)}, and what is inside." if known else "It is an empty plan: all is kept."
+        listed = f"It knows {', '.join(shown)}, and what is inside." if known else nothing
         raise UsageError(f"the plan in {file} knows no module {module!r}.{did_you_mean(module, known)} {listed}")
     out.result(*showing.explanation(found, module))
 
@@ -217,8 +232,8 @@ def report(
 ) -> None:
     """Write a plan's report: one HTML page that needs no network, or a picture, Markdown, a trace."""
     found = _read_plan(file)
-    _check_folder(output)
     _check_ending("--output", output, ".html", ".png", ".md", ".json")
+    _check_file(output)
     if output.resolve() == file.resolve():
         raise UsageError(f"the report would be written over the plan in {file}: choose another --output")
     seen: dict[str, Any] = {}
@@ -234,7 +249,8 @@ def report(
                 raise lowtide.LowtideError(f"a step under the plan could not be measured: {row.problem}")
             seen = {"measured_peak_bytes": row.peak_bytes, "measured_step_s": row.step_s}
         stage(f"writing {output}")
-        written = found.report(output, **seen)
+        with _writing(output):
+            written = found.report(output, **seen)
     data = {"report": str(output), "num_bytes": written.num_bytes, "verdict": written.verdict}
     out.result(str(written), {**data, "notes": list(written.notes), **seen})
 
@@ -253,7 +269,7 @@ def bench(
     """Run your own model plainly, with a checkpoint per block, and inside a budget: peaks, times, gradients."""
     from lowtide.cli.benching import compare
 
-    allowed = options.size("--budget", budget)
+    allowed = options.budget(budget)
     allows = options.moves(host, disk, lossy)
     with out.working(6) as stage:
         stage(f"loading {script}")
@@ -301,8 +317,8 @@ def demo(out: Output) -> None:
 def _read_plan(file: Path) -> lowtide.Plan:
     if not file.is_file():
         folder = file.parent if file.parent.is_dir() else Path()
-        near = did_you_mean(file.name, [found.name for found in folder.glob("*.json")])
-        raise UsageError(f"there is no file {file}.{near} `lowtide plan ... -o plan.json` writes one.")
+        near = did_you_mean(file.name, [found.name for found in folder.glob("*.json") if found.is_file()])
+        raise UsageError(f"there is no file {str(file)!r}.{near} `lowtide plan ... -o plan.json` writes one.")
     try:
         return lowtide.Plan.from_json(file.read_text())
     except UnicodeDecodeError:
@@ -321,10 +337,24 @@ def _known_modules(found: lowtide.Plan) -> list[str]:
     return [path for path in known if path]
 
 
-def _check_folder(file: Path | None) -> None:
+def _check_file(file: Path | None) -> None:
     """Before minutes of work, not after."""
-    if file is not None and not file.parent.is_dir():
+    if file is None:
+        return
+    if file.is_dir():
+        raise UsageError(f"{str(file)!r} is a folder: name the file to write")
+    if not file.parent.is_dir():
         raise UsageError(f"there is no folder {file.parent} to write {file.name} into")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{file} cannot be written: permission denied")
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 def _check_ending(option: str, file: Path | None, *endings: str) -> None:

@@ -84,7 +84,7 @@ def _words(error: BaseException, debug: bool) -> str:
         first_line = str(error).splitlines()[0]
         return f"the device is out of memory: {first_line}\nPlan on fake tensors instead: lowtide plan --fake"
     where = _raised_at(error)
-    shown = f"{_kind(error)}: {error}{f' ({where})' if where else ''}"
+    shown = f"{_kind(error)}{f': {error}' if str(error) else ''}{f' ({where})' if where else ''}"
     return shown if debug else f"{shown}\n--debug shows the traceback."
 
 

@@ -73,7 +73,7 @@ def _argv(path: str) -> Iterator[None]:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
-        scripts = sorted(found.name for found in folder.glob("*.py"))
+        scripts = sorted(found.name for found in folder.glob("*.py") if found.is_file())
         near = did_you_mean(path.name, scripts)
         listed = f" {folder.resolve()} has {', '.join(scripts[:8])}." if scripts and not near else ""
         raise UsageError(f"there is no file {path}.{near}{listed}")
@@ -96,6 +96,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
+    if not all(name.split(".")):  # nothing, or a folder such as `.`
+        raise UsageError(f"{name!r} names no script. Name it and a function in it like train.py:make.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -158,8 +160,11 @@ def _job(found: Any, where: str) -> Job:
         missing = [key for key in _NAMES[:3] if key not in found]
         if unknown or missing:
             near = did_you_mean(str(unknown[0]), _NAMES) if unknown else ""
-            said = [f"has the unknown {unknown[0]!r}"] * bool(unknown) + [f"lacks {missing[0]!r}"] * bool(missing)
-            raise UsageError(f"the dict from {where} {' and '.join(said)}.{near} It holds {', '.join(_NAMES)}.")
+            said = [f"has the unknown {key!r}" for key in unknown[:1]] + [f"lacks {key!r}" for key in missing[:1]]
+            raise UsageError(
+                f"the dict from {where} {' and '.join(said)}.{near} Its keys should be {', '.join(_NAMES[:3])} and, if "
+                f"there is one, {_NAMES[3]}."
+            )
         model, loss_fn, batch, optimizer = (found.get(key) for key in _NAMES)
     elif isinstance(found, (tuple, list)) and len(found) in (3, 4):
         model, loss_fn, batch, optimizer = (*found, None)[:4]

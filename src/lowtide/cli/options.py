@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
+from torch import nn
 
 import lowtide
-from lowtide.cli.failing import UsageError
+from lowtide.cli.failing import UsageError, did_you_mean
+from lowtide.codings import CODINGS
 from lowtide.units import parse_bytes
 
 SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "
@@ -46,18 +49,42 @@ TimeLimit = Annotated[float | None, typer.Option("--time-limit-s", help="Seconds
 _FEWEST_BARE_BYTES = 1024
 
 
-def size(option: str, typed: str) -> int | str:
-    """`typed` as lowtide takes it: an int, or text with a unit. A typo is an error that suggests what was meant."""
+def size(option: str, typed: str, *, total_bytes: int | None = None) -> int | str:
+    """`typed` as lowtide takes it: an int, or text with a unit. A typo is an error that suggests what was meant.
+
+    A share such as 80% is an error without `total_bytes`.
+    """
     text = typed.strip()
-    if text.isdecimal():
+    if text.isascii() and text.isdecimal():
+        if int(text) == 0:
+            raise UsageError(f"{option}: {typed} is no memory at all. Write a size with a unit, such as 12GiB.")
         if int(text) < _FEWEST_BARE_BYTES:
             raise UsageError(f"{option}: {typed} would be {text} bytes. Did you mean {text}GiB?")
         return int(text)
     try:
-        parse_bytes(text, total_bytes=1 << 62)
+        parse_bytes(text, total_bytes=total_bytes)
     except lowtide.UnitError as error:
         raise UsageError(f"{option}: {error}{_meant(text)}") from None
     return text
+
+
+def budget(typed: str) -> int | str:
+    """`--budget` as lowtide takes it; how much a share comes to is seen later, when the device is known."""
+    return size("--budget", typed, total_bytes=1 << 62)
+
+
+def check_device(name: str | None) -> None:
+    """Raise if `--device` names no device, seen by tracing a step of one layer for it.
+
+    To be called after the script is loaded, which may register devices of its own.
+    """
+    if name is None:
+        return
+    model = nn.Linear(1, 1)
+    try:
+        lowtide.trace(model, lambda x: model(x).sum(), torch.ones(1, 1), mode="fake", device=name)
+    except RuntimeError as error:
+        raise UsageError(f"--device: {error}") from None
 
 
 def _meant(text: str) -> str:
@@ -76,6 +103,9 @@ def given(**options: Any) -> dict[str, Any]:
 
 def moves(host: str | None, disk: str | None, lossy: str | None) -> dict[str, Any]:
     """What a plan may do besides recomputing, as `lowtide.solve` takes it: only what was asked for."""
+    if lossy is not None and lossy not in CODINGS:
+        near = did_you_mean(lossy, CODINGS)
+        raise UsageError(f"--lossy: {lossy!r} is no lossy codec.{near} There are {', '.join(CODINGS)}.")
     return given(
         host=None if host is None else size("--host", host),
         disk=None if disk is None else size("--disk", disk),

@@ -15,7 +15,7 @@ from lowtide.engines import _compat
 from lowtide.engines.choosing import Chooser
 from lowtide.engines.firstforward import FirstForward
 from lowtide.engines.plannedgraphs import PlannedGraph
-from lowtide.engines.regions import find_regions
+from lowtide.engines.regions import find_regions, is_block
 from lowtide.engines.sessions import NOTHING_YET, Session
 from lowtide.errors import LowtideError
 from lowtide.units import parse_bytes
@@ -152,7 +152,7 @@ def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
     if regional is False:
         return []
     try:
-        found = [module for module in find_regions(model, None).values() if _is_worth_a_graph(module)]
+        found = [module for module in find_regions(model, None).values() if is_block(module)]
     except ValueError:
         found = []
     if regional and not found:
@@ -160,12 +160,7 @@ def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
             f"regional=True compiles repeated blocks, and {type(model).__name__} has none. Leave it out, or compile "
             "the whole model with regional=False"
         )
-    return found
-
-
-def _is_worth_a_graph(module: nn.Module) -> bool:
-    """Not a layer of torch's own that is a kernel or two, such as nn.Linear."""
-    return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
+    return found if regional or len(found) > 1 else []  # a single block is compiled with the rest of the model
 
 
 def _host_bytes(host: int | str, blocks: list[nn.Module]) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from itertools import groupby
 from typing import Any
 
 from torch import nn
 
-# Containers hold layers; they are none themselves.
+from lowtide import _compat
+
+# Containers hold layers. A Sequential may also be one.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -62,35 +64,101 @@ def _test(selector: Any) -> Callable[[str, nn.Module], bool]:
     raise TypeError(f"regions takes patterns, module classes and predicates (name, module) -> bool, not {selector!r}")
 
 
-def _runs(model: nn.Module, prefix: str = "") -> list[dict[str, nn.Module]]:
-    """Runs of two or more neighbours of one class, from the outside in; nothing inside a member of a run."""
-    runs: list[dict[str, nn.Module]] = []
-    for kind, group in groupby(model.named_children(), key=lambda child: type(child[1])):
-        members = {f"{prefix}{name}": child for name, child in group}
-        has_weights = any(True for child in members.values() for _ in child.parameters())
-        inner = [run for name, child in members.items() for run in _runs(child, f"{name}.")]
-        is_run = len(members) > 1 and has_weights and kind is not nn.Module and not issubclass(kind, _CONTAINERS)
-        # Two stacks side by side (an encoder and a decoder of one class) are no layers; their layers are.
-        if is_run and not (len(members) == 2 and any(len(run) > 2 for run in inner)):
-            runs.append(members)
-        else:
-            runs += inner
-    return runs
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is a block: it has weights, and is more than one of torch's own layers or a subclass of one."""
+    bases = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    is_torchs = any(base.__module__.startswith("torch.nn.") for base in bases)
+    return _has_weights(module) and (_is_composite(module) or not is_torchs)
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The longest run, and the other runs that are stacks too: of the same class, or at least half as long."""
-    runs = _runs(model)
-    if not runs:
-        return {}
-    longest = max(runs, key=len)
-    kind = type(next(iter(longest.values())))
-    found: dict[str, nn.Module] = {}
-    for run in runs:
-        same_class = type(next(iter(run.values()))) is kind
-        if same_class or (2 * len(run) >= len(longest) and all(any(m.children()) for m in run.values())):
-            found |= run
+    """The model's blocks; where it has none, the layers that its containers hold two or more of."""
+    blocks = _blocks(model) or _single_layers(model)
+    inside = {id(module) for block in blocks for module in block.modules() if module is not block}
+    chosen = {id(block) for block in blocks} - inside
+    return {name: module for name, module in model.named_modules() if id(module) in chosen}
+
+
+def _blocks(module: nn.Module, *, beside_stack: bool = False) -> list[nn.Module]:
+    """The outermost blocks inside a module.
+
+    A block is a member of a container, or one of several attributes of one class. The number of members does not
+    matter in a container: a stack of one layer is a stack. Inside of a module beside a stack, such as a pooler after
+    the layers, attributes of one class are taken for its parts.
+    """
+    groups = _by_class(module)
+    is_container = isinstance(module, _CONTAINERS)
+    found: list[nn.Module] = []
+    others: list[nn.Module] = []
+    for group in groups.values():
+        is_stack = (is_container or not beside_stack) and _is_stack(module, group, groups)
+        (found if is_stack else others).extend(group.values())
+    for child in sorted(others, key=lambda child: not isinstance(child, _CONTAINERS)):
+        inner = _blocks(child, beside_stack=beside_stack or bool(found))
+        # A Sequential of single layers, in a container, is a block as well.
+        is_whole = not inner and is_container and isinstance(child, nn.Sequential)
+        found += [child] if is_whole else inner
     return found
+
+
+def _is_stack(parent: nn.Module, group: dict[str, nn.Module], groups: dict[type, dict[str, nn.Module]]) -> bool:
+    """Whether children of one class are blocks, and not stages or towers that hold blocks."""
+    members = list(group.values())
+    in_container = isinstance(parent, _CONTAINERS)
+    if isinstance(members[0], _CONTAINERS) or not all(map(is_block, members)):
+        return False
+    if not in_container and (len(members) == 1 or not all(map(_is_composite, members))):
+        return False
+    inner = [_last_of_stack(member) for member in members]
+    if any(last is None for last in inner):
+        return True  # nothing that repeats inside
+    if len(members) == 1:  # a layer beside layers of other classes, or a backbone: Sequential(Backbone(), Head())
+        others = [child for group in groups.values() for child in group.values() if child is not members[0]]
+        is_layer = any(is_block(child) and _last_of_stack(child) is None for child in others)
+        return not others or (is_layer and not isinstance(parent, nn.Sequential))
+    is_numbered = in_container or len({re.sub(r"\d+", "", name) for name in group}) == 1
+    # The width changes from stage to stage, so their last blocks differ. Experts inside of blocks are alike, and so are
+    # the last convolutions of the blocks of one stage.
+    return is_numbered and len({_shapes(last) for last in inner if last is not None}) < len(members)
+
+
+def _last_of_stack(module: nn.Module) -> nn.Module | None:
+    """The last block of the outermost container in a module that holds blocks of one class only."""
+    for below in module.modules():
+        members = [child for child in below.children() if _has_weights(child)]
+        if isinstance(below, _CONTAINERS) and len({type(member) for member in members}) == 1 and is_block(members[-1]):
+            return members[-1]
+    return None
+
+
+def _single_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers without layers inside, such as nn.Linear, of which a container holds several of one class."""
+    containers = (module for module in model.modules() if isinstance(module, _CONTAINERS))
+    groups = (group for container in containers for group in _by_class(container).values())
+    return [layer for group in groups if len(group) > 1 for layer in group.values()]
+
+
+def _by_class(module: nn.Module) -> dict[type, dict[str, nn.Module]]:
+    """The children that have weights, by class."""
+    groups: dict[type, dict[str, nn.Module]] = {}
+    for name, child in module.named_children():
+        if _has_weights(child):
+            groups.setdefault(type(child), {})[name] = child
+    return groups
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(map(_has_weights, module.children()))
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Names and shapes of all parameters; a lazy one has no shape yet."""
+    named = module.named_parameters()
+    return tuple((name, None if _compat.is_uninitialized(each) else each.shape) for name, each in named)
 
 
 def _overview(model: nn.Module) -> str:
