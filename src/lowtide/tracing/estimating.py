@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
 from lowtide.graph import StepGraph
+from lowtide.memory.exclusive import one_at_a_time
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.solving import Search
 from lowtide.tracing.eager import trace
@@ -60,6 +61,7 @@ class Estimate:
         return "\n".join(["predicted, nothing allocated", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
+@one_at_a_time
 def estimate(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
