@@ -36,7 +36,7 @@ class Wrapper(torch.optim.Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.optimizer.step(closure)
 
 
@@ -57,7 +57,7 @@ class Lookahead(torch.optim.Optimizer):
         self.norms: deque[Any] = deque(maxlen=4)
         self.num_steps = {"all": 0}
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.inner.step()
         self.num_steps["all"] += 1
         self.norms.append(self.slow[0].norm())
@@ -72,7 +72,7 @@ class Several(torch.optim.Optimizer):
         super().__init__([p for each in inner for group in each.param_groups for p in group["params"]], {})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for each in self.inner:
             each.step()
 

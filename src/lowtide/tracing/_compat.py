@@ -126,6 +126,18 @@ def quiet_fakes() -> Iterator[None]:
         logger.disabled = was
 
 
+def fake_kernel(op: Any) -> Callable[..., Any]:
+    """What runs an op on fake tensors: the op itself, or a kernel for what torch's fake version of it refuses."""
+    return _fake_grouped_mm if op is torch.ops.aten._grouped_mm.default else op
+
+
+def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """`_grouped_mm` in any dtype that its kernels take. torch 2.13's fake version takes bfloat16 alone."""
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+
+    return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+
 def fake_errors() -> tuple[type[Exception], ...]:
     """What fake tensors raise where only real numbers would tell: sizes or branches that depend on data."""
     from torch._subclasses import fake_tensor

@@ -46,6 +46,10 @@ _MARK = "lowtide::op"
 _NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
 
 
+class FakeTraceError(TraceError):
+    """A step that does not run on fake tensors; it may on real ones."""
+
+
 @one_at_a_time
 def trace(
     model: nn.Module,
@@ -196,10 +200,10 @@ def _record_fake(
     except Exception as error:
         if isinstance(error, _compat.fake_errors()) and not reports:
             raise
-        raise TraceError(
+        raise FakeTraceError(
             f"the step cannot be traced on fake tensors: {type(error).__name__}: {str(error)[:300]}\n"
             "Where it runs on real ones, what it does depends on numbers in its tensors, or on a kernel without a fake "
-            "version: use mode='real'."
+            "version: `trace` with mode='real', `plan` and `fit` run real steps."
         ) from error
     finally:
         restorer.restore()

@@ -169,8 +169,12 @@ class Recorder(_compat.DispatchMode):
         call, forward_op = self._place()
         allocated = self._meter()[0] if self._meter is not None else 0
         before = self._clock.mark()
-        if self._mark is None:
-            out = answer if is_answered else func(*args, **kwargs)
+        if is_answered:
+            out = answer
+        elif self._shadows is not None:
+            out = _compat.fake_kernel(func)(*args, **kwargs)
+        elif self._mark is None:
+            out = func(*args, **kwargs)
         else:
             with torch.profiler.record_function(self._mark):
                 out = func(*args, **kwargs)
