@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
@@ -364,6 +365,22 @@ class StorageReference:
         """The storage, which is alive, as a tensor from its beginning."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.id)
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, stride)
+
+
+def profiler_is_active() -> bool:
+    """Whether a profiler runs in any thread of this process, or is about to: in the warm-up of its schedule.
+
+    To start another one would end it. Obsolete when torch's profilers nest, or when torch tells whether one is active.
+    """
+    profiler = torch.autograd.profiler
+    return profiler._is_profiler_enabled or any(
+        type(each) is profiler.profile and each.entered and each.kineto_results is None for each in gc.get_objects()
+    )
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """The same number for every Python object of one generator: a dispatch mode is given another one each time."""
+    return generator._cdata
 
 
 def storage_id(tensor: Tensor) -> int:

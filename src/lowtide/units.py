@@ -45,6 +45,22 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
     return int(number * _BYTES_PER_UNIT[unit])
 
 
+def check_bytes(size: int | str) -> None:
+    """Raise unless `size` can be read, whatever a share (`"80%"`) will be of."""
+    parse_bytes(size, total_bytes=1 << 40)
+
+
+def check_seconds(seconds: float, name: str) -> None:
+    """Raise unless the option of that name is a number of seconds.
+
+    >>> check_seconds(10, "time_limit_s")
+    """
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:
+        error = ValueError if is_number else TypeError
+        raise error(f"{name} is a number of seconds, above 0, such as 10.0, not {seconds!r:.80}")
+
+
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` in the largest binary unit that leaves at least 1: `1536` is `1.5 KiB`."""
     number, unit = in_bytes_unit(num_bytes)

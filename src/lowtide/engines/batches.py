@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.eager import refuse_other_checkpointing
-from lowtide.engines.fitting import measured_peak
+from lowtide.engines.fitting import can_measure, measured_peak
 from lowtide.engines.matching import with_parameters
 from lowtide.engines.planned import apply_plan
 from lowtide.engines.replanning import Limits
 from lowtide.engines.shapes import Shapes, watched_inputs
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph import StepGraph
+from lowtide.memory.exclusive import one_at_a_time
 from lowtide.plans import Plan
 from lowtide.tracing import checks
 from lowtide.tracing.eager import trace
-from lowtide.tracing.restoring import generator_states, set_generator_states
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.tracing.restoring import generator_states, noted_generators, set_generator_states
+from lowtide.units import check_bytes, format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -37,6 +38,7 @@ class LargestBatch(int):
     measured_peak_bytes: int | None = None
 
 
+@one_at_a_time
 def max_batch(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
@@ -65,21 +67,28 @@ def max_batch(
     True
     """
     checks.arguments(model, loss_fn, "fake")
-    if most < 1:
-        raise ValueError(f"most is a number of samples, 1 or more, not {most}")
+    if not callable(make_batch):
+        raise TypeError(
+            f"make_batch is a function that makes a batch of n samples, such as lambda n: torch.randn(n, 64), not "
+            f"{type(make_batch).__name__}"
+        )
+    if not isinstance(most, int) or most < 1:
+        raise ValueError(f"most is a number of samples, 1 or more, not {most!r:.80}")
+    check_bytes(budget)
     refuse_other_checkpointing(model)
     limits = Limits(host, disk, lossy, time_limit_s)
     device = checks.device_of(model, ())
     states_device = None if device.type in ("cpu", "meta") else device
     states = generator_states(states_device)
     search = _Search(model, loss_fn, make_batch, budget, optimizer, limits)
+    confirm = confirm and device.type != "meta" and can_measure(device)
     try:
         largest = search.largest(most)
-        for _ in range(_MOST_ROUNDS if confirm and device.type != "meta" else 0):
+        for _ in range(_MOST_ROUNDS if confirm else 0):
             if search.confirm(largest):
                 return largest
             largest = search.largest(max(1, largest - 1))
-        if confirm and device.type != "meta":
+        if confirm:
             raise InfeasibleBudgetError(
                 f"no batch kept the measured peak within {format_bytes(search.allowed_bytes)} in {_MOST_ROUNDS} rounds",
                 search.allowed_bytes,
@@ -98,6 +107,7 @@ class _Search:
         self._model, self._loss_fn, self._make_batch = model, loss_fn, make_batch
         self._budget, self._optimizer, self._limits = budget, optimizer, limits
         self._graphs: dict[int, tuple[StepGraph, Shapes]] = {}
+        self._generators: list[torch.Generator] = []
         self._excess_bytes = 0
         self.allowed_bytes = 0
 
@@ -126,7 +136,8 @@ class _Search:
         args = self._args(largest)
         try:
             with apply_plan(self._model, largest.plan):
-                peak = measured_peak(self._model, self._loss_fn, args, self._graphs[largest][0], self._optimizer)
+                graph = self._graphs[largest][0]
+                peak = measured_peak(self._model, self._loss_fn, args, graph, self._optimizer, self._generators)
         except torch.OutOfMemoryError:
             self._excess_bytes += max(1, int(_AFTER_OUT_OF_MEMORY * self.allowed_bytes))
             return False
@@ -140,9 +151,10 @@ class _Search:
 
     def _fitting(self, size: int) -> Plan | InfeasibleBudgetError:
         if size not in self._graphs:
-            with watched_inputs(self._model) as inputs:
+            with watched_inputs(self._model) as inputs, noted_generators() as generators:
                 graph = trace(self._model, self._loss_fn, *self._args(size), optimizer=self._optimizer, mode="fake")
             self._graphs[size] = graph, inputs[-1] if inputs else ()
+            self._generators += generators
         graph, shapes = self._graphs[size]
         self.allowed_bytes = parse_bytes(self._budget, total_bytes=graph.hardware.memory_bytes or None)
         try:

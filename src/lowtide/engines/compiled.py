@@ -18,7 +18,9 @@ from lowtide.engines.plannedgraphs import PlannedGraph
 from lowtide.engines.regions import find_regions, is_block
 from lowtide.engines.sessions import NOTHING_YET, Session
 from lowtide.errors import LowtideError
-from lowtide.units import parse_bytes
+from lowtide.tracing import checks
+from lowtide.tracing.optimizers import plain_optimizer
+from lowtide.units import check_bytes, check_seconds, parse_bytes
 
 _OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -37,7 +39,7 @@ def backend(
     """
     try:
         session, compiler = _session_of(options), _compiler(options or {}, mode)
-    except LowtideError as error:
+    except (LowtideError, TypeError, ValueError) as error:
         return functools.partial(_refuse, error)  # raised here, Dynamo would wrap it in an error of its own
     return _graph(session, compiler, module, inputs)
 
@@ -65,10 +67,10 @@ def compile(
     statistics are reset for it), and where it is over the budget, or well under it, other variants are compiled.
     A model that was compiled so before is compiled anew.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compile() works on an nn.Module, not {type(model).__name__}")
-    _check_budget(budget)
-    _check_options(options or {}, own=())
+    checks.module(model)
+    check_bytes(budget)  # what cannot be read is an error now, not in the first forward
+    _check_options({} if options is None else options, own=())
+    optimizer = plain_optimizer(optimizer, model)
     blocks = _blocks(model, regional)
     host_bytes = _host_bytes(host, blocks)
     chooser = Chooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model))
@@ -112,15 +114,19 @@ class _Put:
 
 
 def _session_of(options: Mapping[str, Any] | None) -> Session:
+    if options is not None:
+        _check_mapping(options)
     if not options or "budget" not in options:
         raise LowtideError(
             "the lowtide backend needs a budget: torch.compile(model, backend='lowtide', options={'budget': '12GiB'})"
         )
     session = _by_options.get(id(options))
     if session is None:
-        _check_budget(options["budget"])
+        check_bytes(options["budget"])
         _check_options(options, own=_OWN_OPTIONS)
-        chooser = Chooser(options.get("optimizer"), time_limit_s=options.get("time_limit_s", 10.0))
+        time_limit_s = options.get("time_limit_s", 10.0)
+        check_seconds(time_limit_s, "time_limit_s")
+        chooser = Chooser(plain_optimizer(options.get("optimizer")), time_limit_s=time_limit_s)
         session = Session(options["budget"], chooser=chooser)
         session.options = options
         _by_options[id(options)] = session
@@ -128,11 +134,13 @@ def _session_of(options: Mapping[str, Any] | None) -> Session:
     return session
 
 
-def _check_budget(budget: int | str) -> None:
-    parse_bytes(budget, total_bytes=1 << 40)  # what cannot be read is an error now, not in the first forward
+def _check_mapping(options: object) -> None:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options is a dict of options by their names, not {options!r:.80}")
 
 
 def _check_options(options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
+    _check_mapping(options)
     if "host" in options or (not own and any(name in _OWN_OPTIONS for name in options)):
         names = ", ".join(name for name in options if name in (*_OWN_OPTIONS, "host"))
         raise LowtideError(
@@ -182,7 +190,11 @@ def _tensor_bytes(model: nn.Module) -> int:
 
 def _compiler(options: Mapping[str, Any], mode: str | None = None, dynamic: bool | None = None) -> Callable[..., Any]:
     inductors = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
-    patches = {**_compat.mode_options(mode or options.get("mode"), dynamic), **inductors}
+    wanted = mode or options.get("mode")
+    try:
+        patches = {**_compat.mode_options(wanted, dynamic), **inductors}
+    except (RuntimeError, TypeError) as error:  # a mode that torch does not know, or that no dict can have
+        raise ValueError(f"mode is one of torch.compile's, such as 'max-autotune', not {wanted!r:.80}") from error
     return lambda module, inputs, partition: _compat.compile_with_inductor(module, inputs, partition, patches)
 
 
@@ -190,5 +202,5 @@ def _graph(session: Session, compiler: Callable[..., Any], module: Any, inputs: 
     return PlannedGraph(session, module, inputs, compiler)
 
 
-def _refuse(error: LowtideError, *args: Any) -> Any:
+def _refuse(error: Exception, *args: Any) -> Any:
     raise error.with_traceback(None)

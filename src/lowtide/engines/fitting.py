@@ -17,6 +17,7 @@ from lowtide.engines.replanning import Limits, Planner
 from lowtide.engines.shapes import Shapes, shapes_of, watched_inputs
 from lowtide.errors import InfeasibleBudgetError, TraceError
 from lowtide.graph import StepGraph
+from lowtide.memory.exclusive import one_at_a_time
 from lowtide.memory.measuring import Measured, measure
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
@@ -24,8 +25,8 @@ from lowtide.tracing import _compat, checks
 from lowtide.tracing.eager import trace
 from lowtide.tracing.optimizers import present_state_bytes
 from lowtide.tracing.records import tensors_in
-from lowtide.tracing.restoring import Restorer
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.tracing.restoring import Restorer, noted_generators
+from lowtide.units import check_bytes, format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -35,6 +36,7 @@ _ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "dis
 _ALWAYS_SHOWN = ("keep", "recompute", "host")
 
 
+@one_at_a_time
 def plan(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
@@ -59,11 +61,13 @@ def plan(
     >>> found.regions
     ()
     """
+    check_bytes(budget)
     limits = Limits(host, disk, lossy, time_limit_s)
     traced = _trace_highest(model, loss_fn, _examples(args, also), optimizer)
     return _described(limits.solve(traced.graph, budget), model, traced)
 
 
+@one_at_a_time
 def fit(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
@@ -93,12 +97,14 @@ def fit(
     >>> handle = lowtide.fit(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
     >>> handle.remove()
     """
+    check_bytes(budget)
     limits = Limits(host, disk, lossy, time_limit_s)
     examples = _examples(args, also)
     traced = _trace_highest(model, loss_fn, examples, optimizer)
     graph = corrected = traced.graph
     allowed = parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None)
     device, peak = checks.device_of(model, args), 0
+    verify = verify and can_measure(device)
     for _ in range(_MOST_ROUNDS):
         found = _described(limits.solve(corrected, allowed), model, traced)
         handle: AppliedPlan | None = None
@@ -107,7 +113,7 @@ def fit(
             _prepare_for_more(handle, traced, examples, corrected, allowed, limits, optimizer)
             if not verify:
                 return _logged(handle, allowed)
-            measured = [_measured_step(model, loss_fn, example, device) for example in examples]
+            measured = [_measured_step(model, loss_fn, example, device, traced.generators) for example in examples]
             peak = max(_whole_peak(each, graph, model, optimizer, device) for each in measured)
         except torch.OutOfMemoryError:
             _remove(handle)
@@ -138,6 +144,7 @@ class _Traced:
     index: int
     graph: StepGraph
     inputs: list[Shapes]  # in any of the examples, the largest last
+    generators: list[torch.Generator]  # that any of the examples draws from, beside torch's default ones
 
 
 def _examples(args: tuple[Any, ...], also: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -154,12 +161,12 @@ def _trace_highest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...
     checks.arguments(model, loss_fn, "auto")
     refuse_other_checkpointing(model)
     index = 0
-    with watched_inputs(model) as inputs:
+    with watched_inputs(model) as inputs, noted_generators() as generators:
         if len(examples) > 1:
             peaks = [simulate(_trace_cheaply(model, loss_fn, each, optimizer)).peak_bytes for each in examples]
             index = peaks.index(max(peaks))
         graph = trace(model, loss_fn, *examples[index], optimizer=optimizer)
-    return _Traced(index, graph, inputs)
+    return _Traced(index, graph, inputs, generators)
 
 
 def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any) -> StepGraph:
@@ -202,17 +209,32 @@ def _remove(handle: AppliedPlan | None) -> None:
         handle.remove()
 
 
-def measured_peak(model: nn.Module, loss_fn: Any, args: Any, graph: StepGraph, optimizer: Any) -> int:
-    """The measured peak of the whole step as the model is now; nothing is left of it."""
+def can_measure(device: torch.device) -> bool:
+    """Whether peaks can be measured here and now; a warning says so where not."""
+    if device.type != "cpu" or not _compat.profiler_is_active():
+        return True
+    logger.warning("the peak is predicted and not measured: a torch.profiler is active, and on the CPU it cannot nest")
+    return False
+
+
+def measured_peak(
+    model: nn.Module, loss_fn: Any, args: Any, graph: StepGraph, optimizer: Any, generators: Iterable[torch.Generator]
+) -> int:
+    """The measured peak of the whole step as the model is now; nothing is left of it. `generators` are put back."""
     device = checks.device_of(model, args)
-    return _whole_peak(_measured_step(model, loss_fn, args, device), graph, model, optimizer, device)
+    measured = _measured_step(model, loss_fn, args, device, generators)
+    return _whole_peak(measured, graph, model, optimizer, device)
 
 
-def _measured_step(model: nn.Module, loss_fn: Any, args: Any, device: torch.device) -> Measured:
+def _measured_step(
+    model: nn.Module, loss_fn: Any, args: Any, device: torch.device, generators: Iterable[torch.Generator]
+) -> Measured:
     """A step under the plan, measured and timed, with nothing left of it."""
     restorer = Restorer(model, loss_fn, tensors_in(args), device)
     for tensor in (*model.buffers(), *tensors_in(args)):
         restorer.before_write(tensor)
+    for generator in generators:
+        restorer.before_write(generator)
     gradients: dict[int, tuple[Tensor, Tensor]] = {}  # with copies on the host, where they are not measured
 
     def put_aside(leaves: Iterable[Tensor]) -> None:

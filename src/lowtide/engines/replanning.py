@@ -23,10 +23,12 @@ from lowtide.engines.shapes import Shapes, num_elements, watched_inputs
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
+from lowtide.solvers.pressing import lossy_codecs
 from lowtide.solvers.solving import solve
 from lowtide.tracing.eager import trace
 from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.records import tensors_in
+from lowtide.units import check_seconds, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ class Limits:
     disk: int | str = 0
     lossy: Any = None
     time_limit_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        # What cannot be read is an error now, before anything is traced.
+        parse_bytes(self.host)
+        parse_bytes(self.disk)
+        lossy_codecs(self.lossy)
+        check_seconds(self.time_limit_s, "time_limit_s")
 
     def solve(self, graph: StepGraph, budget: int | str) -> Plan:
         limit_s = self.time_limit_s

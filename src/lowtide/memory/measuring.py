@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.memory.exclusive import one_at_a_time
 from lowtide.memory.meter import cpu_allocation_totals
 from lowtide.units import format_bytes, format_seconds
 
@@ -48,6 +49,7 @@ class Measured:
         return f"{peak} ({kinds}), {format_seconds(self.seconds)}"
 
 
+@one_at_a_time
 def measure(function: Callable[[], Any], *, device: torch.device | str | None = None, repeat: int = 1) -> Measured:
     """Call `function` and say what it allocated at most on `device` (default: the accelerator, else the CPU), and when.
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from lowtide import _compat
+from lowtide.errors import LowtideError
+
 _CPU_DEVICE_TYPE = 0
 
 
@@ -48,7 +51,9 @@ def _allocations(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
 
 
 def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The events of torch.profiler's trace of `call()`."""
+    """The events of torch.profiler's trace of `call()`. A second profiler would end one that is active."""
+    if _compat.profiler_is_active():
+        raise LowtideError("memory on the CPU is measured by torch.profiler, and one is active: measure outside of it")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler reports its own housekeeping

@@ -27,6 +27,7 @@ from lowtide.solvers.chain import first_fitting
 from lowtide.solvers.cutting import Moment
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.moments import peak_op
+from lowtide.units import check_seconds
 
 _MOST_CUTS = 256  # mixes of two neighbours in a family
 
@@ -44,8 +45,7 @@ class CompiledSearch:
     """What solving one graph for the compiled engine needs, shared by all budgets of a sweep."""
 
     def __init__(self, graph: StepGraph, time_limit_s: float = 10.0) -> None:
-        if not time_limit_s > 0:
-            raise ValueError(f"time_limit_s is {time_limit_s}: it must be above 0")
+        check_seconds(time_limit_s, "time_limit_s")
         self.graph = graph
         self._deadline = time.monotonic() + time_limit_s
         self._found: dict[tuple[int, ...], Found] = {}

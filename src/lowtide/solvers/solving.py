@@ -40,7 +40,7 @@ from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
 from lowtide.solvers.pricing import Pricing, contains_layers, hull
 from lowtide.solvers.standing import replayed_s, standing_plans
-from lowtide.units import parse_bytes
+from lowtide.units import check_seconds, parse_bytes
 
 _SHARES = (0.5, 0.95)  # of the link: the last part of it is left for what it does slower than measured
 _DISCOUNTS = (0.0, 0.3, 0.9)  # of the price of bytes that could be moved
@@ -128,8 +128,7 @@ class Search:
                 f"host={host} and disk={disk} were given, and {graph.hardware.name} has no link to host memory: "
                 "there is nothing to move values to. Trace on the accelerator, or for one by name (device='H100')."
             )
-        if not time_limit_s > 0:
-            raise ValueError(f"time_limit_s is {time_limit_s}: it must be above 0")
+        check_seconds(time_limit_s, "time_limit_s")
         self.graph, self._deadline = graph, time.monotonic() + time_limit_s
         self._press = Press(graph, lossy) if lossy else None
         self._all_codecs: list[Codecs] = [()] if self._press is None else [(), self._press.everything]

@@ -19,9 +19,11 @@ from lowtide._compat import (
     PLAIN_TYPES,
     accelerator,
     autograd_nodes_since,
+    generator_id,
     is_plain,
     is_uninitialized,
     module_tensors,
+    profiler_is_active,
     sequence_number,
     set_version,
     storage_id,
@@ -34,9 +36,11 @@ __all__ = [
     "BOOKKEEPING_OPS",
     "PLAIN_TYPES",
     "accelerator",
+    "generator_id",
     "is_plain",
     "is_uninitialized",
     "module_tensors",
+    "profiler_is_active",
     "sequence_number",
     "set_version",
     "storage_id",
@@ -120,6 +124,18 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was
+
+
+def fake_kernel(op: Any) -> Callable[..., Any]:
+    """What runs an op on fake tensors: the op itself, or a kernel for what torch's fake version of it refuses."""
+    return _fake_grouped_mm if op is torch.ops.aten._grouped_mm.default else op
+
+
+def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """`_grouped_mm` in any dtype that its kernels take. torch 2.13's fake version takes bfloat16 alone."""
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+
+    return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
 
 
 def fake_errors() -> tuple[type[Exception], ...]:

@@ -15,14 +15,22 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.records import tensors_in
 
 
-def arguments(model: object, loss_fn: object, mode: object) -> None:
+def module(model: object) -> nn.Module:
+    """The model, if it is one whose modules can be seen to run."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"model is a {type(model).__name__}, which runs no Python: give the nn.Module it was made from")
+    return model
+
+
+def arguments(model: object, loss_fn: object, mode: object) -> None:
+    checked = module(model)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a function of the batch that returns the loss, not {type(loss_fn).__name__}")
     if mode not in ("auto", "real", "fake"):
         raise ValueError(f"mode is 'auto', 'real' or 'fake', not {mode!r}")
-    lazy = [name for name, parameter in _named_tensors(model) if _compat.is_uninitialized(parameter)]
+    lazy = [name for name, parameter in _named_tensors(checked) if _compat.is_uninitialized(parameter)]
     if lazy:
         raise TraceError(f"{lazy[0]} is not initialised yet: run the model once before tracing it")
 

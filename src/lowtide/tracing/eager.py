@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import TraceError
 from lowtide.graph import Hardware, StepGraph
+from lowtide.memory.exclusive import one_at_a_time
 from lowtide.memory.meter import cpu_peaks_within
 from lowtide.simulator import simulate
 from lowtide.tracing import _compat, checks
@@ -30,7 +31,7 @@ from lowtide.tracing.devices import (
     unknown_device,
 )
 from lowtide.tracing.faking import Faker
-from lowtide.tracing.optimizers import optimizer_memory
+from lowtide.tracing.optimizers import optimizer_memory, plain_optimizer
 from lowtide.tracing.plainpaths import plain_paths
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.records import Clock, tensors_in
@@ -45,6 +46,11 @@ _MARK = "lowtide::op"
 _NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
 
 
+class FakeTraceError(TraceError):
+    """A step that does not run on fake tensors; it may on real ones."""
+
+
+@one_at_a_time
 def trace(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
@@ -71,6 +77,7 @@ def trace(
     ['', '0', '1', '2']
     """
     checks.arguments(model, loss_fn, mode)
+    optimizer = plain_optimizer(optimizer, model)
     setting = _setting(model, args, device)
     if mode == "real":
         if setting.is_foreign or setting.is_on_meta:
@@ -137,6 +144,7 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     return replace(foretold, notes=(*foretold.notes, note))
 
 
+@one_at_a_time
 def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
     """As `trace` on fake tensors, in half the time: whether each step is alike is not looked at."""
     return _trace_fake(model, loss_fn, args, optimizer, _setting(model, args, None), num_recorded=1)
@@ -192,10 +200,10 @@ def _record_fake(
     except Exception as error:
         if isinstance(error, _compat.fake_errors()) and not reports:
             raise
-        raise TraceError(
+        raise FakeTraceError(
             f"the step cannot be traced on fake tensors: {type(error).__name__}: {str(error)[:300]}\n"
             "Where it runs on real ones, what it does depends on numbers in its tensors, or on a kernel without a fake "
-            "version: use mode='real'."
+            "version: `trace` with mode='real', `plan` and `fit` run real steps."
         ) from error
     finally:
         restorer.restore()
@@ -205,6 +213,7 @@ def _record_fake(
 def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
     restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
     device = setting.device
+    can_profile = device.type == "cpu" and not _compat.profiler_is_active()
     recorders: list[Recorder] = []
     forward_s, backward_s, host_s = [], [], []
     try:
@@ -217,14 +226,14 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                     clock_for(device),
                     restorer.before_write,
                     meter=_compat.allocator_meter(device) if measures else None,
-                    mark=_MARK if measures and device.type == "cpu" else None,
+                    mark=_MARK if measures and can_profile else None,
                     block_bytes=block_bytes(device),
                 )
 
                 def record(recorder: Recorder = recorder) -> None:
                     _record(recorder, model, loss_fn, args, restorer)
 
-                if measures and device.type == "cpu":
+                if measures and can_profile:
                     recorder.add_workspaces(cpu_peaks_within(record, _MARK))
                 else:
                     record()
@@ -239,6 +248,9 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     finally:
         restorer.restore()
     recorder = recorders[1]  # by now every cache and workspace that stays is there
+    if device.type == "cpu" and not can_profile:
+        foretell_workspaces(recorder)
+        recorder.notes.append("what kernels allocate inside is predicted: a torch.profiler is active, and cannot nest")
     names = [op.name for op in recorder.ops]
     alike = [each for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
     times = medians([[op.seconds for op in each.ops] for each in alike])

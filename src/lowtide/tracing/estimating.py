@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, TraceError
 from lowtide.graph import StepGraph
+from lowtide.memory.exclusive import one_at_a_time
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.solving import Search
-from lowtide.tracing.eager import trace
+from lowtide.tracing.eager import FakeTraceError, trace
 from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.records import tensors_in
 from lowtide.units import format_bytes, format_seconds
@@ -22,7 +23,7 @@ from lowtide.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step will take; every number is predicted.
+    """What a step will take; every number is predicted, unless real steps had to run, which `notes` say.
 
     `peak_bytes` is the plain step's peak, `floor_bytes` the smallest that recomputing can reach, `static_bytes` what is
     there throughout: parameters, gradients, optimizer state, buffers, batch. `bytes_per_sample` is how much each
@@ -36,6 +37,11 @@ class Estimate:
     batch_size: int | None
     largest: tuple[tuple[str, int], ...]
     graph: StepGraph
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trace came across, among it why real steps had to run."""
+        return self.graph.notes
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether a plain step fits."""
@@ -57,9 +63,11 @@ class Estimate:
             verdict = "fits" if self.fits(device.memory_bytes) else "does not fit"
             rows.append((f"{device.name}", f"{format_bytes(device.memory_bytes)}: a plain step {verdict}"))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(["predicted, nothing allocated", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        title = "predicted from real steps" if self.graph.is_measured else "predicted, nothing allocated"
+        return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
+@one_at_a_time
 def estimate(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
@@ -69,7 +77,8 @@ def estimate(
 ) -> Estimate:
     """Will a step fit? Its peak, its floor and what fills them, from fake tensors: nothing is allocated on the device.
 
-    Takes what `lowtide.trace` takes; `device` may name one that is not here (`"H100"`).
+    Takes what `lowtide.trace` takes; `device` may name one that is not here (`"H100"`). Where only numbers in tensors
+    tell what the step does, real steps run in their place, on the model's own device, and `notes` of the result say so.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
@@ -77,7 +86,7 @@ def estimate(
     >>> guess.floor_bytes <= guess.peak_bytes
     True
     """
-    graph = trace(model, loss_fn, *args, optimizer=optimizer, mode="fake", device=device)
+    graph = _traced(model, loss_fn, args, optimizer, device)
     plain = simulate(graph)
     batch_size = _batch_size(args)
     return Estimate(
@@ -89,6 +98,20 @@ def estimate(
         largest=tuple(largest_at_peak(plain)),
         graph=graph,
     )
+
+
+def _traced(model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any) -> StepGraph:
+    """A trace on fake tensors; of real steps where only those tell what the step does, which the graph notes."""
+    try:
+        return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake", device=device)
+    except FakeTraceError as error:
+        why = str(error).splitlines()[0]
+        try:
+            graph = trace(model, loss_fn, *args, optimizer=optimizer, mode="real", device=device)
+        except (TraceError, torch.OutOfMemoryError) as other:
+            because = str(other).splitlines()[0].partition(". ")[0]
+            raise TraceError(f"{why}; real steps cannot be run instead: {because}") from error
+    return replace(graph, notes=(*graph.notes, f"real steps were run and memory was allocated: {why}"))
 
 
 def largest_at_peak(timeline: Timeline, most: int = 5) -> list[tuple[str, int]]:
@@ -124,5 +147,5 @@ def _growth(
     try:
         larger = trace(model, loss_fn, *map_tensors(doubled, args), optimizer=optimizer, mode="fake", device=device)
     except (LowtideError, RuntimeError, ValueError, TypeError, IndexError):
-        return None  # a step that only takes a batch of this size
+        return None  # a step that only takes a batch of this size, or no fake tensors
     return max(0, simulate(larger).peak_bytes - peak_bytes) // batch_size

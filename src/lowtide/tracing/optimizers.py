@@ -3,23 +3,71 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.errors import LowtideError
 from lowtide.tracing import _compat
+from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.records import tensors_in
+from lowtide.tracing.snapshots import Snapshot
 
 _META = torch.device("meta")
+_MOST_WRAPPERS = 8  # around one optimizer
+
+
+def plain_optimizer(optimizer: Any, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
+    """The `torch.optim.Optimizer` that holds the state: `optimizer` itself, or what a wrapper keeps as `.optimizer`.
+
+    A wrapper, such as accelerate's, is no optimizer, or one whose `param_groups` or `state` are properties. Raises for
+    anything else, and with a `model` for an optimizer that has none of its parameters.
+    """
+    if optimizer is None:
+        return None
+    found = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        if not _is_plain(found):
+            found = getattr(found, "optimizer", None)
+    if not _is_plain(found):
+        raise TypeError(
+            "optimizer is a torch.optim.Optimizer, or a wrapper with one as its `.optimizer`, not "
+            f"{optimizer!r:.80} of type {type(optimizer).__name__}"
+        )
+    if model is not None and not _updates(found, model):
+        raise ValueError(
+            f"this {type(found).__name__} has no parameter of the {type(model).__name__} given with it: make it from "
+            "model.parameters() of this very model, not of a copy"
+        )
+    return found
+
+
+def _is_plain(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
+    """Whether this is an optimizer that holds its parameter groups and states itself."""
+    return isinstance(optimizer, torch.optim.Optimizer) and all(
+        name in vars(optimizer) and not hasattr(type(optimizer), name) for name in ("param_groups", "state")
+    )
+
+
+def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has a parameter of the model, or one over the same memory (a twin's, a flat one)."""
+
+    def memory_of(parameters: Iterable[Tensor]) -> set[int]:
+        return {_compat.storage_id(part) for parameter in parameters for part in _compat.inner_tensors(parameter)}
+
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return not given or not memory_of(given).isdisjoint(memory_of(model.parameters()))
 
 
 def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[str]]:
     """Bytes of an optimizer's state once every state exists, the most its step allocates on top, and what to note.
 
-    State on the host (step counters, an offloaded optimizer) does not count. The optimizer itself is not touched.
+    State on the host (step counters, an offloaded optimizer) does not count. The optimizer itself is only read.
     """
+    optimizer = plain_optimizer(optimizer)
     if optimizer is None:
         return 0, 0, []
     try:
@@ -36,53 +84,87 @@ def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[s
 
 def present_state_bytes(optimizer: Any, device: torch.device) -> int:
     """Bytes of the states that an optimizer (None: none) has on a device by now."""
-    states = optimizer.state.values() if optimizer is not None else ()
+    plain = plain_optimizer(optimizer)
+    states = plain.state.values() if plain is not None else ()
     return sum(tensor.nbytes for state in states for tensor in tensors_in(state) if tensor.device == device)
 
 
-def _run_on_meta(optimizer: Any, block_bytes: int) -> tuple[int, int]:
-    made: dict[int, Tensor] = {}
+def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[int, int]:
+    snapshot, twins = Snapshot([vars(optimizer)]), _MetaTwins()
+    try:
+        twin = twins.of(optimizer)
+        before = _bytes_of(twin.state, block_bytes)
+        recorder = Recorder(_META, {}, before_write=twins.before_write, block_bytes=block_bytes)
+        with torch.no_grad(), _AnyNumber(), recorder:
+            type(optimizer).step(twin)
+    finally:
+        twins.restore()
+        snapshot.restore()  # objects and queues in attributes are shared by the twin
+    recorder.finish()
+    after = _bytes_of(twin.state, block_bytes)
+    return after, max(0, _most_live(recorder) - (after - before))
 
-    def on_meta(item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
-        if item.numel() == 1 and item.device.type == "cpu":
-            return item.clone()  # a step counter: its value is read
-        if id(item) not in made:
-            bare = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=_META)
-            made[id(item)] = nn.Parameter(bare, item.requires_grad) if isinstance(item, nn.Parameter) else bare
-        return made[id(item)]
 
-    uses_foreach = _compat.foreach_rule()
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # a scheduler's wrapper, bound to the real one
-    for name in [name for name in vars(twin) if name.endswith("_hooks")]:
-        vars(twin)[name] = OrderedDict()
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        parameters = [on_meta(parameter) for parameter in group["params"]]
-        copied = {**group, "params": parameters}
+class _MetaTwins:
+    """Optimizers as they are, with tensors on the meta device: the step of a twin reaches nothing of the original."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        self._numbers: list[tuple[Tensor, Tensor]] = []
+        self._uses_foreach = _compat.foreach_rule()
+
+    def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        twin = object.__new__(type(optimizer))
+        own = vars(twin)
+        for name, item in vars(optimizer).items():
+            if name.endswith("_hooks"):
+                own[name] = OrderedDict()
+            elif name == "state":
+                own[name] = defaultdict(dict)
+            elif isinstance(item, torch.optim.Optimizer):  # one that this one steps, as Lookahead does
+                own[name] = self.of(item)
+            elif name not in ("step", "param_groups"):  # a scheduler's `step` is bound to the original
+                own[name] = map_tensors(self._on_meta, item)
+        own["param_groups"] = [self._group(group) for group in optimizer.param_groups]
+        for parameter, state in optimizer.state.items():
+            twin.state[self._on_meta(parameter)] = map_tensors(self._on_meta, state)
+        return twin
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        copied: dict[str, Any] = map_tensors(self._on_meta, group)
         if "foreach" in group:
-            copied["foreach"] = uses_foreach(group, group["params"])
+            copied["foreach"] = self._uses_foreach(group, group["params"])
         if "fused" in group:
             copied["fused"] = None if copied.get("foreach") else False
         if group.get("capturable"):
             copied["capturable"] = False
-        twin.param_groups.append(copied)
-        for parameter in parameters:
+        for parameter in copied["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-    twin.state = defaultdict(dict)
-    for parameter, state in optimizer.state.items():
-        twin.state[on_meta(parameter)] = {name: on_meta(item) for name, item in state.items()}
-    before = _bytes_of(twin.state, block_bytes)
-    recorder = Recorder(_META, {}, block_bytes=block_bytes)
-    with torch.no_grad(), _AnyNumber(), recorder:
-        type(optimizer).step(twin)
-    recorder.finish()
-    after = _bytes_of(twin.state, block_bytes)
-    return after, max(0, _most_live(recorder) - (after - before))
+        return copied
+
+    def before_write(self, target: Tensor | torch.Generator) -> None:
+        """An op is about to write to something that was there before the step: put back a number, refuse the rest."""
+        if not isinstance(target, Tensor) or (not target.is_meta and target.numel() > 1):
+            raise LowtideError("its step writes to something that is not in its param_groups, state or attributes")
+        if not target.is_meta:
+            with _compat.without_modes():
+                self._numbers.append((target, target.detach().clone()))
+
+    def restore(self) -> None:
+        """Put back numbers of the original, such as step counters of an optimizer that it keeps in a list."""
+        for target, number in reversed(self._numbers):
+            target.copy_(number)
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._tensors:
+            if tensor.numel() == 1 and tensor.device.type == "cpu":
+                self._tensors[id(tensor)] = tensor.clone()  # a step counter: its value is read
+            else:
+                bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                self._tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        return self._tensors[id(tensor)]
 
 
 class _AnyNumber(_compat.DispatchMode):

@@ -8,6 +8,7 @@ with as many users as aliases is one that Python has let go of.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +69,7 @@ class Recorder(_compat.DispatchMode):
         self._polled: dict[int, RawValue] = {}  # values that Python may still hold
         self._in_use: dict[int, list[RawSave]] = {}  # saves that the backward has read and may still be using
         self._open_calls: list[int] = []
-        self._num_entered = 0  # module calls seen in the backward: someone else's replay
+        self._thread = threading.get_ident()
         self._op_of_node: dict[int, int] = {}
         self._is_over = False
 
@@ -162,13 +163,18 @@ class Recorder(_compat.DispatchMode):
             for tensor in mutated:
                 if any(self.values[value].born < 0 for value in self.values_of(iter([tensor]))):
                     self._before_write(tensor)
-            if kwargs.get("generator") is not None:
-                self._before_write(kwargs["generator"])
+            for item in (*args, *kwargs.values()):
+                if isinstance(item, torch.Generator):
+                    self._before_write(item)
         call, forward_op = self._place()
         allocated = self._meter()[0] if self._meter is not None else 0
         before = self._clock.mark()
-        if self._mark is None:
-            out = answer if is_answered else func(*args, **kwargs)
+        if is_answered:
+            out = answer
+        elif self._shadows is not None:
+            out = _compat.fake_kernel(func)(*args, **kwargs)
+        elif self._mark is None:
+            out = func(*args, **kwargs)
         else:
             with torch.profiler.record_function(self._mark):
                 out = func(*args, **kwargs)
@@ -283,9 +289,12 @@ class Recorder(_compat.DispatchMode):
 
     # Module calls.
 
+    def _is_unrelated_call(self) -> bool:
+        """Whether a module is called in the backward, by a replay of the user's, or in a thread of someone else."""
+        return self.num_forward >= 0 or threading.get_ident() != self._thread
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if self.num_forward >= 0:
-            self._num_entered += 1
+        if self._is_unrelated_call():
             return
         path = self._names.get(module)
         if path is None:  # made on the fly, or not part of the model
@@ -295,7 +304,7 @@ class Recorder(_compat.DispatchMode):
         self.calls.append(RawCall(path, type(module).__name__, parent, len(self.ops)))
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if self.num_forward >= 0:
+        if self._is_unrelated_call():
             return
         kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch leaves kwargs out after an exception
         call = self.calls[self._open_calls.pop()]

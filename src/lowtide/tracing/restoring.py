@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +16,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide.replay.function_state import Reach
 from lowtide.tracing import _compat
 from lowtide.tracing.snapshots import Snapshot, containers
+
+_noted: ContextVar[list[torch.Generator] | None] = ContextVar("generators of traced steps", default=None)
+
+
+@contextlib.contextmanager
+def noted_generators() -> Iterator[list[torch.Generator]]:
+    """The generators of someone's own that steps traced inside the block draw from.
+
+    A step that nobody watches cannot tell: whoever runs one saves their states beforehand.
+    """
+    found: list[torch.Generator] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
 
 
 class Restorer:
@@ -42,6 +60,9 @@ class Restorer:
         self._device = device if device.type not in ("cpu", "meta") and _compat.accelerator() is not None else None
         self._generators = generator_states(self._device)
         self._own_generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        for item in (*reach.generators, *(item for module in modules for item in vars(module).values())):
+            if isinstance(item, torch.Generator):  # now, as a step may seed it before it draws
+                self.before_write(item)
         self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
@@ -55,7 +76,11 @@ class Restorer:
     def before_write(self, target: Tensor | torch.Generator) -> None:
         """An op is about to write to a tensor that was there before the step, or to draw from a generator."""
         if isinstance(target, torch.Generator):
-            self._own_generators.setdefault(id(target), (target, target.get_state()))
+            if _compat.generator_id(target) not in self._own_generators:
+                self._own_generators[_compat.generator_id(target)] = target, target.get_state()
+                noted = _noted.get()
+                if noted is not None:
+                    noted.append(target)
             return
         with _compat.without_modes(), torch.no_grad():
             for tensor in _compat.inner_tensors(target):

@@ -1,8 +1,8 @@
 """Numbers behind fake tensors, where they are cheap to know: whole numbers that follow from shapes and from the batch.
 
 Models ask such tensors for values (is this mask all ones? are positions consecutive?) and choose their kernels by the
-answer. Fake tensors have none. So small integer and boolean tensors have a shadow on the host, on which the same ops
-are run, and questions are answered from it.
+answer. Fake tensors have none. So small integer and boolean tensors, and single numbers on the host, have a shadow
+there, on which the same ops are run, and questions are answered from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ class Shadows:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An op has been run on fakes: run it on their shadows too, if all of them are known."""
-        if not isinstance(out, Tensor) or not _is_small_whole(out) or _compat.op_facts(func)[3]:
+        if not isinstance(out, Tensor):
+            return
+        # A single number on the host may also be a random one: layers are skipped by such draws.
+        is_number = out.ndim == 0 and out.device.type == "cpu"
+        if not is_number and (not _is_small_whole(out) or _compat.op_facts(func)[3]):
             return
         known, args, kwargs = self._shadowed(args, kwargs)
         if known:

@@ -1,0 +1,168 @@
+"""What is around a `fit`: generators, profilers, and arguments that cannot be meant."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import lowtide
+
+GLOBAL_GENERATOR = torch.Generator().manual_seed(7)
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own, or from one that only its code names."""
+
+    def __init__(self, own: bool, seeds: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.seeds = seeds
+        if own:
+            self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = getattr(self, "generator", GLOBAL_GENERATOR)
+        if self.seeds:
+            generator.manual_seed(11)
+        return x + torch.randn(x.shape, generator=generator) * self.linear(x).relu()
+
+
+def make(*modules: nn.Module) -> tuple[nn.Sequential, Callable[[Tensor], Tensor], Tensor]:
+    block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    model = nn.Sequential(block, *modules, nn.Linear(16, 16))
+    return model, lambda x: model(x).square().mean(), torch.randn(32, 16)
+
+
+def budget_of(model: nn.Module, loss_fn: Any, x: Tensor, is_tight: bool) -> int:
+    guess = lowtide.estimate(model, loss_fn, x)
+    return int(1.1 * guess.floor_bytes) if is_tight else 2 * guess.peak_bytes
+
+
+@pytest.mark.parametrize("is_tight", [False, True], ids=["fits", "tight"])
+@pytest.mark.parametrize(
+    "noise", [lambda: Noise(own=True), lambda: Noise(own=False), lambda: Noise(own=True, seeds=True)]
+)
+def test_generators_are_where_they_were(noise: Callable[[], Noise], is_tight: bool) -> None:
+    layer = noise()
+    generator = getattr(layer, "generator", GLOBAL_GENERATOR)
+    model, loss_fn, x = make(layer)
+    before = generator.get_state()
+    budget = budget_of(model, loss_fn, x, is_tight)
+    assert torch.equal(generator.get_state(), before)
+    lowtide.fit(model, loss_fn, x, budget=budget).remove()
+    assert torch.equal(generator.get_state(), before)
+    lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget=budget, most=4)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_generator_that_only_the_loss_names() -> None:
+    model, _, x = make()
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return (model(x) * torch.rand(x.shape, generator=generator)).mean()
+
+    lowtide.fit(model, loss_fn, x, budget="1GiB").remove()
+    assert torch.equal(generator.get_state(), before)
+
+
+def memory_events(profiler: Any) -> list[tuple[str, int]]:
+    return [(event.name, event.cpu_memory_usage) for event in profiler.events() if event.cpu_memory_usage]
+
+
+def test_an_active_profiler_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    model, loss_fn, x = make()
+    budget = budget_of(model, loss_fn, x, is_tight=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with caplog.at_level(logging.WARNING, logger="lowtide"):
+            handle = lowtide.fit(model, loss_fn, x, budget=budget)
+        torch.ones(12345)
+    assert ("aten::ones", 4 * 12345) in memory_events(profiler)
+    assert handle.measured_peak_bytes is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the peak is predicted and not measured: a torch.profiler is active, and on the CPU it cannot nest"
+    ]
+    handle.remove()
+    assert lowtide.fit(model, loss_fn, x, budget=budget).measured_peak_bytes is not None  # outside of it
+
+
+def test_a_profiler_that_warms_up_goes_on() -> None:
+    model, loss_fn, x = make()
+    seen: list[tuple[str, int]] = []
+    steps = schedule(wait=1, warmup=1, active=1, repeat=1)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        schedule=steps,
+        on_trace_ready=lambda profiler: seen.extend(memory_events(profiler)),
+    ) as profiler:
+        profiler.step()
+        handle = lowtide.fit(model, loss_fn, x, budget="1GiB")
+        profiler.step()
+        torch.ones(12345)
+        profiler.step()
+    assert ("aten::ones", 4 * 12345) in seen
+    assert handle.measured_peak_bytes is None
+
+
+def test_measure_and_max_batch_under_a_profiler() -> None:
+    model, loss_fn, _ = make()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with pytest.raises(lowtide.LowtideError, match=r"measured by torch.profiler, and one is active"):
+            lowtide.measure(lambda: torch.ones(10), device="cpu")
+        largest = lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget="1GiB", most=4)
+        torch.ones(12345)
+    assert largest == 4 and largest.measured_peak_bytes is None
+    assert ("aten::ones", 4 * 12345) in memory_events(profiler)
+
+
+@pytest.mark.parametrize("verb", ["plan", "fit", "max_batch"])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"time_limit_s": "a"}, TypeError, "time_limit_s is a number of seconds, above 0, such as 10.0, not 'a'"),
+        ({"time_limit_s": -1.0}, ValueError, "time_limit_s is a number of seconds, above 0"),
+        ({"budget": "12 apples"}, lowtide.UnitError, "12 apples"),
+        ({"budget": 0.5}, lowtide.UnitError, "0.5 is not a number of bytes"),
+        ({"host": "much"}, lowtide.UnitError, "much"),
+        ({"disk": -1}, lowtide.UnitError, "-1 bytes is negative"),
+        ({"lossy": "int3"}, ValueError, "int3"),
+    ],
+)
+def test_arguments_are_read_before_anything_runs(verb: str, options: Any, error: Any, message: str) -> None:
+    def not_called(*args: Any) -> Any:
+        raise AssertionError("the step ran")
+
+    model, _, x = make()
+    with pytest.raises(error, match=message) as raised:
+        batch = not_called if verb == "max_batch" else x
+        getattr(lowtide, verb)(model, not_called, batch, **{"budget": "1GiB", **options})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_batch_in_place_of_what_makes_one() -> None:
+    model, loss_fn, x = make()
+    with pytest.raises(TypeError, match=r"make_batch is a function .*lambda n: torch.randn\(n, 64\), not Tensor$"):
+        lowtide.max_batch(model, loss_fn, x, budget="1GiB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"most is a number of samples, 1 or more, not tensor\(4\)$"):
+        lowtide.max_batch(model, loss_fn, lambda n: x, budget="1GiB", most=torch.tensor(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["trace", "estimate", "plan", "fit", "max_batch", "compile"])
+def test_script_modules_are_refused(verb: str) -> None:
+    model, _, x = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
+        scripted = torch.jit.script(model)
+    options = {} if verb in ("trace", "estimate") else {"budget": "1GiB"}
+    arguments = () if verb == "compile" else (lambda x: scripted(x).mean(), x)
+    with pytest.raises(TypeError, match=r"^model is a RecursiveScriptModule, .*: give the nn.Module it was made from$"):
+        getattr(lowtide, verb)(scripted, *arguments, **options)
