@@ -28,6 +28,7 @@ from lowtide.memory.savedbytes import SavedBytes
 from lowtide.memory.store import ActivationStore, check_store
 from lowtide.plans import Plan
 from lowtide.policies import Policy, check_policy
+from lowtide.tracing.usecache import CacheOff
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class Applied:
         self._regions = regions
         self._store = store
         self._max_checkpoints = max_checkpoints
+        self._cache: CacheOff | None = None
         for region in regions:
             self._patch(region)
 
@@ -142,6 +144,13 @@ class Applied:
                 else:
                     region.module.forward = region.own_forward
         self.enabled = False
+        if self._cache is not None:
+            self._cache.restore()
+
+    def switch_cache_off(self, model: nn.Module) -> None:
+        """Train without Hugging Face's cache until `remove()`."""
+        self._cache = CacheOff(model)
+        self._cache.say_once(model)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -278,7 +287,9 @@ def apply(
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
     chosen = [PatchedModule(name, found[name], recomputed) for name, recomputed in zip(found, decisions, strict=True)]
-    return Applied(policy, chosen, store, max_checkpoints)
+    handle = Applied(policy, chosen, store, max_checkpoints)
+    handle.switch_cache_off(model)
+    return handle
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:

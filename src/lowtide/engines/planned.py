@@ -69,6 +69,7 @@ class AppliedPlan(Applied):
         }
         self.shapes = ShapePlans(self, Planned(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ()))
         self.stepper = Stepper(self)
+        self.switch_cache_off(model)
 
     def take_in(self, plan: Plan) -> Decisions:
         """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""

@@ -88,7 +88,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of one module: forward ops `first` to `end - 1`. Calls of equal `structure` differ in names only."""
+    """One call of one module: forward ops `first` to `end - 1`. Calls of equal `structure` differ in names only.
+
+    `changes` names an argument that is no tensor (a cache, a list) and is changed while the forward runs, if any is.
+    """
 
     path: str
     kind: str
@@ -98,6 +101,7 @@ class Call:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     structure: int = -1
+    changes: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,19 @@ class StepGraph:
         for calls in self.calls_by_path.values():
             for nth, call in enumerate(calls):
                 found[call] = nth
+        return found
+
+    @cached_property
+    def unreplayable(self) -> dict[int, str]:
+        """The calls that no plan can recompute, and why: the forward changes what they were called with."""
+        last_write = {value: index for index, op in enumerate(self.ops[: self.num_forward]) for value in op.mutates}
+        found: dict[int, str] = {}
+        for index, call in enumerate(self.calls):
+            written = max((last_write.get(value, -1) for value in call.inputs), default=-1)
+            if call.changes:
+                found[index] = f"the forward changes what it is called with ({call.changes})"
+            elif written >= call.first:
+                found[index] = f"{self.ops[written].name} changes one of its inputs in place"
         return found
 
     @cached_property
