@@ -25,10 +25,11 @@ class Cache:
 class Layer(nn.Module):
     def __init__(self, change: Callable[[Any, Tensor], None] | None) -> None:
         super().__init__()
-        self.inner, self.outer, self.change = nn.Linear(8, 32), nn.Linear(32, 8), change
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.GELU(), nn.Linear(32, 8))
+        self.change = change
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
-        y = self.outer(self.inner(x).exp().sin())
+        y = self.body(x.sin()).exp()
         if self.change is not None:
             self.change(cache, y)
         return y
@@ -87,11 +88,11 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def budgets(model: nn.Module, loss_fn: Any, *args: Any, shares: tuple[float, ...] = (0.0, 0.5, 0.9)) -> list[int]:
-    """From just above the floor of what `fit` can hold to just below the plain peak."""
+def budgets(model: nn.Module, loss_fn: Any, *args: Any, shares: tuple[float, ...] = (0.3, 0.8)) -> list[int]:
+    """Between the floor of what `fit` can hold and the plain peak."""
     graph = lowtide.trace(model, loss_fn, *args)
     floor, plain = lowtide.sweep(graph, time_limit_s=2).floor_bytes, lowtide.simulate(graph).peak_bytes
-    return [int(floor * 1.01 + share * (plain - floor * 1.01)) for share in shares]
+    return [int(floor + share * (plain - floor)) for share in shares]
 
 
 @pytest.mark.parametrize("mode", ["real", "fake"])
@@ -116,7 +117,7 @@ def test_fit_never_recomputes_them(make: Any, change: Any) -> None:
     x, larger = torch.randn(64, 8), torch.randn(200, 8)
     expected, expected_larger = gradients(model, model, x), gradients(model, model, larger)
     for budget in budgets(model, model, x):
-        with lowtide.fit(model, model, x, budget=budget) as handle:
+        with lowtide.fit(model, model, x, budget=budget, time_limit_s=1) as handle:
             assert handle.plan.regions
             assert_equal(gradients(model, model, x), expected)
             assert_equal(gradients(model, model, larger), expected_larger)
@@ -166,7 +167,7 @@ def test_fit_around_calls_that_change_their_input_in_place(make: Any) -> None:
     x, larger = torch.randn(64, 8), torch.randn(200, 8)
     expected, expected_larger = gradients(model, loss_fn, x), gradients(model, loss_fn, larger)
     for budget in budgets(model, loss_fn, x):
-        with lowtide.fit(model, loss_fn, x, budget=budget):
+        with lowtide.fit(model, loss_fn, x, budget=budget, time_limit_s=1):
             assert_equal(gradients(model, loss_fn, x), expected)
             assert_equal(gradients(model, loss_fn, larger), expected_larger)
 
@@ -226,22 +227,28 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, t5])
-def test_the_cache_is_off_in_training_and_on_again_after(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("make", "shares"), [(llama, (0.3, 0.8)), (gpt2, (0.3,)), (t5, (0.3,))])
+def test_the_cache_is_off_in_training_and_on_again_after(
+    make: Any, shares: tuple[float, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     model: Any = make()
     ids, larger = torch.randint(3, 64, (4, 16)), torch.randint(3, 64, (4, 40))
 
     def loss_fn(ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids).loss
 
-    expected, expected_larger = gradients(model, loss_fn, ids), gradients(model, loss_fn, larger)
+    def without(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    expected, expected_larger = gradients(model, without, ids), gradients(model, without, larger)
+    torch.testing.assert_close(expected, gradients(model, loss_fn, ids))
     prompt = ids[:1, :4]
     model.eval()
     tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
     model.train()
     with caplog.at_level(logging.WARNING, logger="lowtide"):
-        for budget in budgets(model, loss_fn, ids):
-            with lowtide.fit(model, loss_fn, ids, budget=budget) as handle:
+        for budget in budgets(model, loss_fn, ids, shares=shares):
+            with lowtide.fit(model, loss_fn, ids, budget=budget, time_limit_s=1) as handle:
                 assert_equal(gradients(model, loss_fn, ids), expected)
                 assert_equal(gradients(model, loss_fn, larger), expected_larger)
                 assert handle.stats().replans
@@ -265,8 +272,8 @@ def test_a_cache_that_is_asked_for_is_left_on(make: Any) -> None:
 
     layers = "model.layers." if make is llama else "transformer.h."
     expected, expected_larger = gradients(model, loss_fn, ids), gradients(model, loss_fn, larger)
-    for budget in budgets(model, loss_fn, ids):
-        with lowtide.fit(model, loss_fn, ids, budget=budget) as handle:
+    for budget in budgets(model, loss_fn, ids, shares=(0.3,)):
+        with lowtide.fit(model, loss_fn, ids, budget=budget, time_limit_s=1) as handle:
             assert_equal(gradients(model, loss_fn, ids), expected)
             assert_equal(gradients(model, loss_fn, larger), expected_larger)
             planned = {region.path for each in handle.shapes.all for region in each.plan.regions}
