@@ -44,6 +44,11 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
+def profiler_is_active() -> bool:
+    """Whether torch's profiler is running in this thread. Obsolete with a public question."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def under_functorch() -> bool:
     """Whether a torch.func transform is running. Obsolete when torch.func supports saved-tensor hooks (#122729)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

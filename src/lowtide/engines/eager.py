@@ -147,6 +147,11 @@ class Applied:
         if self._cache is not None:
             self._cache.restore()
 
+    def put_back(self) -> None:
+        """Patch every layer again after `remove()`; `enabled` is left as it is."""
+        for region in self._regions:
+            self._patch(region)
+
     def switch_cache_off(self, model: nn.Module) -> None:
         """Train without Hugging Face's cache until `remove()`."""
         self._cache = CacheOff(model)

@@ -24,17 +24,19 @@ from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpoin
 from lowtide.engines.lessons import Lessons, shapes_of_inputs
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
+from lowtide.engines.peakcheck import BudgetWatch
 from lowtide.engines.replayedops import holding
 from lowtide.engines.runs import NOTHING, Begun, Decisions, Now, PatchesBack, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
-from lowtide.errors import PlanError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.checkpoint import checkpoint
 from lowtide.memory.region import is_recomputing
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan, Recompute
 
 if TYPE_CHECKING:
+    from lowtide.engines.fitting import Refitter
     from lowtide.reports import Report
     from lowtide.solvers.sweeping import Frontier
 
@@ -51,6 +53,8 @@ class AppliedPlan(Applied):
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
+        self.refitter: Refitter | None = None  # from `fit`
         self._now = Now()
         self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
@@ -103,6 +107,19 @@ class AppliedPlan(Applied):
         """
         return self.stepper.step(loss_fn, args)
 
+    def refit(
+        self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Plan anew for the same budget, as `fit` does, with the model and the optimizer as they are now.
+
+        For handles from `fit`. Without `loss_fn` and its arguments those given to `fit` are used: integer tensors with
+        their numbers, others by shape and type with random ones; without `optimizer` the one given to `fit`. Call it
+        between a backward and the next forward. If it raises, the plan stays as it was.
+        """
+        if self.refitter is None:
+            raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
+        self.refitter.refit(self, loss_fn, args, optimizer)
+
     def stats(self) -> PlanStats:
         """As for a policy; and what was planned again, for larger inputs or after a step out of memory."""
         found = super().stats()
@@ -120,6 +137,8 @@ class AppliedPlan(Applied):
             return self._run_compiled(region, forward, args, kwargs)
         if region.name:
             return self._run_eagerly(region, forward, args, kwargs)
+        if self.watch is not None and self.enabled and torch.is_grad_enabled():
+            self.watch.forward_begins()
         run = Run(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
         output = self._run_in(run, self._run_eagerly, (region, forward, args, kwargs), {})
         if run.decisions.moves is not None:
