@@ -211,7 +211,9 @@ class Counter:
         monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: self.peak)
 
     def watch(self, job: Any, budget: int) -> BudgetWatch:
-        handle: Any = SimpleNamespace(model=job.model, measured_peak_bytes=0, plan=Plan())
+        handle: Any = SimpleNamespace(
+            model=job.model, measured_peak_bytes=0, plan=Plan(), shapes=SimpleNamespace(all=[])
+        )
         return BudgetWatch(handle, torch.device("cuda", 0), budget, 0, 0)
 
 

@@ -63,7 +63,7 @@ class BudgetWatch:
             return
         peak, before = self._read_peak(), self._last_peak
         self._last_peak = peak
-        if peak > self._budget and peak != before:
+        if peak > self._limit and peak != before:
             self._warn(f"a peak of {format_bytes(peak)} was reached", self._growth())
 
     def run_step(self, number: int, step: Callable[[], Tensor]) -> Tensor:
@@ -78,9 +78,14 @@ class BudgetWatch:
         growth = self._growth()
         there = sum(size for name, size in growth.items() if name != _TRAINABLE)  # of gradients, what is there counts
         peak = max([0, *totals]) + self._static + present + there
-        if peak > self._budget:
+        if peak > self._limit:
             self._warn(f"a peak of {format_bytes(peak)} was measured", growth)
         return found[0]
+
+    @property
+    def _limit(self) -> int:
+        """The budget; or the peak of a plan for larger inputs that is above it, which was said when it was made."""
+        return max([self._budget, *(planned.plan.peak_bytes for planned in self._handle.shapes.all)])
 
     def _read_peak(self) -> int:
         return 0 if self._device.type == "cpu" else torch.accelerator.max_memory_allocated(self._device)
@@ -89,7 +94,7 @@ class BudgetWatch:
         """Warn if what was not planned for does not fit, or if it keeps activations that nobody can count."""
         growth = self._growth()
         expected = (self._handle.measured_peak_bytes or self._handle.plan.peak_bytes) + sum(growth.values())
-        if growth and expected > self._budget:
+        if growth and expected > self._limit:
             self._warn(f"the step needs {format_bytes(expected)} or more", growth)
         elif _TRAINABLE in growth:  # and their backward needs activations that the plan does not know of
             self._warn(f"the step needs {format_bytes(expected)} and more activations than planned for", growth)
