@@ -44,8 +44,8 @@ class BudgetWatch:
         self, handle: AppliedPlan, device: torch.device, budget_bytes: int, planned_state_bytes: int, static_bytes: int
     ) -> None:
         self._handle, self._device, self._budget = handle, device, budget_bytes
-        self._states, self._static = planned_state_bytes, static_bytes
-        self._parameters, self._gradients = _model_bytes(handle.model, device)
+        self._planned_states, self._static = planned_state_bytes, static_bytes
+        self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
         self._has_warned = False
         self._num_forwards = 0
         self._next = 1
@@ -104,9 +104,9 @@ class BudgetWatch:
         parameters, gradients = _model_bytes(self._handle.model, self._device)
         states = _state_bytes(self._handle.model, self._device)
         found = {
-            "new parameters": parameters - self._parameters,
-            _TRAINABLE: gradients - self._gradients,
-            "optimizer state": states - self._states,
+            "new parameters": parameters - self._planned_parameters,
+            _TRAINABLE: gradients - self._planned_gradients,
+            "optimizer state": states - self._planned_states,
         }
         return {name: size for name, size in found.items() if size > 0}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,20 @@ class ArgumentChanges:
             for call, name in found.names.items():
                 self.changed.setdefault(call, name)
         return found
+
+
+def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> list[Any]:
+    """Have `hook(module, args, kwargs)` called before the forwards of modules, behind hooks that they have already.
+
+    torch has no hook of all modules that is shown keywords. Its own modules take tensors only, but for containers, and
+    some choose other kernels where they have hooks; those are left out.
+    """
+
+    def may_change_objects(module: nn.Module) -> bool:
+        is_own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+        return not is_own and not isinstance(module, torch.jit.ScriptModule)
+
+    return [m.register_forward_pre_hook(hook, with_kwargs=True) for m in modules if may_change_objects(m)]
 
 
 def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import TraceError
 from lowtide.tracing import _compat
-from lowtide.tracing.argumentchanges import ArgumentChanges
+from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
 from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import Clock, RawCall, RawOp, RawSave, RawValue, tensors_in
 from lowtide.tracing.shadows import Shadows
@@ -316,12 +316,7 @@ class Recorder(_compat.DispatchMode):
         """A block whose ops, saves and module calls are recorded."""
         entered = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         left = nn.modules.module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
-        # torch has no hook of all modules that is shown keywords, so each module gets its own, behind those it has.
-        begun = [
-            module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-            for module in self._names
-            if _may_change_objects(module)
-        ]
+        begun = before_forwards(self._names, self._begin_forward)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
                 yield self
@@ -384,13 +379,6 @@ class Recorder(_compat.DispatchMode):
         for op, seconds in zip(self.ops, self._clock.seconds(self.marks), strict=True):
             op.seconds = seconds
         self.marks.clear()
-
-
-def _may_change_objects(module: nn.Module) -> bool:
-    """torch's own modules take tensors only, but for containers; some choose other kernels where they have hooks."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    return isinstance(module, nn.Sequential) or not type(module).__module__.startswith("torch.nn.")
 
 
 def _seen_through() -> tuple[type, ...]:
