@@ -15,7 +15,8 @@ from lowtide.solvers.references import recomputes
 
 def region_calls(graph: StepGraph) -> list[int]:
     """The calls that the eager engine can replay: modules of the model, not the model itself."""
-    return [i for i, call in enumerate(graph.calls) if call.path and call.path[0] != "<" and call.end > call.first]
+    named = (i for i, call in enumerate(graph.calls) if call.path and call.path[0] != "<" and call.end > call.first)
+    return [call for call in named if call not in graph.unreplayable]
 
 
 def keepable_ops(graph: StepGraph) -> set[int]:

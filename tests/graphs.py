@@ -224,7 +224,7 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
     rng = random.Random(seed)
     nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
     share = rng.choice((0.0, 0.3, 0.6, 0.9))
-    planned = [call for call in range(len(graph.calls)) if rng.random() < share]
+    planned = [call for call in range(len(graph.calls)) if rng.random() < share and call not in graph.unreplayable]
     regions = []
     for index in planned:
         call, outer = graph.calls[index], graph.calls[index].parent

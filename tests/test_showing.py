@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from lowtide.engines.lessons import Lessons
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.engines.lessons import Lessons
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 

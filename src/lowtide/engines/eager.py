@@ -28,6 +28,7 @@ from lowtide.plans import Plan
 from lowtide.policies import Policy, check_policy
 from lowtide.replay import region as replay
 from lowtide.replay.checkpoint import checkpoint, hooks_of
+from lowtide.tracing.usecache import CacheOff
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Applied:
         self._store = store
         self._input_hooks = None if store is None else hooks_of(store)
         self._max_checkpoints = max_checkpoints
+        self._cache: CacheOff | None = None
         for region in regions:
             self._patch(region)
 
@@ -157,6 +159,18 @@ class Applied:
                 else:
                     region.module.forward = region.own_forward
         self.enabled = False
+        if self._cache is not None:
+            self._cache.restore()
+
+    def put_back(self) -> None:
+        """Patch every layer again after `remove()`; `enabled` is left as it is."""
+        for region in self._regions:
+            self._patch(region)
+
+    def switch_cache_off(self, model: nn.Module) -> None:
+        """Train without Hugging Face's cache until `remove()`."""
+        self._cache = CacheOff(model)
+        self._cache.say_once(model)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -292,7 +306,9 @@ def apply(
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
     chosen = [PatchedModule(name, found[name], recomputed) for name, recomputed in zip(found, decisions, strict=True)]
-    return Applied(policy, chosen, store, max_checkpoints)
+    handle = Applied(policy, chosen, store, max_checkpoints)
+    handle.switch_cache_off(model)
+    return handle
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowtide.engines.eager import refuse_other_checkpointing
 from lowtide.engines.matching import with_parameters
+from lowtide.engines.peakcheck import BudgetWatch
 from lowtide.engines.planned import AppliedPlan, apply_plan
 from lowtide.engines.replanning import Limits, Planner
 from lowtide.engines.shapes import Shapes, shapes_of, watched_inputs
@@ -23,6 +24,7 @@ from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.tracing import _compat, checks
 from lowtide.tracing.eager import trace
+from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.optimizers import present_state_bytes
 from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer, noted_generators
@@ -92,6 +94,9 @@ def fit(
     of about that size: from a trace on fake tensors, within `time_limit_s` beside the trace, with a warning to the
     logger "lowtide". Such plans are not measured. `handle.step` knows the whole step and plans for that.
 
+    From time to time the handle looks whether the budget still holds (parameters that were unfrozen, an optimizer made
+    later), and warns once if not. `handle.refit()` plans anew.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> handle = lowtide.fit(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
@@ -99,20 +104,34 @@ def fit(
     """
     check_bytes(budget)
     limits = Limits(host, disk, lossy, time_limit_s)
-    examples = _examples(args, also)
+    return _fit(model, loss_fn, _examples(args, also), budget, optimizer, limits, verify, apply_plan)
+
+
+def _fit(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    examples: list[tuple[Any, ...]],
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None,
+    limits: Limits,
+    verify: bool,
+    applied: Callable[[nn.Module, Plan], AppliedPlan],
+) -> AppliedPlan:
+    """See `fit`; `applied` gives the handle of a plan."""
     traced = _trace_highest(model, loss_fn, examples, optimizer)
     graph = corrected = traced.graph
     allowed = parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None)
-    device, peak = checks.device_of(model, args), 0
+    device, peak = checks.device_of(model, examples[0]), 0
+    refitter = Refitter(loss_fn, examples, budget, optimizer, limits, verify)
     verify = verify and can_measure(device)
     for _ in range(_MOST_ROUNDS):
         found = _described(limits.solve(corrected, allowed), model, traced)
         handle: AppliedPlan | None = None
         try:
-            handle = apply_plan(model, found)
+            handle = applied(model, found)
             _prepare_for_more(handle, traced, examples, corrected, allowed, limits, optimizer)
             if not verify:
-                return _logged(handle, allowed)
+                return _finished(handle, graph, allowed, device, refitter)
             measured = [_measured_step(model, loss_fn, example, device, traced.generators) for example in examples]
             peak = max(_whole_peak(each, graph, model, optimizer, device) for each in measured)
         except torch.OutOfMemoryError:
@@ -126,7 +145,7 @@ def fit(
             handle.measured_peak_bytes = peak
             if graph.is_measured:
                 handle.measured_slowdown = measured[traced.index].seconds / graph.step_s - 1
-            return _logged(handle, allowed)
+            return _finished(handle, graph, allowed, device, refitter)
         handle.remove()
         logger.info("peak %s measured, %s allowed: planning again", format_bytes(peak), format_bytes(allowed))
         corrected = replace(corrected, other_bytes=corrected.other_bytes + max(1, peak - found.peak_bytes))
@@ -135,6 +154,90 @@ def fit(
         f"measured {format_bytes(peak)}. The model is as it was: raise the budget, or make the batch smaller.",
         peak,
     )
+
+
+class Refitter:
+    """What `fit` was given, for a handle to be fitted again.
+
+    Batches are not held: they would count as memory of the step. What is kept are shapes and types, and the numbers in
+    integer tensors (indices, masks) on the host, as what a step does may depend on those.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        examples: list[tuple[Any, ...]],
+        budget: int | str,
+        optimizer: torch.optim.Optimizer | None,
+        limits: Limits,
+        verify: bool,
+    ) -> None:
+        self._loss_fn, self._optimizer = loss_fn, optimizer
+        self._examples = map_tensors(_remembered, examples)
+        self._devices = [tensor.device for tensor in tensors_in(examples)]
+        self._budget, self._limits, self._verify = budget, limits, verify
+
+    def refit(
+        self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
+    ) -> None:
+        """See `AppliedPlan.refit`."""
+        if (loss_fn is None) != (not args):
+            raise TypeError("refit() takes a loss function with its arguments, as fit() does, or neither")
+        before, model = dict(vars(handle)), handle.model
+
+        def applied(model: nn.Module, plan: Plan) -> AppliedPlan:
+            refuse_other_checkpointing(model)
+            AppliedPlan.__init__(handle, model, plan)
+            return handle
+
+        handle.remove()
+        try:
+            devices = iter(self._devices)
+            examples = [args] if args else map_tensors(lambda kept: _recalled(kept, next(devices)), self._examples)
+            _fit(
+                model,
+                loss_fn or self._loss_fn,
+                examples,
+                self._budget,
+                self._optimizer if optimizer is None else optimizer,
+                self._limits,
+                self._verify,
+                applied,
+            )
+        except BaseException:
+            vars(handle).clear()
+            vars(handle).update(before)
+            handle.put_back()
+            handle.switch_cache_off(model)
+            raise
+
+
+def _remembered(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _recalled(kept: Tensor, device: torch.device) -> Tensor:
+    """A tensor like the one that was remembered. Random states are as before."""
+    if not kept.is_meta:
+        return kept.to(device, copy=True)
+    if device.type == "meta":
+        return kept
+    generator = torch.Generator(device).manual_seed(0)
+    made = torch.randn(kept.shape, dtype=kept.dtype, device=device, generator=generator)
+    return made.requires_grad_(kept.requires_grad)
+
+
+def _finished(
+    handle: AppliedPlan, graph: StepGraph, allowed: int, device: torch.device, refitter: Refitter
+) -> AppliedPlan:
+    static_bytes = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    handle.watch = BudgetWatch(handle, device, allowed, graph.optimizer_state_bytes, static_bytes)
+    handle.refitter = refitter
+    return _logged(handle, allowed)
 
 
 @dataclass(frozen=True)

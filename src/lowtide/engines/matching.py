@@ -29,6 +29,8 @@ def modules_for(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
                     f"the plan was made for another model: {planned.path or 'the model'} {difference}. "
                     "Plan for this one: lowtide.plan(model, ...)"
                 )
+    if plan.graph is not None:
+        plan.calls(plan.graph)  # raises where a region cannot be recomputed
     return modules
 
 

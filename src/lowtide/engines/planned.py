@@ -22,15 +22,17 @@ from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
+from lowtide.engines.peakcheck import BudgetWatch
 from lowtide.engines.runs import NOTHING, Decisions, Now, PatchesBack, PlannedRegion, Run, Turn
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
-from lowtide.errors import PlanError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan
 from lowtide.replay import region as replay
 
 if TYPE_CHECKING:
+    from lowtide.engines.fitting import Refitter
     from lowtide.reports import Report
     from lowtide.solvers.sweeping import Frontier
 
@@ -47,6 +49,8 @@ class AppliedPlan(Applied):
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
+        self.refitter: Refitter | None = None  # from `fit`
         self._now = Now()
         self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
@@ -64,6 +68,7 @@ class AppliedPlan(Applied):
         }
         self.shapes = ShapePlans(self, Planned(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ()))
         self.stepper = Stepper(self)
+        self.switch_cache_off(model)
 
     def take_in(self, plan: Plan) -> Decisions:
         """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
@@ -99,6 +104,19 @@ class AppliedPlan(Applied):
         """
         return self.stepper.step(loss_fn, args)
 
+    def refit(
+        self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Plan anew for the same budget, as `fit` does, with the model and the optimizer as they are now.
+
+        For handles from `fit`. Without `loss_fn` and its arguments those given to `fit` are used: integer tensors with
+        their numbers, others by shape and type with random ones; without `optimizer` the one given to `fit`. Call it
+        between a backward and the next forward. If it raises, the plan stays as it was.
+        """
+        if self.refitter is None:
+            raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
+        self.refitter.refit(self, loss_fn, args, optimizer)
+
     def stats(self) -> PlanStats:
         """As for a policy; and what was planned again, for larger inputs or after a step out of memory."""
         found = super().stats()
@@ -117,6 +135,8 @@ class AppliedPlan(Applied):
             return self._run_compiled(region, forward, args, kwargs)
         if region.name:
             return self._run_eagerly(region, module, forward, args, kwargs)
+        if self.watch is not None and self.enabled and torch.is_grad_enabled():
+            self.watch.forward_begins()
         run = Run(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
         output = self._run_in(run, self._run_eagerly, (region, module, forward, args, kwargs), {})
         if run.decisions.moves is not None:

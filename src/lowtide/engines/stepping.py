@@ -7,6 +7,7 @@ runs again. The plan stays tightened: memory that was short once will be again.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import time
@@ -98,7 +99,7 @@ class Stepper:
         tried: list[str] = []
         while True:
             try:
-                loss = _run(loss_fn, args, undo)
+                loss = self._run(number, functools.partial(_run, loss_fn, args, undo))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -119,6 +120,14 @@ class Stepper:
                 _add_note(first, tried, why_not)
                 raise first
             tried.append(format_bytes(self.events[-1].peak_after_bytes))
+
+    def _run(self, number: int, run: Callable[[], Tensor]) -> Tensor:
+        watch = self._handle.watch if self._handle.enabled else None
+        if watch is None:
+            return run()
+        if self._handle.plan.is_plain:  # nothing is patched, so no forward tells the watch
+            watch.forward_begins()
+        return watch.run_step(number, run)
 
     def _plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
         """Where the batch is larger than any plan is for, one that is, from a trace of the whole step."""

@@ -13,7 +13,9 @@ from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 FORMAT = "lowtide step graph"
 VERSION = 3
 
-_LATER = {"forward_dispatch_factor", "spare_s"}  # of a device: files of this version may be older, and have the default
+# Fields of a device and of a call that older files of this version do not have: they get their defaults.
+_LATER = {"forward_dispatch_factor", "spare_s"}
+_LATER_COLUMNS = {"changes"}
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 
@@ -107,15 +109,17 @@ def _encode(item: Any, number: Callable[[Any], Any]) -> Any:
 
 
 def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
-    wanted = fields(record)
-    if not isinstance(columns, dict) or set(columns) != {f.name for f in wanted}:
+    known = {f.name for f in fields(record)}
+    if not isinstance(columns, dict) or not known - _LATER_COLUMNS <= columns.keys() <= known:
         raise ValueError(f"the columns of {record.__name__} are not those of version {VERSION}")
     if any(not isinstance(column, list) for column in columns.values()):
         raise ValueError(f"a column of {record.__name__} is no list")
     if len({len(column) for column in columns.values()}) > 1:
         raise ValueError(f"the columns of {record.__name__} differ in length")
+    wanted = [f for f in fields(record) if f.name in columns]
     decoded = [_column(columns[f.name], str(f.type), names, f.name) for f in wanted]
-    return (record(*row) for row in zip(*decoded, strict=True))
+    kept = [f.name for f in wanted]
+    return (record(**dict(zip(kept, row, strict=True))) for row in zip(*decoded, strict=True))
 
 
 def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[Any]:

@@ -42,11 +42,9 @@ def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Val
                 position = c.end
         held = tuple((name(s.value), s.made - call.first) for s in saves_of.get(index, []))
         ends = tuple((number, min(values[v].dropped, call.end + 1) - call.first) for v, number in local.items())
-        key = (call.kind, call.end - call.first, tuple(own), held, ends, tuple(map(name, call.outputs)))
+        key = (call.kind, call.changes, call.end - call.first, tuple(own), held, ends, tuple(map(name, call.outputs)))
         structure = numbers.setdefault(key, len(numbers))
-        marked[index] = Call(
-            call.path, call.kind, call.parent, call.first, call.end, call.inputs, call.outputs, structure
-        )
+        marked[index] = replace(call, structure=structure)
     return marked
 
 

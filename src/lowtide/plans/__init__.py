@@ -254,6 +254,8 @@ class Plan:
             call = _call(graph, region.path, region.nth)
             if call in found:
                 raise PlanError(f"{region.path} is recomputed twice")
+            if call in graph.unreplayable:
+                raise PlanError(f"{region.path} cannot be recomputed: {graph.unreplayable[call]}")
             length = graph.calls[call].end - graph.calls[call].first
             if any(not 0 <= op < length for op in region.keep_ops):
                 raise PlanError(f"{region.path} has {length} ops; {region.keep_ops} are to be kept")

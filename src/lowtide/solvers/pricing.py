@@ -302,8 +302,12 @@ def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
     may, must = keepable(graph)
     stuck = np.concatenate([[0], np.cumsum(must & ~may)])
     return [
-        stop > call.first and bool(call.path) and not call.path.startswith("<") and stuck[call.end] == stuck[call.first]
-        for call, stop in zip(graph.calls, stops, strict=True)
+        stop > call.first
+        and bool(call.path)
+        and not call.path.startswith("<")
+        and stuck[call.end] == stuck[call.first]
+        and index not in graph.unreplayable
+        for index, (call, stop) in enumerate(zip(graph.calls, stops, strict=True))
     ]
 
 

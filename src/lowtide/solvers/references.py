@@ -37,7 +37,7 @@ def all_blocks(graph: StepGraph) -> list[int]:
 def _repeated(graph: StepGraph) -> list[list[int]]:
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
-        if call.parent >= 0 and call.end > call.first:
+        if call.parent >= 0 and call.end > call.first and index not in graph.unreplayable:
             groups[call.kind, call.parent].append(index)
     return [calls for calls in groups.values() if len(calls) > 1]
 

@@ -36,7 +36,11 @@ def standing_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regi
 
 def _at_depths(graph: StepGraph, depths: range) -> Plan:
     """Every module call at these depths of the module tree."""
-    calls = [index for index, call in enumerate(graph.calls) if graph.depths[index] in depths and call.end > call.first]
+    calls = [
+        index
+        for index, call in enumerate(graph.calls)
+        if graph.depths[index] in depths and call.end > call.first and index not in graph.unreplayable
+    ]
     return Plan(regions=recomputes(graph, dict.fromkeys(calls, ())))
 
 

@@ -30,7 +30,9 @@ def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: 
         for op in recorder.ops
     ]
     saves = [Save(s.value, s.call, s.made, s.read, s.released, s.used, s.number) for s in recorder.saves]
-    calls = [Call(c.path, c.kind, c.parent, c.first, c.end, c.inputs, c.outputs) for c in recorder.calls]
+    calls = [
+        Call(c.path, c.kind, c.parent, c.first, c.end, c.inputs, c.outputs, changes=c.changes) for c in recorder.calls
+    ]
     calls = with_structures(ops[: recorder.num_forward], calls, values, saves)
     return StepGraph(
         ops=tuple(with_even_seconds(ops, calls)),

@@ -38,6 +38,7 @@ from lowtide.tracing.records import Clock, tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.tracing.shadows import Shadows
 from lowtide.tracing.timing import clock_for, fit_to_total, host_costs, medians, predicted_s
+from lowtide.tracing.usecache import NOTE, CacheOff
 from lowtide.tracing.workspaces import foretell_workspaces
 from lowtide.units import format_bytes
 
@@ -78,7 +79,12 @@ def trace(
     """
     checks.arguments(model, loss_fn, mode)
     optimizer = plain_optimizer(optimizer, model)
-    setting = _setting(model, args, device)
+    with CacheOff(model) as cache:
+        graph = _trace(model, loss_fn, args, optimizer, mode, _setting(model, args, device))
+    return replace(graph, notes=(*graph.notes, NOTE)) if cache.was_on else graph
+
+
+def _trace(model: Any, loss_fn: Any, args: Any, optimizer: Any, mode: Mode, setting: _Setting) -> StepGraph:
     if mode == "real":
         if setting.is_foreign or setting.is_on_meta:
             raise TraceError(
@@ -147,7 +153,8 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 @one_at_a_time
 def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
     """As `trace` on fake tensors, in half the time: whether each step is alike is not looked at."""
-    return _trace_fake(model, loss_fn, args, optimizer, _setting(model, args, None), num_recorded=1)
+    with CacheOff(model):
+        return _trace_fake(model, loss_fn, args, optimizer, _setting(model, args, None), num_recorded=1)
 
 
 def _trace_fake(

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import TraceError
 from lowtide.tracing import _compat
+from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
 from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import Clock, RawCall, RawOp, RawSave, RawValue, tensors_in
 from lowtide.tracing.shadows import Shadows
@@ -70,6 +71,7 @@ class Recorder(_compat.DispatchMode):
         self._in_use: dict[int, list[RawSave]] = {}  # saves that the backward has read and may still be using
         self._open_calls: list[int] = []
         self._thread = threading.get_ident()
+        self._changes = ArgumentChanges()
         self._op_of_node: dict[int, int] = {}
         self._is_over = False
 
@@ -307,22 +309,31 @@ class Recorder(_compat.DispatchMode):
         if self._is_unrelated_call():
             return
         kwargs, output = rest if len(rest) == 2 else ({}, None)  # torch leaves kwargs out after an exception
-        call = self.calls[self._open_calls.pop()]
+        index = self._open_calls.pop()
+        self._changes.end(index)
+        call = self.calls[index]
         call.end = len(self.ops)
         call.inputs = self.values_of(tensors_in((args, kwargs)))
         call.outputs = self.values_of(tensors_in(output))
+
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_unrelated_call():
+            self._changes.begin(self._open_calls[-1], args, kwargs)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Recorder]:
         """A block whose ops, saves and module calls are recorded."""
         entered = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         left = nn.modules.module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
+        begun = before_forwards(self._names, self._begin_forward)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
                 yield self
         finally:
             self._is_over = True
             entered.remove()
+            for hook in begun:
+                hook.remove()
             _compat.remove_global_hook(left)
 
     def begin_backward(self) -> None:
@@ -330,6 +341,9 @@ class Recorder(_compat.DispatchMode):
         self._poll()
         self.num_forward = len(self.ops)
         self._in_use.clear()
+        self._changes.finish()
+        for index, name in self._changes.changed.items():
+            self.calls[index].changes = name
         for save in self.saves:
             if save.released >= 0:  # held for a graph that is gone already
                 if save.value not in self._polled:

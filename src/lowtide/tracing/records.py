@@ -77,6 +77,7 @@ class RawCall:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     num_saves: int = 0
+    changes: str = ""  # the name of an argument that is changed while the forward runs
 
 
 @dataclass
