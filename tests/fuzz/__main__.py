@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import gc
 import json
 import multiprocessing
 import subprocess
@@ -45,7 +44,6 @@ def run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str] = froz
 
 def run_seeds(seeds: list[int], engines: tuple[str, ...], without: frozenset[str]) -> list[Verdict]:
     """What one task of a process does."""
-    gc.freeze()  # what imports left need not be looked through when live tensors are counted
     return [verdict for seed in seeds for verdict in run_seed(seed, engines, without)]
 
 
@@ -111,7 +109,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", help="run this one program only")
     options = parser.parse_args(arguments)
     _one_thread()
-    gc.freeze()
     if options.spec:
         verdict = judge(Spec(**json.loads(options.spec)))
         print(verdict.outcome, verdict.kind, verdict.text)

@@ -170,6 +170,7 @@ def judge(spec: Spec, facts: Facts | None = None) -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gc.collect()
+        gc.freeze()  # what is there already is not looked through again and again
         gc.disable()  # cycles that hold tensors must show
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -48,5 +48,5 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def num_live_tensors() -> int:
-    """Tensors that Python's collector knows of. Fast once `gc.freeze()` has hidden what imports left."""
+    """Tensors that Python's collector knows of, apart from those that `gc.freeze()` has hidden."""
     return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())

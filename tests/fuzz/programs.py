@@ -84,7 +84,7 @@ def random_spec(seed: int, without: frozenset[str] = frozenset()) -> Spec:
 
 def _random_node(rng: random.Random, names: set[str], depth: int) -> Node:
     wrappers = sorted(names & WRAPPERS.keys())
-    if wrappers and rng.random() < (0.6, 0.4, 0.2, 0.0)[depth]:
+    if wrappers and rng.random() < (0.5, 0.3, 0.15, 0.0)[depth]:
         name = rng.choice(wrappers)
         inside = [_random_node(rng, names, depth + 1) for _ in range(rng.randint(1, 2))]
         return [name, *(rng.choice(values) for values in WRAPPERS[name][1]), *inside]
