@@ -37,8 +37,8 @@ def run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str] = froz
     if isinstance(first, str):
         return [Verdict(spec, "skipped", "plain", first)]
     chosen = random_engines(spec, facts) if "apply" in engines else []
-    chosen += fit_engines(spec) if "fit" in engines else []
-    chosen += compiled_engines(spec) if "compiled" in engines else []
+    chosen += fit_engines() if "fit" in engines else []
+    chosen += compiled_engines() if "compiled" in engines else []
     return [judge(replace(spec, engine=engine), facts) for engine in chosen]
 
 
@@ -91,10 +91,26 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _report(failed: Verdict, shrinks: bool) -> None:
-    smallest = shrink(failed) if shrinks and failed.spec.engine else failed
-    print(f"FAILED {smallest.kind}: {smallest.text} (seed {failed.spec.seed})")
-    print(f"  {reproducer(smallest.spec)}", flush=True)
+class Failures:
+    """Failures shrunk and printed: of one program and kind once, and only if they shrink to something new."""
+
+    def __init__(self, shrinks: bool, per_kind: int) -> None:
+        self._shrinks, self._per_kind = shrinks, per_kind
+        self._seen: set[tuple[int, str]] = set()
+        self._printed: dict[str, list[str]] = {}
+
+    def add(self, failed: Verdict) -> None:
+        """Shrink and print a failure that was not seen before."""
+        key, printed = (failed.spec.seed, failed.kind), self._printed.setdefault(failed.kind, [])
+        if key in self._seen or len(printed) >= self._per_kind:
+            return
+        self._seen.add(key)
+        smallest = shrink(failed) if self._shrinks and failed.spec.engine else failed
+        signature = json.dumps([sorted(smallest.spec.names), smallest.spec.loop])
+        if signature not in printed:
+            printed.append(signature)
+            print(f"FAILED {smallest.kind}: {smallest.text} (seed {failed.spec.seed})")
+            print(f"  {reproducer(smallest.spec)}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", "-j", type=int, default=1, choices=(1, 2), help="processes")
     parser.add_argument("--engines", default="apply", type=lambda text: tuple(text.split(",")), help=", ".join(ENGINES))
     parser.add_argument("--without", default="", help="names of blocks to leave out, separated by commas")
-    parser.add_argument("--per-kind", type=int, default=5, help="failures of one kind that are shrunk and printed")
+    parser.add_argument("--per-kind", type=int, default=5, help="different failures of one kind to print")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--spec", help="run this one program only")
     options = parser.parse_args(arguments)
@@ -116,12 +132,13 @@ def main(arguments: list[str] | None = None) -> int:
     if set(options.engines) - set(ENGINES):
         parser.error(f"engines are {', '.join(ENGINES)}")
     started, counts = time.perf_counter(), collections.Counter[tuple[str, str, str]]()
+    failures = Failures(not options.no_shrink, options.per_kind)
     for verdict in _all_verdicts(options, frozenset(filter(None, options.without.split(",")))):
         is_failure = verdict.outcome == "failed"
         row = (verdict.outcome, verdict.kind, "" if is_failure else generic(verdict.text))
         counts[row] += 1
-        if is_failure and counts[row] <= options.per_kind:
-            _report(verdict, not options.no_shrink)
+        if is_failure:
+            failures.add(verdict)
     seconds, total = time.perf_counter() - started, sum(counts.values())
     for (outcome, kind, text), number in sorted(counts.items(), key=lambda item: (item[0][0], -item[1])):
         print(f"{number:7} {outcome:8} {kind}{': ' if text else ''}{text}")

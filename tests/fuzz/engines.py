@@ -2,6 +2,7 @@
 
 An engine is a JSON object with a `kind`:
 
+- `none`: nothing but the checkpoints that the program itself has;
 - `policy`: `lowtide.apply` with a policy on the modules at `regions`, inputs in a store with `store`;
 - `plan`: `lowtide.apply` with a plan of `regions` `[path, nth, keep_ops]` and `moves` `[path, nth, save, op]`;
 - `fit`: `lowtide.fit` at `budget` bytes, or `share` of the way from the floor to the plain peak;
@@ -131,19 +132,19 @@ def random_engines(spec: Spec, facts: Facts) -> list[dict[str, Any]]:
     for engine in found:
         if rng.random() < 0.2:
             engine["toggle"] = True
+    if "checkpoint" in spec.names:
+        found.append({"kind": "none"})
     if rng.random() < 0.5:
         found.append({"kind": "offload", "options": rng.choice(({}, {"host": "1GiB", "device": 4096}))})
     return found
 
 
-def fit_engines(spec: Spec) -> list[dict[str, Any]]:
-    """Budgets from just above the floor to the plain peak; some with host memory."""
-    rng = random.Random(f"budgets of {spec.seed}")
-    host = {"host": "1GiB"} if rng.random() < 0.3 else {}
-    return [{"kind": "fit", "share": share, **host} for share in FIT_SHARES]
+def fit_engines() -> list[dict[str, Any]]:
+    """Budgets from just above the floor to the plain peak."""
+    return [{"kind": "fit", "share": share} for share in FIT_SHARES]
 
 
-def compiled_engines(spec: Spec) -> list[dict[str, Any]]:
+def compiled_engines() -> list[dict[str, Any]]:
     """Two budgets: one that makes the compiled backend recompute, and one that needs nothing of it."""
     return [{"kind": "compiled", "share": share} for share in (0.6, 2.0)]
 
@@ -226,6 +227,8 @@ def plan_of(engine: dict[str, Any]) -> lowtide.Plan:
 def start(program: Program, engine: dict[str, Any]) -> Running:
     """Put a program under an engine."""
     kind, model, toggles = engine["kind"], program.model, engine.get("toggle", False)
+    if kind == "none":
+        return Running()
     if kind == "plan":
         return Running(lowtide.apply(model, plan_of(engine)), toggles=toggles)
     if kind == "policy":
@@ -246,7 +249,6 @@ def start(program: Program, engine: dict[str, Any]) -> Running:
             program.batch(0),
             budget=budget,
             optimizer=program.optimizer,
-            host=engine.get("host", 0),
             time_limit_s=_SOLVE_LIMIT_S,
         )
         return Running(handle, budget, toggles)

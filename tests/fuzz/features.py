@@ -498,13 +498,17 @@ class Sandwich(Wrapper):
 
 
 class UserCheckpoint(Wrapper):
-    """The user's own checkpoint, by torch or by lowtide."""
+    """The user's own checkpoint, by torch or by lowtide. While `is_bypassed` is set, the inside is simply called."""
+
+    is_bypassed = False
 
     def __init__(self, width: int, nodes: list[Node], kind: str) -> None:
         super().__init__(width, nodes)
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
+        if UserCheckpoint.is_bypassed:
+            return self.inner(x)
         if self.kind == "torch":
             return torch_checkpoint(self.inner, x, use_reentrant=False)
         return lowtide.checkpoint(self.inner, x)
