@@ -26,7 +26,6 @@ from fuzz.meter import bytes_of, num_live_tensors, peak_of
 from fuzz.programs import NUM_AFTER, NUM_PLANNED, Program, Spec, walk
 
 State = dict[str, Any]
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def state_of(program: Program, loss: Tensor | None = None, *, is_patched: bool =
         found |= dict(_parts(f"buffer {name}", buffer))
     for path, module in program.model.named_modules():
         for name, value in vars(module).items():
-            if name not in _MODULE_ATTRIBUTES and not (is_patched and name == "forward"):
+            if not name.startswith("_") and not (is_patched and name == "forward"):  # torch's own begin with one
                 found |= dict(_parts(f"attribute {path}.{name}", value))
                 if name == "forward":
                     found[f"attribute {path}.forward"] = "a forward of its own"
@@ -106,7 +105,9 @@ def _compare(expected: State, actual: State, when: str, kind: str = "") -> None:
     for name in names:
         if name in expected and name in actual and _same(expected[name], actual[name]):
             continue
-        raise Mismatch(kind or name.split(" ")[0], f"{name} {when}: {_difference(expected.get(name), actual.get(name))}")
+        raise Mismatch(
+            kind or name.split(" ")[0], f"{name} {when}: {_difference(expected.get(name), actual.get(name))}"
+        )
 
 
 def _difference(expected: Any, actual: Any) -> str:

@@ -201,4 +201,3 @@ class Program:
 def _assign(tensors: list[Tensor], gradients: Any) -> None:
     for tensor, gradient in zip(tensors, gradients, strict=True):
         tensor.grad = gradient
-

@@ -109,10 +109,14 @@ def _smaller_engines(engine: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for index in range(len(regions)):
             left = regions[:index] + regions[index + 1 :]
             gone = regions[index][:2]
-            yield {**engine, "regions": left, "moves": [m for m in moves if m[:2] != gone]} if moves else {
-                **engine,
-                "regions": left,
-            }
+            yield (
+                {**engine, "regions": left, "moves": [m for m in moves if m[:2] != gone]}
+                if moves
+                else {
+                    **engine,
+                    "regions": left,
+                }
+            )
     if engine["kind"] == "plan":
         for index, (path, nth, kept) in enumerate(regions):
             for op in kept:
