@@ -179,10 +179,10 @@ def _traced_plan(rng: random.Random, facts: Facts) -> dict[str, Any]:
                 regions.append([path, nth, kept])
                 moves += [[path, nth, 0, op] for op in kept if rng.random() < move_share]
                 moves += [[path, nth, number, None] for number in range(len(call.inputs)) if rng.random() < move_share]
-    for call, number in graph.saves_by_place:
-        if call >= 0 and call not in recomputed and rng.random() < move_share:
-            path = graph.calls[call].path
-            moves.append([path, graph.calls_by_path[path].index(call), number, None])
+    for index, number in graph.saves_by_place:
+        if index >= 0 and index not in recomputed and rng.random() < move_share:
+            path = graph.calls[index].path
+            moves.append([path, graph.calls_by_path[path].index(index), number, None])
     return {"kind": "plan", "regions": regions, "moves": moves}
 
 

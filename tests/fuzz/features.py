@@ -188,6 +188,8 @@ class OwnDropout(nn.Module):
 class Ema(nn.Module):
     """A moving average that scales the weight, and moves after it was used."""
 
+    ema: Tensor
+
     def __init__(self, width: int, write: str) -> None:
         super().__init__()
         self.linear, self.write = nn.Linear(width, width), write
@@ -277,6 +279,8 @@ class Memory(nn.Module):
 
 class Counter(nn.Module):
     """Counts its calls; with `use` "scales" the count enters the result."""
+
+    total: Tensor
 
     def __init__(self, width: int, holder: str, use: str) -> None:
         super().__init__()
@@ -575,8 +579,7 @@ class Hooked(Wrapper):
 
     def __init__(self, width: int, nodes: list[Node], kind: str) -> None:
         super().__init__(width, nodes)
-        self.kind = kind
-        self.inner.calls_of_hooks = 0
+        self.kind, self.num_calls = kind, 0
         if kind == "forward":
             self.inner.register_forward_hook(_halve_output)
         elif kind == "forward pre":
@@ -586,10 +589,13 @@ class Hooked(Wrapper):
         elif kind == "backward pre":
             self.inner.register_full_backward_pre_hook(_halve_gradients_before)
         elif kind == "counting":
-            self.inner.register_forward_hook(_count)
+            self.inner.register_forward_hook(self._count)
         elif kind == "parameter":
             for parameter in self.inner.parameters():
                 parameter.register_hook(_clamp)
+
+    def _count(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.num_calls += 1
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
@@ -612,10 +618,6 @@ def _halve_gradients(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 def _halve_gradients_before(module: nn.Module, outputs: Any) -> Any:
     return tuple(None if gradient is None else gradient * 0.5 for gradient in outputs)
-
-
-def _count(module: nn.Module, args: Any, output: Tensor) -> None:
-    module.calls_of_hooks += 1
 
 
 def _clamp(gradient: Tensor) -> Tensor:

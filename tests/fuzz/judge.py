@@ -14,10 +14,11 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
 from fuzz.engines import Facts, Running, start, start_plain
@@ -64,7 +65,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _parts(f"{name}[{index}]", part)
     elif isinstance(value, bool | int | float | str | None):
         yield name, value
-    elif not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
+    elif isinstance(value, SimpleNamespace):
         for key, part in vars(value).items():
             yield from _parts(f"{name}.{key}", part)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fuzz.features import LEAVES, WRAPPERS, Node, build, inner_nodes
+from fuzz.features import LEAVES, WRAPPERS, Frozen, Memory, Node, build, inner_nodes
 
 LOOPS = ("plain", "accumulate", "two forwards", "retain", "grad", "double", "partial", "evaluate", "reversed")
 NUM_PLANNED, NUM_AFTER = 3, 1  # steps under the engine, and after it was removed
@@ -102,7 +102,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
         for module in self.modules():
-            if hasattr(module, "begin_step"):
+            if isinstance(module, Memory):
                 module.begin_step()
         if scale is not None:
             x = x * scale
@@ -156,7 +156,7 @@ class Program:
         self.inputs = []
         self.optimizer.zero_grad()
         for module in self.model.modules():
-            if hasattr(module, "before_step"):
+            if isinstance(module, Frozen):
                 module.before_step(step)
 
     def forward_backward(self, step: int) -> Tensor:

@@ -123,7 +123,7 @@ def test_failures_shrink_to_what_makes_them_fail(monkeypatch: pytest.MonkeyPatch
                 module.conv.weight.register_hook(lambda gradient: gradient * 2)
 
     broken_start(monkeypatch, breaking)
-    net = [["linear", "gelu"], ["residual", ["norm", "batch"], ["repeat", 2, ["conv"]]], ["wide"]]
+    net: list[Any] = [["linear", "gelu"], ["residual", ["norm", "batch"], ["repeat", 2, ["conv"]]], ["wide"]]
     large = Spec(
         net=net,
         optimizer="adam",
