@@ -13,6 +13,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,6 +30,12 @@ _CHUNK = 5  # programs that one task of a process runs
 
 def run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str] = frozenset()) -> list[Verdict]:
     """The program of a seed under all its engines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch has to say about such programs
+        return _run_seed(seed, engines, without)
+
+
+def _run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str]) -> list[Verdict]:
     spec = random_spec(seed, without)
     if "fit" in engines:  # with room between the floor and the plain peak
         spec = replace(spec, batch=8 * spec.batch)
@@ -105,8 +112,8 @@ class Failures:
         if key in self._seen or len(printed) >= self._per_kind:
             return
         self._seen.add(key)
-        smallest = shrink(failed) if self._shrinks and failed.spec.engine else failed
-        signature = json.dumps([sorted(smallest.spec.names), smallest.spec.loop])
+        smallest = shrink(failed) if self._shrinks and "died" not in failed.kind else failed
+        signature = json.dumps([smallest.spec.net, smallest.spec.loop, smallest.spec.engine.get("kind")])
         if signature not in printed:
             printed.append(signature)
             print(f"FAILED {smallest.kind}: {smallest.text} (seed {failed.spec.seed})")
