@@ -17,7 +17,7 @@ from fuzz.meter import peak_of
 from fuzz.programs import Spec, random_spec
 from fuzz.shrink import shrink
 
-NUM_APPLIED, NUM_FITTED, NUM_COMPILED, NUM_PER_TEST = 60, 4, 2, 10
+NUM_APPLIED, NUM_FITTED, NUM_COMPILED, NUM_PER_TEST = 50, 3, 2, 10
 
 
 def assert_none_failed(verdicts: list[Verdict]) -> None:
