@@ -11,10 +11,10 @@ import torch
 
 import lowtide
 from fuzz import engines, features
-from fuzz.__main__ import main, reproducer, run_seed
 from fuzz.judge import Verdict, judge
 from fuzz.meter import peak_of
 from fuzz.programs import Spec, random_spec
+from fuzz.run import main, reproducer, run_seed
 from fuzz.shrink import shrink
 
 NUM_APPLIED, NUM_FITTED, NUM_COMPILED, NUM_PER_TEST = 50, 3, 2, 10
