@@ -1,4 +1,4 @@
-"""`python -m fuzz`. The command is in `run`, as processes started by "spawn" cannot import functions of a `__main__`."""
+"""`python -m fuzz`. The command is in `run`: processes started by "spawn" cannot import from a `__main__`."""
 
 from __future__ import annotations
 
