@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test fuzz lint bench docs clean
 
 # The package depends on torch, so torch is installed first and on its own: the resolver then has nothing to choose.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,14 @@ lint: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest -q -n auto
+
+# Random programs under every engine against the plain model; each failure is shrunk and printed with its command.
+N ?= 1000
+SEED ?= 0
+JOBS ?= 2
+ENGINES ?= apply
+fuzz: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m fuzz --num $(N) --seed $(SEED) --jobs $(JOBS) --engines $(ENGINES)
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench/checkpoint.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -175,6 +176,22 @@ def test_views_of_one_storage_are_moved_once() -> None:
     loss.backward()
     (plain,) = torch.autograd.grad((lambda q, k, v: (q * k + k * v).sum())(*(x * 1).view(64, 3, 32).unbind(1)), x)
     assert torch.equal(x.grad, plain)
+
+
+def test_parts_of_one_storage_with_version_counters_of_their_own_are_not_mixed_up() -> None:
+    """A GRU writes in place into the results of `unsafe_chunk`, one after the other, each saved when it is done."""
+
+    def gradients(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        cells, x = nn.GRU(8, 8), torch.randn(4, 2, 8)
+        with context:
+            loss = cells(x)[0].square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in cells.parameters()]
+
+    expected = gradients(contextlib.nullcontext())
+    for actual, wanted in zip(gradients(lowtide.offload(min_bytes=0)), expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_small_tensors_stay() -> None:

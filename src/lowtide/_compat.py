@@ -387,6 +387,14 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def version_owner(tensor: Tensor) -> Tensor:
+    """The tensor that a version counter was made for: what a view is a view of. Detached views are not known as views.
+
+    Obsolete with a public handle on version counters.
+    """
+    return tensor if tensor._base is None else tensor._base
+
+
 class VersionWatch:
     """Sees in-place changes of a tensor and of all its aliases, without keeping a byte of it alive.
 

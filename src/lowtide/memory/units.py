@@ -147,21 +147,22 @@ def is_left_alone(tensor: Tensor) -> bool:
 
 def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
     """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
-    start, numel, span = 0, _storage_numel(tensor), _span(tensor)
-    if not _is_whole(span, numel):
-        start, numel = int(tensor.storage_offset()), span
+    start, numel = 0, _storage_numel(tensor)
+    if not stands_for_storage(tensor):
+        start, numel = int(tensor.storage_offset()), _span(tensor)
     storage, version = _compat.storage_id(tensor), _compat.version_of(tensor)
     codec_name = None if codec is None else codec.name
     return SourceKey(storage, version, tensor.dtype, start, numel, codec_name, moment if tensor.is_inference() else 0)
 
 
 def stands_for_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is held as its whole storage, and not as a part of its own."""
-    return _is_whole(_span(tensor), _storage_numel(tensor))
+    """Whether a tensor is held as its whole storage, and not as a part of its own.
 
-
-def _is_whole(span: int, storage_numel: int) -> bool:
-    return span >= _WHOLE_STORAGE_SHARE * storage_numel
+    Only where its version counter counts for the whole storage. Parts made by `unsafe_chunk` or `unsafe_split`, as in
+    GRU and LSTM cells, have a counter each: a copy of the storage made for one part would be stale for the next.
+    """
+    numel = _storage_numel(tensor)
+    return _span(tensor) >= _WHOLE_STORAGE_SHARE * numel and _span(_compat.version_owner(tensor)) >= numel
 
 
 def _span(tensor: Tensor) -> int:
