@@ -160,7 +160,7 @@ class AppliedPlan(Applied):
         forward, kwargs = self._without_options(forward, kwargs)
         kept = {} if moves is None else moves.keeping_outputs(region.name, nth)
         held: Any = noop_context_fn
-        if decision.keep_ops or decision.skip_ops:
+        if decision.keep_ops:
             lessons = self._lessons.setdefault(decision, Lessons(region.name))
             held = functools.partial(holding, decision, kept, lessons, shapes_of_inputs(args, kwargs))
         call = functools.partial(self._replayable, region, forward, Begun(run))

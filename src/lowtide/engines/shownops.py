@@ -200,7 +200,7 @@ class Watched(_Told, Counting):
     def __init__(self, call: Call, region: Recompute, elsewhere: dict[int, Keeping]) -> None:
         super().__init__()
         self._call, self._elsewhere = call, elsewhere
-        self._positions, self._skipped = frozenset(region.keep_ops), frozenset(region.skip_ops)
+        self._positions, self._skipped = frozenset(region.keep_ops), frozenset[int]()
         self._storages: dict[Op, list[_compat.StorageReference]] = {}
         self._statistics: dict[int, Op] = {}  # storages that held norms wrote to
         self._learner = _Learner()

@@ -23,9 +23,17 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.engines import _compat
 from lowtide.engines.heldops import Build, asked_once, computes_nothing, writes
-from lowtide.graph.unneeded import ALIASES, ALWAYS_RUN, is_blank
 from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import tensors_in
+
+ALIASES = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})  # views but for their schemas
+# What else they do than to make their outputs is not known, or has to happen.
+ALWAYS_RUN = frozenset({"random", "collective", "custom", "opaque", "mutates", "index", "view"})
+
+
+def is_blank(name: str) -> bool:
+    """Whether an op makes memory without values, or with zeros only."""
+    return any(word in name.split(".")[1] for word in ("empty", "zeros")) if name.count(".") else False
 
 
 class StandIn:

@@ -13,7 +13,8 @@ from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 FORMAT = "lowtide step graph"
 VERSION = 3
 
-_LATER = {"forward_dispatch_factor", "spare_s"}  # of a device: files of this version may be older, and have the default
+# Fields of a device that older files of this version do not have, and one that they have and that is ignored.
+_LATER, _DROPPED = {"spare_s"}, {"forward_dispatch_factor"}
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 
@@ -166,8 +167,9 @@ def _strings(items: Any) -> list[str]:
 def decode_hardware(content: Any) -> Hardware:
     """The device that `asdict` gave. Raises `ValueError` where it is damaged."""
     kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
-    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() <= kinds.keys():
+    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() - _DROPPED <= kinds.keys():
         raise ValueError("hardware does not have the fields of a device")
+    content = {key: item for key, item in content.items() if key not in _DROPPED}
     name = _strings([content["name"]])[0]
     numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
     if any(number < 0 for number in numbers.values()):
