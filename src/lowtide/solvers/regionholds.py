@@ -1,13 +1,14 @@
 """Which outputs a region retains at a price per byte, and what that costs at the least.
 
-A replay ends at the last save that is dropped. Up to the last save that no plan can retain (`least`), each op runs again
-or its output is retained. Behind that an op may do neither, if all that is saved later is retained: such an op costs
-something here only if its own output is saved, and so retained or made again.
+A replay ends at the last save that is dropped, so what is retained also decides which ops run again. For each position
+at which a replay may end: ops before it run again, or their outputs are retained, whichever is cheaper; of ops behind
+it, all outputs that are saved are retained. The best position is somewhere from the last save that no plan can retain
+(`least`) to the last save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class RegionHolds:
 
     `may_keep[depth]` and `must_keep` are the ops whose outputs regions at that depth may and must retain, and
     `held[depth]` the bytes that each takes then. `stops` are the positions at which replays end if nothing is retained.
-    `fees_s` is what dispatch costs each call; inf for those that are not `allowed` to be regions.
+    Calls that are not `allowed` to be regions cost inf.
     """
 
     def __init__(
@@ -38,54 +39,68 @@ class RegionHolds:
             born = graph.values[save.value].born
             if 0 <= born < graph.num_forward:
                 is_saved[born], unread[born] = True, unread[born] or save.read < 0
-        self._runs_unless_kept = is_saved & ~unread  # wherever it is in a region that could retain it
+        self._is_read = is_saved & ~unread  # a region that could retain the output brings it back, or does retain it
         first, end = graph.arrays.first, np.array([call.end for call in graph.calls], dtype=np.int64)
         least, entries = _least_stops(graph, may_keep)
         self._spans = first, least, np.maximum(least, np.array(stops, dtype=np.int64)), end
-        depths, hardware = np.array(graph.depths, dtype=np.int64), graph.hardware
-        self._calls_at = {depth: depths == depth for depth in held}
         # With a region inside, the replay around it may end where that begins.
-        inner_s = hardware.dispatch_s * (entries - first) + hardware.region_s
-        self.fees_s = np.where(allowed, np.minimum(hardware.dispatch_s * (least - first), inner_s), np.inf)
+        self._inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
+        self._allowed, depths = allowed, np.array(graph.depths, dtype=np.int64)
+        self._calls_at = {depth: np.flatnonzero((depths == depth) & allowed) for depth in held}
 
     def costs(self, price: float) -> np.ndarray:
         """What each call costs as a region that retains what it best does at a price, less what its inputs cost."""
-        first, least, stop, end = self._spans
-        costs = self.fees_s.copy()
-        for depth, held in self._held.items():
-            may_keep, must_keep = self._may_keep[depth], self._must_keep
-            kept, substituted = price * held, price * held + self._substituted_s
-            must = np.where(must_keep, kept, 0.0)
-            before = np.where(may_keep, np.minimum(self._seconds, substituted), self._seconds)
-            behind = np.where(may_keep & self._runs_unless_kept, np.minimum(self._seconds, kept), 0.0)
-            until_least = sums_of(np.where(must_keep, substituted, before))
-            until_stop, until_end = sums_of(np.where(must_keep, must, behind)), sums_of(must)
-            here = self._calls_at[depth]
-            parts = ((until_least, first, least), (until_stop, least, stop), (until_end, stop, end))
-            costs[here] += sum(sums[b] - sums[a] for sums, a, b in parts)[here]
+        dispatch_s = self._graph.hardware.dispatch_s
+        costs = np.full(len(self._allowed), np.inf)
+        for depth, calls in self._calls_at.items():
+            first, least, stop, end = (span[calls] for span in self._spans)
+            before, behind = (sums_of(each) for each in self._choices(depth, price))
+            must = sums_of(np.where(self._must_keep, price * self._held[depth], 0.0))
+            ends = np.stack([least, stop + 1], axis=1).ravel()
+            at_end = np.append(before - behind, np.inf)
+            alone_s, inside_s = (
+                np.minimum.reduceat(each, ends)[::2] if len(calls) else np.zeros(0)
+                for each in (at_end + dispatch_s * np.arange(len(at_end)), at_end)
+            )
+            best = np.minimum(alone_s - dispatch_s * first, inside_s + self._inner_s[calls])
+            costs[calls] = best - before[first] + behind[stop] + must[end] - must[stop]
         return costs
+
+    def _choices(self, depth: int, price: float) -> tuple[np.ndarray, np.ndarray]:
+        """What each op costs in regions of a depth, before the end of a replay and behind it."""
+        may_keep, kept = self._may_keep[depth], price * self._held[depth]
+        before = np.where(may_keep, np.minimum(self._seconds, kept + self._substituted_s), self._seconds)
+        before = np.where(self._must_keep, kept + self._substituted_s, before)
+        return before, np.where(self._must_keep | (may_keep & self._is_read), kept, 0.0)
 
     def kept(self, index: int, price: float) -> list[int]:
         """The ops of a call, counted from its first, whose outputs it best retains at a price."""
         first, least, stop, end = (int(span[index]) for span in self._spans)
         depth = self._graph.depths[index]
-        gained_s = self._seconds[first:end].copy()
-        gained_s[: least - first] -= self._substituted_s[first:least]
-        gained_s[least - first :] *= self._runs_unless_kept[least:end]
-        gained_s[stop - first :] = 0.0
-        worth = self._may_keep[depth][first:end] & (price * self._held[depth][first:end] < gained_s)
-        return [int(op) for op in np.flatnonzero(worth | self._must_keep[first:end])]
+        before, behind = (each[first:stop] for each in self._choices(depth, price))
+        costs = sums_of(before)[least - first :] + behind.sum() - sums_of(behind)[least - first :]
+        at = least + int(np.argmin(costs + [self._fee_s(index, position) for position in range(least, stop + 1)]))
+        may_keep, gained_s = self._may_keep[depth], self._seconds - self._substituted_s
+        is_kept = self._must_keep[first:end].copy()
+        is_kept[: at - first] |= may_keep[first:at] & (price * self._held[depth][first:at] < gained_s[first:at])
+        is_kept[at - first : stop - first] |= (may_keep & self._is_read)[at:stop]
+        return [int(op) for op in np.flatnonzero(is_kept)]
 
-    def seconds(self, index: int, kept: list[int] | tuple[int, ...]) -> float:
+    def seconds(self, index: int, kept: Sequence[int]) -> float:
         """What a call takes at the least as a region that retains the outputs of some ops, counted from its first."""
-        first, least, stop, _ = (int(span[index]) for span in self._spans)
-        is_kept = np.zeros(max(stop, self._graph.calls[index].end) - first, dtype=bool)
+        first, least, stop, end = (int(span[index]) for span in self._spans)
+        is_kept = np.zeros(end - first, dtype=bool)
         is_kept[list(kept)] = True
-        before, behind = slice(first, least), slice(least, stop)
-        runs = np.where(is_kept[: least - first], self._substituted_s[before], self._seconds[before])
-        may_run = self._may_keep[self._graph.depths[index]][behind] & self._runs_unless_kept[behind]
-        late = self._seconds[behind][may_run & ~is_kept[least - first : stop - first]]
-        return float(self.fees_s[index]) + float(runs.sum()) + float(late.sum())
+        may_keep = self._may_keep[self._graph.depths[index]]
+        dropped = np.flatnonzero((may_keep & self._is_read)[least:stop] & ~is_kept[least - first : stop - first])
+        at = least + int(dropped[-1]) + 1 if len(dropped) else least
+        runs = np.where(is_kept[: at - first], self._substituted_s[first:at], self._seconds[first:at])
+        return self._fee_s(index, at) + float(runs.sum())
+
+    def _fee_s(self, index: int, stop: int) -> float:
+        """The dispatch of a call's replay that ends at `stop`, or earlier with regions inside."""
+        alone_s = self._graph.hardware.dispatch_s * (stop - self._graph.calls[index].first)
+        return min(alone_s, float(self._inner_s[index]))
 
 
 def sums_of(items: np.ndarray) -> np.ndarray:
