@@ -239,7 +239,9 @@ class _Step:
                 self.forms[value] = form
         self.link = _Link(graph, plan, self.forms)
         # Those that are content with a value on the host: saves outside of regions, inputs of regions in no region.
-        self.any_movers = {("save", index) for index, save in enumerate(graph.saves) if self.regions.of(save.call) is None}
+        self.any_movers = {
+            ("save", index) for index, save in enumerate(graph.saves) if self.regions.of(save.call) is None
+        }
         self.retained = {index for index, save in enumerate(graph.saves) if self.regions.is_retained(save)}
         self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}

@@ -38,7 +38,9 @@ def some_regions(graph: StepGraph, seed: int) -> list[int]:
 def may_keep(graph: StepGraph, regions: list[int]) -> np.ndarray:
     """The ops whose outputs these regions, none inside another, could retain."""
     saved = [op for call in regions for op in range(graph.calls[call].first, graph.calls[call].end)]
-    depths = {op: graph.depths[call] for call in regions for op in range(graph.calls[call].first, graph.calls[call].end)}
+    depths = {
+        op: graph.depths[call] for call in regions for op in range(graph.calls[call].first, graph.calls[call].end)
+    }
     found = np.zeros(graph.num_forward, dtype=bool)
     found[saved] = [graph.retainable.depths[op] >= depths[op] for op in saved]
     return found & keepable(graph)[0] & (graph.arrays.seconds[: graph.num_forward] > 0)

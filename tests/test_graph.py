@@ -141,7 +141,7 @@ BAD_FILES = {
     "names that are no list": (damaged(names="abc"), "str where a list of names belongs"),
     "hardware": (damaged(hardware={"name": "H100", "__class__": "os.system"}), "hardware does not have the fields"),
     "hardware that lacks a field": (damaged(hardware=without("dispatch_s")), "hardware does not have the fields"),
-    "negative seconds": (damaged(hardware=without() | {"spare_s": -1.0}), "spare_s is -1.0"),
+    "hardware of fewer than no seconds": (damaged(hardware=without() | {"spare_s": -1.0}), "spare_s is -1.0"),
     "versions": (damaged(versions=["torch"]), "versions are not"),
 }
 

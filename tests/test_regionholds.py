@@ -65,14 +65,14 @@ def test_a_region_retains_what_is_best_for_a_price() -> None:
             first, held = graph.calls[call].first, pricing._held[graph.depths[call]]
             if len(pricing.keepable_in(call)) > 6:
                 continue
-
-            def cost(kept: tuple[int, ...], call: int = call, first: int = first, held=held) -> float:  # type: ignore[no-untyped-def]
-                return pricing.holds.seconds(call, kept) + price * float(held[[first + op for op in kept]].sum())
-
             for price in (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0):
-                best = min(map(cost, kept_by(pricing, call, 6)))
                 chosen = tuple(pricing.holds.kept(call, price))
-                assert pricing.holds.costs(price)[call] == pytest.approx(best), (seed, call, price)
-                assert cost(chosen) == pytest.approx(best), (seed, call, price)
+                subsets = [chosen, *kept_by(pricing, call, 6)]
+                sizes = [float(held[[first + op for op in kept]].sum()) for kept in subsets]
+                costs = [
+                    pricing.holds.seconds(call, kept) + price * size for kept, size in zip(subsets, sizes, strict=True)
+                ]
+                assert pricing.holds.costs(price)[call] == pytest.approx(min(costs)), (seed, call, price)
+                assert costs[0] == pytest.approx(min(costs)), (seed, call, price)
                 num_tried, num_retained = num_tried + 1, num_retained + bool(chosen)
     assert num_tried > 500 and num_retained > 100, (num_tried, num_retained)

@@ -551,7 +551,10 @@ def test_a_timeline_reads_well() -> None:
         (Plan((Recompute("layers.1", nth=-1),)), "is called 1 times"),
         (Plan((Recompute("layers.1"), Recompute("layers.1"))), "recomputed twice"),
         (Plan((Recompute("layers.1", keep_ops=(1,)),)), "has 1 ops"),
-        (Plan((Recompute("layers.1", keep_ops=(0,)),)), "layers.1 is to retain the outputs of ops 0 .mm., and autograd does not"),
+        (
+            Plan((Recompute("layers.1", keep_ops=(0,)),)),
+            "layers.1 is to retain the outputs of ops 0 .mm., and autograd does not",
+        ),
         (Plan((Recompute("", keep_ops=(0,)), Recompute("layers.1"))), "the model is to retain .* directly in it"),
         (Plan((Recompute(""), Recompute("layers.1", keep_ops=(0,)))), "inside a region that is itself recomputed"),
         (Plan(moves=(Move("layers.7"),)), "calls no module 'layers.7'"),

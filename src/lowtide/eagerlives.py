@@ -49,7 +49,7 @@ class EagerLives:
         self._outer = owner[facts.parent[self._calls]]
         around = owner[facts.save_call]
         self._first = facts.first[self._calls]
-        self._set_kept(regions)
+        self._keeper = self._keepers(regions)
         is_retained = (around >= 0) & (facts.save_place >= 0)
         is_retained[is_retained] = self._keeper[facts.maker[facts.save_place[is_retained]]] == around[is_retained]
         self._owner = np.where(is_retained, -1, around)  # the region that drops each save
@@ -74,24 +74,20 @@ class EagerLives:
                 last_read[outer] = max(last_read[outer], last_read[rank])
                 trigger[outer] = min(trigger[outer], trigger[rank])
         self._is_last_read_at_end = last_read == self._ends
-        holds = self._has_saves[self._kept_by]
-        self._kept_ops, self._kept_by = self._kept_ops[holds], self._kept_by[holds]
+        kept = np.flatnonzero(self._keeper >= 0)
+        self._kept_ops = kept[self._has_saves[self._keeper[kept]]]
+        self._kept_by = self._keeper[self._kept_ops]
         self.watched_s = self._host_s(regions)
         replayed = np.flatnonzero(trigger < _NEVER)
         self._order = replayed[np.argsort(trigger[replayed], kind="stable")]  # outer ones first
         self._replayed_at = trigger[self._order] // max(len(facts.save_read), 1)
 
-    def _set_kept(self, regions: Mapping[int, Sequence[int]]) -> None:
-        self._keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)  # of each op, the region that keeps it
-        kept_ops: list[int] = []
-        kept_by: list[int] = []
+    def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
+        """For each op, the rank of the region that retains its outputs, -1 for none."""
+        keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)
         for rank, call in enumerate(self._calls.tolist()):
-            if regions[call]:
-                ops = sorted({self._first[rank] + op for op in regions[call]})
-                kept_ops += ops
-                kept_by += [rank] * len(ops)
-        self._kept_ops, self._kept_by = np.array(kept_ops, dtype=np.int64), np.array(kept_by, dtype=np.int64)
-        self._keeper[self._kept_ops] = self._kept_by
+            keeper[[self._first[rank] + op for op in regions[call]]] = rank
+        return keeper
 
     def _host_s(self, regions: Mapping[int, Sequence[int]]) -> float:
         """What regions cost the host, beside their ops."""

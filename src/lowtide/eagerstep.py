@@ -79,7 +79,7 @@ class EagerStep:
         return found
 
     def _stops(self) -> dict[int, int]:
-        """The position up to which each region with saves is replayed: its last dropped one, or the last inner entry."""
+        """The position up to which each region with saves is replayed: its last dropped one, or last inner region."""
         calls = self.graph.calls
         stops = {r: calls[r].first for r in {self.owner[save.call] for save in self.graph.saves} if r >= 0}
         for save, region in zip(self.graph.saves, self.save_owner, strict=True):

@@ -29,10 +29,10 @@ class Nesting:
         sums = np.concatenate([[0], np.cumsum(must_keep)])
         self._is_bound = [bool(sums[call.end] > sums[call.first]) for call in graph.calls]
         for save in graph.saves if must_keep.any() else ():
-            call, born = save.call, graph.values[save.value].born
-            while call >= 0 and 0 <= born < graph.num_forward and must_keep[born] and not self._is_bound[call]:
-                self._is_bound[call] = True
-                call = graph.calls[call].parent
+            at, born = save.call, graph.values[save.value].born
+            while at >= 0 and 0 <= born < graph.num_forward and must_keep[born] and not self._is_bound[at]:
+                self._is_bound[at] = True
+                at = graph.calls[at].parent
         self.children: list[list[int]] = [[] for _ in graph.calls]
         for index, call in enumerate(graph.calls):
             if call.parent >= 0:

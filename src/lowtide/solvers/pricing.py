@@ -267,7 +267,7 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
 
 
 def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """For each forward op, whether some region may retain what it makes, and whether it must: indices can come out anew.
+    """For each forward op, whether a region may retain what it makes, and whether it must: indices can come out anew.
 
     What an op changes in place, and what is changed after, would not be what it was.
     """

@@ -71,6 +71,4 @@ def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[R
 
 def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
     first, end, depth = graph.calls[call].first, graph.calls[call].end, graph.depths[call]
-    return tuple(
-        op - first for op in range(first, end) if graph.ops[op].flops and graph.retainable.depths[op] >= depth
-    )
+    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.retainable.depths[op] >= depth)

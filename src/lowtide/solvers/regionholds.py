@@ -44,7 +44,10 @@ class RegionHolds:
         least, entries = _least_stops(graph, may_keep)
         self._spans = first, least, np.maximum(least, np.array(stops, dtype=np.int64)), end
         # With a region inside, the replay around it may end where that begins.
-        self._inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
+        inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
+        num_allowed = sums_of(allowed)
+        has_inner = num_allowed[graph.arrays.after] > num_allowed[1:]
+        self._inner_s = np.where(has_inner, inner_s, np.inf)
         self._allowed, depths = allowed, np.array(graph.depths, dtype=np.int64)
         self._calls_at = {depth: np.flatnonzero((depths == depth) & allowed) for depth in held}
 
