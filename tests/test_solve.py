@@ -142,7 +142,7 @@ def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
             num_plans += 1
             num_best += search.plan(budget).extra_s <= best + 1e-9
     assert num_floors >= 0.95 * num_graphs
-    assert num_best >= 0.98 * num_plans
+    assert num_best >= 0.97 * num_plans
 
 
 @pytest.mark.parametrize(("dispatch_s", "expected"), [(0.0, (2,)), (1 / 16, (2,)), (4.0, ())])
