@@ -37,7 +37,7 @@ class EagerStep:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
         self.regions = plan.calls(graph)
-        self.owner = graph.innermost(self.regions)
+        self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
         self.retained = self._retained()
         self.save_owner = [-1 if i in self.retained else self.owner[s.call] for i, s in enumerate(graph.saves)]
         self.stops = self._stops()
@@ -71,12 +71,10 @@ class EagerStep:
 
     def _retained(self) -> set[int]:
         """The saves that are not dropped, as they carry an output that their region retains."""
-        found: set[int] = set()
-        for index, save in enumerate(self.graph.saves):
-            region, born = self.owner[save.call], self.graph.values[save.value].born
-            if region >= 0 and born - self.graph.calls[region].first in self.regions[region].keep_ops:
-                found.add(index)
-        return found
+        graph, regions = self.graph, self.regions.items()
+        kept = {(call, graph.calls[call].first + op) for call, region in regions for op in region.keep_ops}
+        makers = [(self.owner[save.call], graph.values[save.value].born) for save in graph.saves]
+        return {index for index, maker in enumerate(makers) if maker in kept}
 
     def _stops(self) -> dict[int, int]:
         """The position up to which each region with saves is replayed: its last dropped one, or last inner region."""
@@ -245,11 +243,9 @@ class EagerStep:
             reads = sorted((i for i, save in enumerate(saves) if save.read >= 0), key=lambda i: saves[i].read)
             order: list[int] = []
             for index in reads:
-                save = self.graph.saves[index]
-                around = () if index in self.retained else list(self._regions_around(save.call))
-                region = around[-1] if around else -1
+                region = -1 if index in self.retained else self.outermost[saves[index].call]
                 order += self._held_outputs(region)
-                order += self.graph.calls[region].inputs if region >= 0 else [save.value]
+                order += self.graph.calls[region].inputs if region >= 0 else [saves[index].value]
             self.copies.begin_fetching(order, self.clock)
 
     def _held_outputs(self, region: int) -> tuple[int, ...]:
