@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
@@ -80,6 +81,10 @@ def never_compiled(function: _Function) -> _Function:
 def under_functorch() -> bool:
     """Whether a torch.func transform is running. Obsolete when torch.func supports saved-tensor hooks (#122729)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# `version_of` for tensors that autograd saves, which are never inference tensors: quick, for what runs once per save.
+version_of_saved: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -236,9 +241,9 @@ def submodules(module: nn.Module) -> list[nn.Module]:
     return index
 
 
-def child_ids(modules: Sequence[nn.Module]) -> list[int]:
-    """The ids of all direct children of some modules, to see quickly whether a tree of modules has changed."""
-    return [id(child) for module in modules for child in module._modules.values()]
+def child_modules(module: nn.Module) -> dict[str, Any]:
+    """The module's children, as the dict it reads them from. Obsolete with a public slot API."""
+    return module._modules  # type: ignore[return-value]
 
 
 def child_name(parent: nn.Module, child: nn.Module) -> str | None:

@@ -51,14 +51,19 @@ class Environment:
         states = _states_of(self._generators)
         contexts = self._contexts()
 
+        # If nothing has drawn numbers since before the forward, the region draws none.
+        draws = states != self._states
+
         def undo() -> None:
             for context in reversed(contexts):
                 context.__exit__(None, None, None)
-            _set_states(self._generators, states)
+            if draws:
+                _set_states(self._generators, states)
             if dtype != self._default_dtype:
                 torch.set_default_dtype(dtype)
 
-        _set_states(self._generators, self._states)
+        if draws:
+            _set_states(self._generators, self._states)
         if dtype != self._default_dtype:
             torch.set_default_dtype(self._default_dtype)
         for context in contexts:

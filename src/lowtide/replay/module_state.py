@@ -19,6 +19,7 @@ it shares with the call before, copies included, so that modules which change no
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import types
 import weakref
@@ -63,7 +64,6 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
         self.modules = _all_modules(root)
-        self._children = _compat.child_ids(self.modules)
         self.slots: list[Slot] = []
         self._names: list[Names] = []
         for module in self.modules:
@@ -71,19 +71,16 @@ class ModuleTree:
             if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
                 continue
             attributes = vars(module)
-            for names in (parameters, buffers, attributes):
+            for names in (parameters, buffers, _compat.child_modules(module), attributes):
                 self._names.append(names)
                 self.slots += [Slot(names, key, module) for key in names if key not in _INTERNAL_NAMES]
         self._pairs = [(slot.names, slot.key) for slot in self.slots]
         self._sizes = list(map(len, self._names))
+        self._child_ids = {id(value) for value in self.read() if isinstance(value, nn.Module)}
         self.devices = {value.device for value in self.read() if isinstance(value, Tensor)}
         self.last: Snapshot | None = None  # of the last call, if that left everything as it was
         # Whether a forward was seen to write a tensor, by its names, key and training flag.
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
-
-    def is_current(self) -> bool:
-        """Whether the modules below the root, and the names in them, are still the same."""
-        return list(map(len, self._names)) == self._sizes and _compat.child_ids(self.modules) == self._children
 
     def read(self) -> list[Any]:
         """What all names are bound to now."""
@@ -102,12 +99,16 @@ class ModuleTree:
             if key not in _INTERNAL_NAMES and (id(names), key) not in known
         ]
 
-    def snapshot(self) -> Snapshot:
-        """What there is to read now: that of the last call if it is still true."""
+    def snapshot(self) -> Snapshot | None:
+        """What there is to read now: that of the last call if it is still true. None if the modules are others now."""
         values = self.read()
         ids, last = list(map(id, values)), self.last
+        if list(map(len, self._names)) != self._sizes:
+            return None
         if last is not None and ids == last.ids and last.still_holds():
             return last
+        if {id(value) for value in values if isinstance(value, nn.Module)} != self._child_ids:
+            return None
         return Snapshot(self, values, ids)
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
@@ -188,8 +189,7 @@ class Snapshot:
                         tree.learn(slot, is_written=True)
             state = copy.copy(self)  # calls before this one may share it
             state.versions = versions
-        is_same = state is self and list(map(id, tree.read())) == self.ids and self.still_holds()
-        tree.last = self if is_same else None
+        tree.last = state if state is self else None
         return state
 
     def _learn_writes(self, runs_all: bool) -> None:
@@ -223,10 +223,21 @@ class Snapshot:
 
     def restore(self) -> Callable[[], None]:
         """Put everything back to this; call the result to have all as it is now."""
-        tree = self._tree
-        new_slots, present = tree.new_slots(), tree.read()
-        new_values = [slot.names[slot.key] for slot in new_slots]
-        contents = list(map(_contents, self._containers))
+        undo_names = _bind(self._tree, self._values, self.ids)
+        undo_containers = _fill(self._containers, self._contents)
+        undo_tensors = self._overwrite()
+
+        def undo() -> None:
+            undo_tensors()
+            undo_names()
+            undo_containers()
+
+        return undo
+
+    def _overwrite(self) -> Callable[[], None]:
+        """Give tensors their values back, where they have been written since."""
+        if not self._copied:
+            return _nothing
         changed = [
             index
             for index, ((_, tensor), version) in enumerate(zip(self._copied, self._copied_versions, strict=True))
@@ -234,24 +245,9 @@ class Snapshot:
         ]
         tensors = [self._copied[index][1] for index in changed]
         values, versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
-
-        def undo() -> None:
-            _compat.overwrite_all(tensors, values, versions)
-            for slot in tree.new_slots():
-                slot.names.pop(slot.key, None)
-            for slot, value in zip(new_slots, new_values, strict=True):
-                slot.names[slot.key] = value
-            _bind(tree, present)
-            _fill(self._containers, contents)
-
-        for slot in new_slots:
-            slot.names.pop(slot.key, None)
-        _bind(tree, self._values)
-        _fill(self._containers, self._contents)
-        _compat.overwrite_all(
-            tensors, [self._copies[index] for index in changed], [self._copied_versions[index] for index in changed]
-        )
-        return undo
+        copies, copied_versions = [self._copies[i] for i in changed], [self._copied_versions[i] for i in changed]
+        _compat.overwrite_all(tensors, copies, copied_versions)
+        return functools.partial(_compat.overwrite_all, tensors, values, versions)
 
 
 _trees: weakref.WeakKeyDictionary[nn.Module, ModuleTree] = weakref.WeakKeyDictionary()
@@ -260,9 +256,12 @@ _trees: weakref.WeakKeyDictionary[nn.Module, ModuleTree] = weakref.WeakKeyDictio
 def snapshot_of(root: nn.Module) -> Snapshot:
     """What the modules from `root` on hold now."""
     tree = _trees.get(root)
-    if tree is None or not tree.is_current():
+    snapshot = None if tree is None else tree.snapshot()
+    if snapshot is None:
         _trees[root] = tree = ModuleTree(root, tree)
-    return tree.snapshot()
+        snapshot = tree.snapshot()
+        assert snapshot is not None
+    return snapshot
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:
@@ -288,9 +287,34 @@ def _is_copyable_state(tensor: Tensor) -> bool:
     return not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and _compat.is_copyable(tensor)
 
 
-def _bind(tree: ModuleTree, values: list[Any]) -> None:
-    """Bind all names to `values`, where they are bound to something else."""
-    for slot, value, live in zip(tree.slots, values, tree.read(), strict=True):
+def _nothing() -> None:
+    """For the common case that there is nothing to put back."""
+
+
+def _bind(tree: ModuleTree, values: list[Any], ids: list[int]) -> Callable[[], None]:
+    """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
+    present, new_slots = tree.read(), tree.new_slots()
+    present_ids, new_values = list(map(id, present)), [slot.names[slot.key] for slot in new_slots]
+    for slot in new_slots:
+        del slot.names[slot.key]
+    if present_ids != ids:
+        tree.last = None  # it would keep values alive that nothing else holds
+        _bind_each(tree, values, present)
+
+    def undo() -> None:
+        now = tree.read()
+        if list(map(id, now)) != present_ids:
+            _bind_each(tree, present, now)
+        for slot in tree.new_slots():
+            del slot.names[slot.key]
+        for slot, value in zip(new_slots, new_values, strict=True):
+            slot.names[slot.key] = value
+
+    return undo
+
+
+def _bind_each(tree: ModuleTree, values: list[Any], present: list[Any]) -> None:
+    for slot, value, live in zip(tree.slots, values, present, strict=True):
         if live is value or _is_swapped_by_sharding(live, value):
             continue
         if value is _ABSENT:
@@ -383,13 +407,21 @@ def _is_same(one: Any, other: Any) -> bool:
     return len(one) == len(other) and list(map(id, one)) == list(map(id, other))
 
 
-def _fill(containers: list[Any], contents: list[Any]) -> None:
-    """Give containers these contents, where they have others."""
+def _fill(containers: list[Any], contents: list[Any]) -> Callable[[], None]:
+    """Give containers these contents, where they have others; call the result to have them as they are."""
+    if not containers:
+        return _nothing
+    present = list(map(_contents, containers))
     for container, wanted in zip(containers, contents, strict=True):
         if isinstance(container, _COPIED_STATE):
             _set_copied_state(container, wanted)
         elif not _is_same(_contents(container), wanted):
             _set_contents(container, wanted)
+
+    def undo() -> None:
+        _fill(containers, present)
+
+    return undo
 
 
 def _set_copied_state(container: Any, state: Any) -> None:

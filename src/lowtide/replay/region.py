@@ -19,6 +19,7 @@ positional tensors only, and has no decision per save; its bookkeeping cost abou
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import weakref
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-_INDEX_BITS = 20  # of a token; the rest is the number of the autograd node that saved the tensor
-_INDEX_MASK = (1 << _INDEX_BITS) - 1
+# Added to the number of a save to make its token: an integer of its own, whose reference count tells whether autograd
+# still holds it. (Python shares small integers.)
+_FIRST_TOKEN = 1 << 20
 # Nodes that save a tensor before the kernel fills it: a replay that stopped at this save would leave it unfilled.
 # tests/replay/test_early_stop.py finds them among all of torch's ops.
 _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
@@ -97,6 +99,11 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     early_stop: bool = True
 
+    @property
+    def metadata_of(self) -> Callable[[Tensor], Any]:
+        """What must be the same of a saved tensor and its recomputation."""
+        return metadata_and_value_of if self.determinism_check == "values" else metadata_of
+
 
 DEFAULT_OPTIONS = Options()
 
@@ -126,8 +133,11 @@ def run(
     last = None if module is None else _last_calls.get(module)
     if last is not None and arguments.is_like(last.arguments):
         arguments = last.arguments
-    frame = Frame(function, module, replay, options, None if contexts is None else contexts[1], arguments)
-    frame.retained = retained
+    context = None if contexts is None else contexts[1]
+    if retained is None:
+        frame = Frame(function, module, replay, options, context, arguments)
+    else:
+        frame = RetainingFrame(function, module, replay, options, context, arguments).retaining(retained)
     frame.begin(tensors, input_hooks or _compat.current_hooks())
     with saved_tensors_hooks(frame, frame), nullcontext() if contexts is None else contexts[0]:
         output = function(*args, **kwargs)
@@ -163,8 +173,17 @@ class Frame:
 
     __slots__ = (
         *("_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_facts", "_is_done"),
-        *("_lock", "_metadata", "_mutated_path", "_module", "_options", "_recomputed", "_replay_function"),
-        *("_sequence", "_state", "_tokens", "_unpack_input", "_versions", "retained"),
+        *(
+            "_lock",
+            "_metadata",
+            "_metadata_of",
+            "_mutated_path",
+            "_module",
+            "_options",
+            "_recomputed",
+            "_replay_function",
+        ),
+        *("_sequence", "_state", "_tokens", "_unpack_input", "_versions"),
     )
 
     def __init__(
@@ -179,10 +198,10 @@ class Frame:
         self._module, self._options, self._context, self._arguments = module, options, context, arguments
         self._function = function if replay is None else None  # it may be bound to much
         self._replay_function = replay
-        self.retained: RetainedCall | None = None
         self._is_done = False
         self._mutated_path: Any = None
         self._metadata: list[Any] = []
+        self._metadata_of = options.metadata_of
         self._tokens: list[int] = []
         self._recomputed: list[Tensor | None] = _EMPTY
         self._versions: list[int] = _EMPTY
@@ -225,27 +244,25 @@ class Frame:
         self._sequence = _compat.sequence_number()
 
     @_compat.never_compiled
-    def __call__(self, saved: Any) -> Any:
-        return self.unpack(saved & _INDEX_MASK) if type(saved) is int else self._pack(saved)
-
-    @_compat.never_compiled
-    def _pack(self, tensor: Tensor) -> int:  # once per saved tensor: nothing here may cost a microsecond
-        tokens = self._tokens
-        index = len(tokens)
-        token = _compat.sequence_number() << _INDEX_BITS | index
-        tokens.append(token)
-        self._metadata.append(metadata_of(tensor, self._options))
-        if self.retained is not None:
-            self.retained.saved(index, tensor)
-        return token
+    def __call__(self, saved: Any) -> Any:  # twice per saved tensor: nothing here may cost a microsecond
+        if type(saved) is not int:
+            token = len(self._tokens) + _FIRST_TOKEN
+            self._tokens.append(token)
+            self._metadata.append(self._metadata_of(saved))
+            return token
+        index = saved - _FIRST_TOKEN
+        if index < len(self._recomputed):
+            tensor = self._recomputed[index]
+            if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
+                self._recomputed[index] = None  # autograd holds it from now on
+                return tensor
+        return self.unpack(index)
 
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """The forward is over: note what it changed."""
         self._is_done = True
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
         self._state = self._state.forward_done(runs_all=True)
-        if self.retained is not None:
-            self.retained.forward_done(len(self._tokens))
 
     def share_with(self, last: _LastCall) -> None:
         """Hold what the last call of the module holds, where that is the same: fewer objects wait for the backward."""
@@ -258,9 +275,7 @@ class Frame:
     # The backward.
 
     def unpack(self, index: int) -> Tensor:
-        """The saved tensor with this index: kept, or recomputed."""
-        if self.retained is not None and (kept := self.retained.take(index)) is not None:
-            return kept
+        """The saved tensor with this index, recomputed if it is not here."""
         tensor = self._take(index)
         if tensor is None:
             with self._own_lock():
@@ -268,13 +283,12 @@ class Frame:
                 if tensor is None:
                     _replay(self)
                     tensor = self._take(index)
-        assert tensor is not None
-        if _compat.version_of(tensor) != self._versions[index]:
+            assert tensor is not None
+        if _compat.version_of_saved(tensor) != self._versions[index]:
             raise divergence.overwritten_activation(self.name, index, self._metadata[index])
         return tensor
 
     def _take(self, index: int) -> Tensor | None:
-        """A recomputed tensor, which autograd holds from now on; None where there is none."""
         if index >= len(self._recomputed):
             return None
         tensor, self._recomputed[index] = self._recomputed[index], None
@@ -290,44 +304,34 @@ class Frame:
     def replay(self) -> None:
         """Run the region again and have its saves here."""
         self._check_arguments()
-        tensors = self._input_tensors()
-        # What autograd has let go of since the forward is not needed.
-        needed = [count > _UNUSED for count in _reference_counts(self._tokens)]
-        retained = self.retained
-        if retained is not None:
-            retained.begin_replay(needed)
-        collector = Collector(self._options, needed, self._stop(needed), retained)
-        try:
-            self._run_again(tensors, collector)
-            is_right = retained is None or retained.replay_done()
-        except Exception as error:
-            if retained is None or not retained.may_have_caused(error):
-                raise
-            is_right = False
-        if not is_right:
-            # What the replay took was not what its ops make. Computing everything is always right.
-            assert retained is not None
-            retained.give_up()
-            collector = Collector(self._options, needed, self._stop(needed), None)
-            self._run_again(tensors, collector)
-        self._check(collector, tensors)
-        self._recomputed, self._versions = collector.tensors, collector.versions
+        tensors, needed = self._input_tensors(), self._needed()
+        collector = Collector(self._options, needed, self._stop(needed))
+        self._run_again(tensors, collector)
+        self._finish(collector, tensors)
 
-    def _stop(self, needed: list[bool]) -> int:
-        """The save at which a replay may stop; -1 for none."""
+    def _needed(self) -> list[bool]:
+        """Which saves autograd still holds."""
+        return [count > _UNUSED for count in _reference_counts(self._tokens)]
+
+    def _stop(self, needed: list[bool]) -> tuple[int, int]:
+        """The save at which a replay may stop, and the number of the node that makes it; (-1, 0) for none.
+
+        That is the last save that is needed, if it is made by the node that is running: the first to ask, mostly. Of
+        that one it is known that its op has filled the saved tensor before it is saved.
+        """
         last = len(needed) - 1
         while last >= 0 and not needed[last]:
             last -= 1
-        if last < 0 or not self._options.early_stop:
-            return -1
         node = _compat.running_node()
-        # The op that saves the last needed tensor must have filled it by then. It is known by its node, which is the
-        # one that asks first, unless the region has outputs that this backward does not start from.
-        if node is None or _compat.sequence_of(node) + 1 != self._tokens[last] >> _INDEX_BITS:
-            return -1
-        return -1 if node.name() in _FILLS_LATER else last
+        if last < 0 or not self._options.early_stop or node is None or node.name() in _FILLS_LATER:
+            return -1, 0
+        return last, _compat.sequence_of(node) - self._sequence
 
-    def _run_again(self, tensors: list[Tensor], collector: Collector) -> Any:
+    def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
+        self._check(collector, tensors)
+        self._recomputed, self._versions = collector.tensors, collector.versions
+
+    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         args, kwargs = self._arguments.build(tensors)
         modes: list[AbstractContextManager[Any]] = []
         lost = self._state.lost()
@@ -335,12 +339,13 @@ class Frame:
             modes.append(_compat.ReadGuard([tensor for _, tensor in lost], self._refuse))
         if self._context is not None:
             modes.append(self._context)
-        if collector.mode is not None:
-            modes.append(collector.mode)
+        if mode is not None:
+            modes.append(mode)
         undo_state = self._state.restore()
         try:
             undo_environment = self._environment.restore()
             _replays.depth = replay_depth() + 1
+            collector.begin()
             try:
                 with torch.enable_grad(), saved_tensors_hooks(collector.pack, _as_it_is), _all(modes):
                     if self._replay_function is not None:
@@ -359,7 +364,6 @@ class Frame:
             raise divergence.inner_checkpoint(self.name, error) from None
         finally:
             undo_state()
-            collector.end()
 
     def _refuse(self, tensor: Tensor) -> None:
         names = [name for name, each in self._state.lost() if each is tensor]
@@ -423,44 +427,106 @@ class Frame:
             return None  # collectives of a run on one rank alone would wait for the others
         since = _compat.sequence_number()
         try:
-            output = self._run_again(tensors, Collector(self._options, [], -1, None))
+            output = self._run_again(tensors, Collector(self._options, [], (-1, 0)))
         except Exception:
             return None
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
 
+class RetainingFrame(Frame):
+    """A frame that keeps some of the saves, which carry op outputs that its replay need not compute."""
+
+    __slots__ = ("_retained",)
+
+    def retaining(self, retained: RetainedCall) -> RetainingFrame:
+        self._retained = retained
+        return self
+
+    @_compat.never_compiled
+    def __call__(self, saved: Any) -> Any:
+        packed = super().__call__(saved)
+        if type(saved) is not int:
+            self._retained.saved(packed - _FIRST_TOKEN, saved)
+        return packed
+
+    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+        super().forward_done(args, kwargs, tensors)
+        self._retained.forward_done(len(self._tokens))
+
+    def unpack(self, index: int) -> Tensor:
+        kept = self._retained.take(index)
+        return super().unpack(index) if kept is None else kept
+
+    def replay(self) -> None:
+        self._check_arguments()
+        tensors, retained = self._input_tensors(), self._retained
+        needed = retained.begin_replay(self._needed())
+        collector: Collector = RetainingCollector(self._options, needed, self._stop(needed), retained)
+        try:
+            self._run_again(tensors, collector, retained.replay_mode(collector))
+            is_right = retained.replay_done()
+        except Exception as error:
+            if not retained.may_have_caused(error):
+                raise
+            is_right = False
+        if not is_right:
+            # What the replay took was not what its ops make. Computing everything is always right.
+            retained.give_up()
+            collector = Collector(self._options, needed, self._stop(needed))
+            self._run_again(tensors, collector)
+        self._finish(collector, tensors)
+
+
 class Collector:
     """The pack hook of one replay: it keeps the saves that are needed."""
 
-    __slots__ = (*("_options", "_retained", "is_stopped", "metadata", "mode", "needed", "stop", "tensors", "versions"),)
+    __slots__ = (
+        *("_all_needed", "_metadata_of", "_sequence", "_stop_node", "is_stopped", "metadata", "needed", "stop"),
+        *("tensors", "versions"),
+    )
 
-    def __init__(self, options: Options, needed: list[bool], stop: int, retained: RetainedCall | None) -> None:
-        self._options = options
-        self.needed, self.stop, self._retained = needed, stop, retained
+    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int]) -> None:
+        self._metadata_of = options.metadata_of
+        self.needed, self._all_needed = needed, all(needed)
+        self.stop, self._stop_node = stop
+        self._sequence = 0
         self.metadata: list[Any] = []
         self.tensors: list[Tensor | None] = []
         self.versions: list[int] = []
         self.is_stopped = False
-        self.mode: Any = None if retained is None else retained.replay_mode(self)
+
+    def begin(self) -> None:
+        self._sequence = _compat.sequence_number()
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         index = len(self.metadata)
-        self.metadata.append(metadata_of(tensor, self._options))
+        self.metadata.append(self._metadata_of(tensor))
         # Detached: a tensor with its history would keep the replay's graph alive, and what hangs on it.
         saved = tensor.detach()
-        self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
-        self.versions.append(_compat.version_of(tensor))
-        if self._retained is not None:
-            self._retained.saved_again(index, tensor)
-        if index == self.stop:
+        is_needed = self._all_needed or (index < len(self.needed) and self.needed[index])
+        self.tensors.append(saved if is_needed else None)
+        self.versions.append(_compat.version_of_saved(tensor))
+        if index == self.stop and _compat.sequence_number() - self._sequence - 1 == self._stop_node:
             self.is_stopped = True
             raise _Stop
         return saved  # for a gradient that the region itself computes
 
-    def end(self) -> None:
-        """Let go of what refers to this: the replay's graph refers to the hook, and may live on."""
-        self._retained = self.mode = None
+
+class RetainingCollector(Collector):
+    __slots__ = ("_retained",)
+
+    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int], retained: RetainedCall) -> None:
+        super().__init__(options, needed, stop)
+        self._retained = retained
+
+    @_compat.never_compiled
+    def pack(self, tensor: Tensor) -> Tensor:
+        index = len(self.metadata)
+        try:
+            return super().pack(tensor)
+        finally:
+            self._retained.saved_again(index, tensor)
 
 
 @_compat.never_compiled
@@ -508,18 +574,26 @@ _METADATA: dict[Any, Any] = {}
 _MAX_METADATA = 4096
 
 
+_facts_of = operator.attrgetter("shape", "dtype", "device")
+
+
 @_compat.never_compiled
-def metadata_of(tensor: Tensor, options: Options) -> Any:
-    """Shape, dtype and device; and a checksum if values are compared too."""
+def metadata_of(tensor: Tensor) -> Any:
+    """Shape, dtype and device."""
     try:
-        metadata = _METADATA[tensor.shape, tensor.dtype, tensor.device]
+        return _METADATA[_facts_of(tensor)]
     except (KeyError, TypeError):  # not seen before, or of a shape in symbols
-        metadata = _new_metadata(tensor)
-    return metadata if options.determinism_check != "values" else (*metadata, checksum(tensor))
+        return _new_metadata(tensor)
+
+
+@_compat.never_compiled
+def metadata_and_value_of(tensor: Tensor) -> Any:
+    """The same with a checksum."""
+    return (*metadata_of(tensor), checksum(tensor))
 
 
 def _new_metadata(tensor: Tensor) -> Any:
-    metadata = (tensor.shape, tensor.dtype, tensor.device)
+    metadata = _facts_of(tensor)
     if type(tensor) in _compat.PLAIN_TYPES and all(type(size) is int for size in tensor.shape):
         if len(_METADATA) >= _MAX_METADATA:
             _METADATA.clear()

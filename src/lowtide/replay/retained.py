@@ -202,12 +202,13 @@ class RetainedCall:
             self._asked.add(index)  # a replay needs it once more
         return kept.restore()
 
-    def begin_replay(self, needed: list[bool]) -> None:
-        """Tell which saves the replay need not collect, as they are kept."""
+    def begin_replay(self, needed: list[bool]) -> list[bool]:
+        """Which saves a replay has to collect, of those that are needed: not what is kept."""
         for index in self._values:
             needed[index] = False
         if self._profile is not None and not self._values.keys() >= self._profile.by_save.keys():
             self._profile = None  # a replay before this one has used them up
+        return needed
 
     def replay_mode(self, collector: Collector) -> Any:
         """What sees the ops of a replay: to learn if nothing is known, else to take outputs; None for neither."""

@@ -1,0 +1,239 @@
+"""Model families to measure on: random weights, sizes for one H200, and a small sister of each for the CPU.
+
+Each family has a batch at which the device is the limit and one at which the host is. A claim about times should hold
+on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zoo
+from torch import Tensor, nn
+from zoo import Job
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a family is made: layers, width, batch, and tokens or pixels."""
+
+    layers: int
+    width: int
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model by its size. `small_batch` is the batch at which the host is the limit."""
+
+    make: Callable[[Size], Job]
+    device: Size
+    cpu: Size
+    small_batch: int = 1
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def family(device: Size, cpu: Size, small_batch: int = 1) -> Callable[[Callable[[Size], Job]], Callable[[Size], Job]]:
+    def add(make: Callable[[Size], Job]) -> Callable[[Size], Job]:
+        FAMILIES[make.__name__] = Family(make, device, cpu, small_batch)
+        return make
+
+    return add
+
+
+def make(name: str, device: str, *, small_batch: bool = False) -> Job:
+    """The family's step on a device: bf16 on a GPU, float32 on the CPU."""
+    found = FAMILIES[name]
+    size = found.device if device == "cuda" else found.cpu
+    if small_batch:
+        size = Size(size.layers, size.width, found.small_batch, size.length)
+    torch.manual_seed(0)
+    job = found.make(size)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    job.model.to(device=device, dtype=dtype).train()
+    job.batch = tuple(item.to(device, dtype if item.is_floating_point() else item.dtype) for item in job.batch)
+    return job
+
+
+def _transformer(kind: str, head: str, **config: Any) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return getattr(transformers, head)(getattr(transformers, f"{kind}Config")(**config))
+
+
+def _language(model: nn.Module, size: Size, vocabulary: int, blocks: str) -> Job:
+    ids = torch.randint(vocabulary, (size.batch, size.length))
+    return Job(model, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, (ids,), blocks)
+
+
+def _images(model: nn.Module, size: Size, blocks: str) -> Job:
+    images = torch.randn(size.batch, 3, size.length, size.length)
+    return Job(model, lambda x: model(x).logits.float().square().mean(), (images,), blocks)
+
+
+@family(device=Size(16, 2048, 8, 2048), cpu=Size(6, 128, 2, 128))
+def gpt(size: Size) -> Job:
+    return zoo.gpt(size.layers, size.width, max(4, size.width // 128), 32_000, (size.batch, size.length))
+
+
+@family(device=Size(16, 2048, 8, 2048), cpu=Size(6, 128, 2, 128))
+def llama(size: Size) -> Job:
+    heads = max(4, size.width // 128)
+    model = _transformer(
+        *("Llama", "LlamaForCausalLM"),
+        vocab_size=32_000,
+        hidden_size=size.width,
+        intermediate_size=11 * size.width // 4,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+    return _language(model, size, 32_000, "model.layers.*")
+
+
+@family(device=Size(24, 1024, 32, 512), cpu=Size(6, 128, 2, 64))
+def bert(size: Size) -> Job:
+    model = _transformer(
+        *("Bert", "BertForMaskedLM"),
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(4, size.width // 64),
+    )
+    ids = torch.randint(30_000, (size.batch, size.length))
+    return Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), "bert.encoder.layer.*")
+
+
+@family(device=Size(24, 1024, 64, 224), cpu=Size(6, 128, 2, 64), small_batch=8)
+def vit(size: Size) -> Job:
+    model = _transformer(
+        *("ViT", "ViTForImageClassification"),
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(4, size.width // 64),
+        image_size=size.length,
+        hidden_dropout_prob=0.1,
+    )
+    return _images(model, size, "vit.layers.*")
+
+
+@family(device=Size(27, 128, 64, 224), cpu=Size(6, 16, 2, 64), small_batch=8)
+def convnext(size: Size) -> Job:
+    model = _transformer(
+        *("ConvNext", "ConvNextForImageClassification"),
+        depths=[3, 3, size.layers, 3],
+        hidden_sizes=[size.width << stage for stage in range(4)],
+    )
+    return _images(model, size, "convnext.encoder.stages.*.layers.*")
+
+
+@family(device=Size(12, 768, 16, 3000), cpu=Size(3, 64, 2, 200))
+def whisper(size: Size) -> Job:
+    heads = max(4, size.width // 64)
+    model = _transformer(
+        *("Whisper", "WhisperForConditionalGeneration"),
+        d_model=size.width,
+        encoder_layers=size.layers,
+        decoder_layers=size.layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * size.width,
+        decoder_ffn_dim=4 * size.width,
+        max_source_positions=size.length // 2,
+        use_cache=False,
+    )
+    audio, labels = torch.randn(size.batch, 80, size.length), torch.randint(50_000, (size.batch, 224))
+    return Job(
+        model,
+        lambda audio, labels: model(input_features=audio, labels=labels).loss,
+        (audio, labels),
+        ["model.encoder.layers.*", "model.decoder.layers.*"],
+    )
+
+
+@family(device=Size(8, 1024, 4, 2048), cpu=Size(4, 64, 2, 64))
+def mixtral(size: Size) -> Job:
+    model = _transformer(
+        *("Mixtral", "MixtralForCausalLM"),
+        vocab_size=32_000,
+        hidden_size=size.width,
+        intermediate_size=11 * size.width // 4,
+        num_hidden_layers=size.layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        num_local_experts=8,
+    )
+    return _language(model, size, 32_000, "model.layers.*")
+
+
+class ResidualBlock(nn.Module):
+    """As in diffusion UNets: two convolutions with group norm, and a skip."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.GroupNorm(8, channels), nn.GroupNorm(8, out)])
+        self.convolutions = nn.ModuleList([nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)])
+        self.skip = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for norm, convolution in zip(self.norms, self.convolutions, strict=True):
+            h = convolution(nn.functional.silu(norm(h)))
+        return self.skip(x) + h
+
+
+class SkipUNet(nn.Module):
+    """Three resolutions down and up, with skips from every block."""
+
+    def __init__(self, channels: int, depth: int) -> None:
+        super().__init__()
+        widths = [channels, 2 * channels, 4 * channels]
+        self.first = nn.Conv2d(4, channels, 3, padding=1)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        kept, now = [channels], channels
+        for level, width in enumerate(widths):
+            for _ in range(depth):
+                self.down.append(ResidualBlock(now, width))
+                now = width
+                kept.append(now)
+            if level < len(widths) - 1:
+                kept.append(now)
+        self._levels, self._depth = len(widths), depth
+        for level, width in reversed(list(enumerate(widths))):
+            for _ in range(depth + (level > 0)):
+                self.up.append(ResidualBlock(now + kept.pop(), width))
+                now = width
+        self.last = nn.Conv2d(now, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        skips, blocks = [x], iter(self.down)
+        for level in range(self._levels):
+            for _ in range(self._depth):
+                x = next(blocks)(x)
+                skips.append(x)
+            if level < self._levels - 1:
+                x = nn.functional.avg_pool2d(x, 2)
+                skips.append(x)
+        blocks = iter(self.up)
+        for level in reversed(range(self._levels)):
+            for _ in range(self._depth + (level > 0)):
+                x = next(blocks)(torch.cat([x, skips.pop()], dim=1))
+            if level:
+                x = nn.functional.interpolate(x, scale_factor=2)
+        return self.last(x)
+
+
+@family(device=Size(3, 320, 4, 128), cpu=Size(2, 16, 1, 32))
+def unet(size: Size) -> Job:
+    model = SkipUNet(size.width, size.layers)
+    latents = torch.randn(size.batch, 4, size.length, size.length)
+    return Job(model, lambda x: model(x).float().square().mean(), (latents,), ["down.*", "up.*"])

@@ -1,0 +1,188 @@
+"""What recomputing every block costs, over the plain step: `python bench/replay.py`.
+
+Torch's checkpoint, `lowtide.checkpoint` and a plan of lowtide's, each with every block recomputed and nothing else. The
+ways take turns within one run, three steps in a row each, once with Python's garbage collector as users have it and
+once frozen. Writes bench/results/replay-<device>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import torch
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, timed, versions
+from torch.utils.checkpoint import checkpoint
+from zoo import Job
+
+import lowtide
+from lowtide.engines.regions import find_regions
+from lowtide.plans import Plan, Recompute
+
+HOST_LIMITED = 1.1  # host time over device time from which a step counts as limited by the host
+
+
+@contextlib.contextmanager
+def checkpointed(job: Job, function: Callable[..., Any]) -> Iterator[None]:
+    """A checkpoint function around the forward of every block, as hosts put it there."""
+    blocks = list(find_regions(job.model, job.blocks).values())
+    for block in blocks:
+        block.forward = functools.partial(function, type(block).forward.__get__(block))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+@contextlib.contextmanager
+def planned(job: Job, *, enabled: bool = True) -> Iterator[None]:
+    regions = tuple(Recompute(name) for name in find_regions(job.model, job.blocks))
+    with lowtide.apply(job.model, Plan(regions=regions)) as handle:
+        handle.enabled = enabled
+        yield
+
+
+def ways_of(job: Job) -> dict[str, Callable[[], Any]]:
+    return {
+        "plain": contextlib.nullcontext,
+        "torch": lambda: checkpointed(job, functools.partial(checkpoint, use_reentrant=False)),
+        "drop-in": lambda: checkpointed(job, lowtide.checkpoint),
+        "plan": lambda: planned(job),
+        "off": lambda: planned(job, enabled=False),
+    }
+
+
+def step(job: Job) -> None:
+    job.model.zero_grad(set_to_none=True)
+    job.step()
+
+
+def in_turns(job: Job, device: str, rounds: int) -> dict[str, float]:
+    """Seconds of a step under each way: by how much it takes longer than the plain steps before it, in the median."""
+    ways = ways_of(job)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            with way():
+                step(job)  # what is worked out once is none of the step's
+                seconds = timed(functools.partial(step, job), device, NUM_IN_A_ROW)
+            if turn:
+                times[name].append(seconds)
+    plain = statistics.median(times["plain"])
+    return {
+        name: plain + statistics.median(ours - before for ours, before in zip(own, times["plain"], strict=True))
+        for name, own in times.items()
+    }
+
+
+def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
+    """Seconds until the last launch of a plain step, and of its kernels."""
+    if device != "cuda":
+        return 1.0, 0.0
+    for _ in range(3):
+        step(job)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(job)
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(job)
+        torch.cuda.synchronize()
+    return host, sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+
+
+def waiting_objects(job: Job, way: Callable[[], Any]) -> int:
+    """Objects that Python's collector tracks between forward and backward."""
+    with way():
+        for _ in range(2):
+            step(job)
+        gc.collect()
+        before = len(gc.get_objects())
+        gc.disable()
+        loss = job.loss_fn(*job.batch)
+        found = len(gc.get_objects()) - before
+        gc.enable()
+        loss.backward()
+    return found
+
+
+def full_collections(job: Job, way: Callable[[], Any], steps: int) -> float:
+    """Full garbage collections per 100 steps."""
+    with way():
+        step(job)
+        gc.collect()
+        before = gc.get_stats()[2]["collections"]
+        for _ in range(steps):
+            step(job)
+        return 100 * (gc.get_stats()[2]["collections"] - before) / steps
+
+
+def rows_of(name: str, device: str, small_batch: bool, rounds: int) -> Iterator[str]:
+    job = families.make(name, device, small_batch=small_batch)
+    host_s, device_s = host_and_device_s(job, device)
+    ways = ways_of(job)
+    objects = {each: waiting_objects(job, way) for each, way in ways.items()}
+    collections = {each: full_collections(job, ways[each], 20) for each in ("plain", "torch", "plan")}
+    limit = "host" if host_s > HOST_LIMITED * device_s else "both" if host_s > device_s / HOST_LIMITED else "device"
+    for frozen in (False, True):
+        if frozen:
+            gc.collect()
+            gc.freeze()
+        seconds = in_turns(job, device, rounds)
+        gc.unfreeze()
+        added = {each: seconds[each] - seconds["plain"] for each in seconds}
+        ratios = " | ".join(f"{added[each] / added['torch']:.2f}" for each in ("drop-in", "plan"))
+        yield (
+            f"| {name}, batch {job.batch[0].shape[0]} | {limit} | {'frozen' if frozen else 'running'} "
+            f"| {1e3 * seconds['plain']:.1f} | {1e3 * added['torch']:+.1f} | {1e3 * added['drop-in']:+.1f} "
+            f"| {1e3 * added['plan']:+.1f} | {ratios} | {seconds['drop-in'] / seconds['torch']:.2f} "
+            f"| {seconds['off'] / seconds['plain']:.3f} "
+            f"| {objects['plain']} / {objects['torch']} / {objects['plan']} "
+            f"| {collections['plain']:.0f} / {collections['torch']:.0f} / {collections['plan']:.0f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--families", nargs="*", default=list(families.FAMILIES))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    page = Page(
+        options.out,
+        f"replay-{options.device}.md",
+        f"# Recomputing every block, {device_name(options.device)}",
+        "",
+        f"{versions()}. Milliseconds added to the plain step by torch's checkpoint on every block, by "
+        "`lowtide.checkpoint` in its place (drop-in), and by a lowtide plan that recomputes the same blocks. In turns, "
+        f"{NUM_IN_A_ROW} steps in a row, {options.rounds} rounds, medians of differences to the plain steps before.",
+        "",
+        "| family | limit | collector | plain ms | torch | drop-in | plan | drop-in / torch | plan / torch "
+        "| whole step: drop-in / torch | switched off / plain | objects: plain / torch / plan "
+        "| full collections per 100 steps: plain / torch / plan |",
+        "|" + "---|" * 13,
+    )
+    for name in options.families:
+        for small_batch in (False, True) if options.device == "cuda" else (False,):
+            try:
+                for line in rows_of(name, options.device, small_batch, options.rounds):
+                    page.add(line)
+            except Exception as error:  # one family must not cost the others their rows
+                page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:120]} |")
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
