@@ -8,12 +8,12 @@ numbers, others as a copy of their state.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtide import _compat
 
@@ -21,98 +21,69 @@ Autocast = tuple[tuple[str, torch.dtype], ...]  # the device types for which aut
 
 
 class Environment:
-    """torch's modes and random states at one moment. `capture` makes one."""
+    """torch's modes and, unless `preserve_rng_state` is False, random states, as they are when this is made.
+
+    The states are those of the CPU, of the current accelerator, of the accelerators in `devices` and of `generators`.
+    """
 
     __slots__ = ("_autocast", "_default_device", "_default_dtype", "_generators", "_states")
 
-    def __init__(self, generators: tuple[torch.Generator, ...]) -> None:
+    def __init__(
+        self, devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool
+    ) -> None:
         self._default_dtype = torch.get_default_dtype()
         self._default_device = _compat.default_device()
         self._autocast = _autocast()
-        self._generators = generators
-        self._states = _states_of(generators)
-
-    @property
-    def has_random_states(self) -> bool:
-        return bool(self._generators)
-
-    def is_like(self, other: Environment) -> bool:
-        return (
-            self._generators == other._generators
-            and self._states == other._states
-            and self._default_dtype is other._default_dtype
-            and self._default_device == other._default_device
-            and self._autocast == other._autocast
-        )
+        self._generators = _generators(devices, generators) if preserve_rng_state else ()
+        self._states = list(map(_state_of, self._generators))
 
     def restore(self) -> Callable[[], None]:
         """Bring back what was around the forward; call the result to have all as it is now."""
-        dtype = torch.get_default_dtype()
-        states = _states_of(self._generators)
-        contexts = self._contexts()
-
-        # If nothing has drawn numbers since before the forward, the region draws none.
-        draws = states != self._states
+        dtype, contexts = torch.get_default_dtype(), self._contexts()
+        states = list(map(_state_of, self._generators))
 
         def undo() -> None:
             for context in reversed(contexts):
                 context.__exit__(None, None, None)
-            if draws:
-                _set_states(self._generators, states)
-            if dtype != self._default_dtype:
+            _set_states(self._generators, states)
+            if dtype is not self._default_dtype:
                 torch.set_default_dtype(dtype)
 
-        if draws:
-            _set_states(self._generators, self._states)
-        if dtype != self._default_dtype:
+        _set_states(self._generators, self._states)
+        if dtype is not self._default_dtype:
             torch.set_default_dtype(self._default_dtype)
         for context in contexts:
             context.__enter__()
         return undo
 
-    def _contexts(self) -> list[AbstractContextManager[Any]]:
+    def _contexts(self) -> Sequence[AbstractContextManager[Any]]:
         """What differs from the forward's modes; nothing, mostly."""
+        now, device, inference = _autocast(), _compat.default_device(), torch.is_inference_mode_enabled()
+        if now == self._autocast and device == self._default_device and not inference:
+            return ()
         found: list[AbstractContextManager[Any]] = []
-        if torch.is_inference_mode_enabled():
+        if inference:
             found.append(torch.inference_mode(False))
-        now = _autocast()
         if now != self._autocast:
             found += [torch.autocast(kind, dtype=dtype) for kind, dtype in self._autocast]
             kinds = dict(self._autocast)
             found += [torch.autocast(kind, enabled=False) for kind, _ in now if kind not in kinds]
-        if _compat.default_device() != self._default_device:
+        if device != self._default_device:
             found.append(self._default_device or torch.device("cpu"))
         return found
 
 
-class _Last(threading.local):
-    """What was captured last in this thread. Regions that draw no random numbers share it."""
-
-    environment: Environment | None = None
-
-
-_last = _Last()
-
-
-def capture(
-    devices: Iterable[torch.device], generators: Iterable[torch.Generator], *, preserve_rng_state: bool
-) -> Environment:
-    """torch's modes and, unless `preserve_rng_state` is False, random states, as they are now.
-
-    The states are those of the CPU, of the current accelerator, of the accelerators in `devices` and of `generators`.
-    """
-    captured = Environment(_generators(devices, generators) if preserve_rng_state else ())
-    last = _last.environment
-    if last is not None and captured.is_like(last):
-        return last
-    _last.environment = captured
-    return captured
-
-
 def _autocast() -> Autocast:
-    accelerator = _compat.accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    kinds = _device_types()
+    if not any(map(torch.is_autocast_enabled, kinds)):
+        return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = _compat.accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 class RandomStates:
@@ -122,31 +93,27 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._generators = _generators(devices, ())
-        self._states = _states_of(self._generators)
+        self._states = list(map(_state_of, self._generators))
 
     def set(self) -> None:
         _set_states(self._generators, self._states)
 
 
-# Bytes and numbers, which Python's garbage collector does not track: a copy of a state, or seed and offset.
-State = bytes | tuple[int, int]
-
-
-def _states_of(generators: tuple[torch.Generator, ...]) -> tuple[State, ...]:
-    return tuple([_state_of(generator) for generator in generators])
+State = Tensor | tuple[int, int]  # a copy, or seed and offset
 
 
 def _state_of(generator: torch.Generator) -> State:
-    if generator.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        return generator.initial_seed(), generator.get_offset()
-    return generator.get_state().numpy().tobytes()
+    if generator is torch.default_generator or generator.device.type != "cuda":
+        return generator.get_state()
+    if torch.cuda.is_current_stream_capturing():
+        return generator.get_state()
+    return generator.initial_seed(), generator.get_offset()
 
 
-def _set_states(generators: tuple[torch.Generator, ...], states: tuple[State, ...]) -> None:
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:
     for generator, state in zip(generators, states, strict=True):
-        if isinstance(state, bytes):
-            with _compat.without_modes():
-                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        if isinstance(state, Tensor):
+            generator.set_state(state)
             continue
         seed, offset = state
         if generator.initial_seed() != seed:
@@ -154,17 +121,28 @@ def _set_states(generators: tuple[torch.Generator, ...], states: tuple[State, ..
         generator.set_offset(offset)
 
 
-def _generators(devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> tuple[torch.Generator, ...]:
-    accelerator = _compat.accelerator()
-    # Asking an accelerator that nothing has used yet would initialise it: seconds, and hundreds of MiB.
-    if accelerator is None or not _device_module().is_initialized():
-        return (*_CPU_GENERATOR, *generators) if generators else _CPU_GENERATOR
-    indices = {device.index for device in devices if device.type == accelerator.type}
-    indices.add(_device_module().current_device())
-    return (*_default_generators(frozenset(indices)), *generators)
+def _generators(devices: Iterable[torch.device], generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
+    found: tuple[torch.Generator, ...] = _CPU_GENERATOR
+    if _compat.accelerator() is not None and _is_initialized():
+        if _num_devices() == 1:
+            found = _default_generators(frozenset({0}))
+        else:
+            indices = {device.index for device in devices if device.type != "cpu"}
+            found = _default_generators(frozenset(indices | {_compat.current_device_index()}))
+    return (*found, *generators) if generators else found
 
 
 _CPU_GENERATOR = (torch.default_generator,)
+
+
+def _is_initialized() -> bool:
+    """Asking an accelerator that nothing has used yet would initialise it: seconds, and hundreds of MiB."""
+    return _device_module().is_initialized()
+
+
+@functools.cache
+def _num_devices() -> int:
+    return torch.accelerator.device_count()
 
 
 @functools.cache

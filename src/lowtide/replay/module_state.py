@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import random
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,56 +62,67 @@ class Slot(NamedTuple):
 
 
 class ModuleTree:
-    """The modules below a root (itself included), the names they have, and which tensors their forwards write."""
+    """The modules below a root (itself included), the names they have, and which tensors their forwards write.
+
+    Names are read for every call, so that is done by a few calls of C functions: `itemgetter` per dict.
+    """
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
-        self.modules = _all_modules(root)
         self.slots: list[Slot] = []
-        self._names: list[Names] = []
-        for module in self.modules:
+        self._dicts: list[Names] = []  # of all names, also those that may come to have some
+        self._readers: list[tuple[Callable[[Names], tuple[Any, ...]], Names]] = []
+        for module in _all_modules(root):
             parameters, buffers = _compat.module_tensors(module)
             if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
                 continue
-            attributes = vars(module)
-            for names in (parameters, buffers, _compat.child_modules(module), attributes):
-                self._names.append(names)
-                self.slots += [Slot(names, key, module) for key in names if key not in _INTERNAL_NAMES]
-        self._pairs = [(slot.names, slot.key) for slot in self.slots]
-        self._sizes = list(map(len, self._names))
-        self._child_ids = {id(value) for value in self.read() if isinstance(value, nn.Module)}
-        self.devices = {value.device for value in self.read() if isinstance(value, Tensor)}
-        self.last: Snapshot | None = None  # of the last call, if that left everything as it was
+            for names in (parameters, buffers, _compat.child_modules(module), vars(module)):
+                self._dicts.append(names)
+                keys = [key for key in names if key not in _INTERNAL_NAMES]
+                if keys:
+                    self.slots += [Slot(names, key, module) for key in keys]
+                    self._readers.append((operator.itemgetter(*keys) if len(keys) > 1 else _one(keys[0]), names))
+        self._sizes = list(map(len, self._dicts))
+        values = self.read()
+        self._modules = {id(value) for value in values if isinstance(value, nn.Module)}
+        self.devices = {value.device for value in values if isinstance(value, Tensor)}
+        self.last: Snapshot | None = None  # of the last call
+        self.calls: Any = None  # what calls of the root share: see `region`
         # Whether a forward was seen to write a tensor, by its names, key and training flag.
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
 
     def read(self) -> list[Any]:
         """What all names are bound to now."""
-        return [names.get(key, _ABSENT) for names, key in self._pairs]
+        try:
+            return list(chain.from_iterable([read(names) for read, names in self._readers]))
+        except KeyError:  # a name is gone
+            return [slot.names.get(slot.key, _ABSENT) for slot in self.slots]
+
+    def has_same_names(self) -> bool:
+        return list(map(len, self._dicts)) == self._sizes
 
     def new_slots(self) -> list[Slot]:
         """Names that have come to be since."""
-        if list(map(len, self._names)) == self._sizes:
+        if self.has_same_names():
             return []
-        known = {(id(names), key) for names, key in self._pairs}
-        owners = {id(names): slot.owner for slot in self.slots for names in (slot.names,)}
+        known = {(id(slot.names), slot.key) for slot in self.slots}
+        owners = {id(slot.names): slot.owner for slot in self.slots}
         return [
-            Slot(names, key, owners.get(id(names), self.modules[0]))
-            for names in self._names
+            Slot(names, key, owners.get(id(names), self.slots[0].owner))
+            for names in self._dicts
             for key in names
             if key not in _INTERNAL_NAMES and (id(names), key) not in known
         ]
 
     def snapshot(self) -> Snapshot | None:
         """What there is to read now: that of the last call if it is still true. None if the modules are others now."""
-        values = self.read()
-        ids, last = list(map(id, values)), self.last
-        if list(map(len, self._names)) != self._sizes:
+        if not self.has_same_names():
             return None
-        if last is not None and ids == last.ids and last.still_holds():
+        values, last = self.read(), self.last
+        if last is not None and all(map(operator.is_, values, last.values)) and last.still_holds():
             return last
-        if {id(value) for value in values if isinstance(value, nn.Module)} != self._child_ids:
+        if {id(value) for value in values if isinstance(value, nn.Module)} != self._modules:
             return None
-        return Snapshot(self, values, ids)
+        return Snapshot(self, values)
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
         """Whether a replay may need this tensor's value from before the forward."""
@@ -127,6 +140,10 @@ class ModuleTree:
         self._is_written[_habit(slot)] = is_written
 
 
+def _one(key: str) -> Callable[[Names], tuple[Any, ...]]:
+    return lambda names: (names[key],)
+
+
 def _habit(slot: Slot) -> tuple[int, str, bool]:
     return id(slot.names), slot.key, slot.owner.training
 
@@ -136,11 +153,11 @@ class Snapshot:
 
     __slots__ = (
         *("_contents", "_containers", "_copies", "_copied", "_copied_versions", "_is_volatile", "_may_hide_writes"),
-        *("_generators", "_tree", "_values", "ids", "versions", "watched"),
+        *("_generators", "_watched_tensors", "tree", "values", "versions", "watched"),
     )
 
-    def __init__(self, tree: ModuleTree, values: list[Any], ids: list[int]) -> None:
-        self._tree, self._values, self.ids = tree, values, ids
+    def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
+        self.tree, self.values = tree, values
         self._containers, self._generators, loose = _reachable(values)
         self._contents = list(map(_contents, self._containers))
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
@@ -156,8 +173,9 @@ class Snapshot:
         self._may_hide_writes = [slot is not None and tree.is_written(slot) is not False for slot, _ in self._copied]
         self._copies = _compat.clone_all([tensor for _, tensor in self._copied])
         self._copied_versions = _compat.versions_of([tensor for _, tensor in self._copied])
-        self.watched = list(watched.values())
-        self.versions = _compat.versions_of([tensor for _, tensor in self.watched])
+        self.watched = [found for found in watched.values() if not found[1].is_inference()]
+        self._watched_tensors = [tensor for _, tensor in self.watched]
+        self.versions = self._versions()
         # Random states and arrays have no identity to compare.
         has_states = any(isinstance(each, _COPIED_STATE) for each in self._containers)
         self._is_volatile = has_states or any(self._may_hide_writes)
@@ -167,19 +185,22 @@ class Snapshot:
         return (
             not self._is_volatile
             and (not self._containers or all(map(_is_same, map(_contents, self._containers), self._contents)))
-            and (not self._copied or _versions(self._copied) == self._copied_versions)
-            and _versions(self.watched) == self.versions
+            and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
+            and self._versions() == self.versions
         )
+
+    def _versions(self) -> list[int]:
+        return list(map(_compat.version_of_saved, self._watched_tensors))
 
     def forward_done(self, *, runs_all: bool) -> Snapshot:
         """This, with the versions that watched tensors must have in a replay. Notes what the forward wrote.
 
         `runs_all` tells that the forward surely runs the whole root, so that what it leaves alone can be relied on.
         """
-        tree = self._tree
+        tree = self.tree
         if self._copied:
             self._learn_writes(runs_all)
-        versions, state = _versions(self.watched), self
+        versions, state = self._versions(), self
         if versions != self.versions:
             for index, (slot, tensor) in enumerate(self.watched):
                 # A forward may renorm its own weight (Embedding with max_norm); the replay makes the same of it.
@@ -193,7 +214,7 @@ class Snapshot:
         return state
 
     def _learn_writes(self, runs_all: bool) -> None:
-        tree = self._tree
+        tree = self.tree
         for (slot, tensor), copied, version in zip(self._copied, self._copies, self._copied_versions, strict=True):
             if slot is None or tree.is_written(slot):
                 continue
@@ -205,14 +226,14 @@ class Snapshot:
                 tree.learn(slot, is_written=not torch.equal(copied, tensor))
 
     def devices(self) -> set[torch.device]:
-        return self._tree.devices
+        return self.tree.devices
 
     def generators(self) -> list[torch.Generator]:
         return self._generators
 
     def lost(self) -> list[tuple[str, Tensor]]:
         """Tensors changed in place since the forward, with no copy to go back to: what they are called, and they."""
-        now = _versions(self.watched)
+        now = self._versions()
         if now == self.versions:
             return []
         return [
@@ -223,7 +244,7 @@ class Snapshot:
 
     def restore(self) -> Callable[[], None]:
         """Put everything back to this; call the result to have all as it is now."""
-        undo_names = _bind(self._tree, self._values, self.ids)
+        undo_names = _bind(self.tree, self.values)
         undo_containers = _fill(self._containers, self._contents)
         undo_tensors = self._overwrite()
 
@@ -279,10 +300,6 @@ def _all_modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _versions(tensors: list[tuple[Slot | None, Tensor]]) -> list[int]:
-    return _compat.versions_of([tensor for _, tensor in tensors])
-
-
 def _is_copyable_state(tensor: Tensor) -> bool:
     return not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and _compat.is_copyable(tensor)
 
@@ -291,19 +308,17 @@ def _nothing() -> None:
     """For the common case that there is nothing to put back."""
 
 
-def _bind(tree: ModuleTree, values: list[Any], ids: list[int]) -> Callable[[], None]:
+def _bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
     """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
     present, new_slots = tree.read(), tree.new_slots()
-    present_ids, new_values = list(map(id, present)), [slot.names[slot.key] for slot in new_slots]
-    for slot in new_slots:
-        del slot.names[slot.key]
-    if present_ids != ids:
+    new_values = [slot.names.pop(slot.key) for slot in new_slots]
+    if not all(map(operator.is_, present, values)):
         tree.last = None  # it would keep values alive that nothing else holds
         _bind_each(tree, values, present)
 
     def undo() -> None:
         now = tree.read()
-        if list(map(id, now)) != present_ids:
+        if not all(map(operator.is_, now, present)):
             _bind_each(tree, present, now)
         for slot in tree.new_slots():
             del slot.names[slot.key]

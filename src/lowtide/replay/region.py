@@ -22,9 +22,10 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from lowtide.errors import ChangedInPlaceError
 from lowtide.memory.checksums import checksum
 from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, Fingerprint
-from lowtide.replay.environment import capture
+from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
 from lowtide.replay.module_state import Snapshot, snapshot_of
 
@@ -53,7 +54,8 @@ _FIRST_TOKEN = 1 << 20
 _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 _replays = threading.local()
-_lock_making = threading.Lock()
+_replaying: dict[int, int] = {}  # threads, by the id of the frame that each replays
+_requires_grad, _device = operator.attrgetter("requires_grad"), operator.attrgetter("device")
 
 
 def is_recomputing() -> bool:
@@ -130,9 +132,6 @@ def run(
     - `contexts`: entered around the forward and around each replay.
     """
     arguments, tensors = Arguments.take(args, kwargs)
-    last = None if module is None else _last_calls.get(module)
-    if last is not None and arguments.is_like(last.arguments):
-        arguments = last.arguments
     context = None if contexts is None else contexts[1]
     if retained is None:
         frame = Frame(function, module, replay, options, context, arguments)
@@ -142,25 +141,21 @@ def run(
     with saved_tensors_hooks(frame, frame), nullcontext() if contexts is None else contexts[0]:
         output = function(*args, **kwargs)
     frame.forward_done(args, kwargs, tensors)
-    if module is not None:
-        if last is None:
-            last = _last_calls[module] = _LastCall()
-        frame.share_with(last)
     return output
 
 
 class _LastCall:
-    """What calls of a module have in common, mostly."""
+    """What calls of a module have in common, mostly: shared, so that fewer objects wait for the backward."""
 
-    __slots__ = ("arguments", "input_facts", "metadata")
+    __slots__ = ("arguments", "input_versions", "metadata", "requires_grad")
 
     def __init__(self) -> None:
         self.arguments = Arguments()
-        self.input_facts: list[int] = []
+        self.input_versions: list[int] = []
+        self.requires_grad: list[bool] = []
         self.metadata: list[Any] = []
 
 
-_last_calls: weakref.WeakKeyDictionary[nn.Module, _LastCall] = weakref.WeakKeyDictionary()
 _EMPTY: list[Any] = []  # before there is a replay; never written to
 
 
@@ -172,18 +167,27 @@ class Frame:
     """
 
     __slots__ = (
-        *("_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_facts", "_is_done"),
-        *(
-            "_lock",
-            "_metadata",
-            "_metadata_of",
-            "_mutated_path",
-            "_module",
-            "_options",
-            "_recomputed",
-            "_replay_function",
-        ),
-        *("_sequence", "_state", "_tokens", "_unpack_input", "_versions"),
+        "_arguments",
+        "_context",
+        "_environment",
+        "_fingerprints",
+        "_function",
+        "_held",
+        "_input_versions",
+        "_is_done",
+        "_metadata",
+        "_metadata_of",
+        "_module",
+        "_mutated_path",
+        "_options",
+        "_recomputed",
+        "_replay_function",
+        "_requires_grad",
+        "_sequence",
+        "_state",
+        "_tokens",
+        "_unpack_input",
+        "_versions",
     )
 
     def __init__(
@@ -205,7 +209,6 @@ class Frame:
         self._tokens: list[int] = []
         self._recomputed: list[Tensor | None] = _EMPTY
         self._versions: list[int] = _EMPTY
-        self._lock: Any = None
 
     @property
     def name(self) -> Any:
@@ -218,11 +221,8 @@ class Frame:
         """Capture what the forward is about to see."""
         arguments, module = self._arguments, self._module
         self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
-        # Of each tensor its version and, as the lowest bit, whether it requires grad.
-        versions = _compat.versions_of(tensors)
-        self._input_facts = [
-            version << 1 | tensor.requires_grad for tensor, version in zip(tensors, versions, strict=True)
-        ]
+        self._input_versions = _compat.versions_of(tensors)
+        self._requires_grad = list(map(_requires_grad, tensors))
         if hooks is None:
             self._held: list[Any] = list(map(_alias, tensors))
             self._unpack_input: Callable[[Any], Tensor] | None = None
@@ -234,13 +234,12 @@ class Frame:
             self._state: Snapshot | FunctionState = snapshot_of(module)
         else:
             self._state = FunctionState(self.name, arguments.callables or ())
-        devices: Iterable[torch.device] = ()
-        if _compat.accelerator() is not None:
-            devices = [*self._state.devices(), *(tensor.device for tensor in tensors)]
+        devices = chain(self._state.devices(), map(_device, tensors))
         generators = self._state.generators()
         if arguments.generators is not None:
             generators = [*generators, *arguments.generators]
-        self._environment = capture(devices, generators, preserve_rng_state=self._options.preserve_rng_state)
+        preserve = self._options.preserve_rng_state
+        self._environment = Environment(devices, generators, preserve_rng_state=preserve)
         self._sequence = _compat.sequence_number()
 
     @_compat.never_compiled
@@ -259,18 +258,24 @@ class Frame:
         return self.unpack(index)
 
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """The forward is over: note what it changed."""
+        """The forward is over: note what it changed, and share with the last call of the module what is the same."""
         self._is_done = True
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
-        self._state = self._state.forward_done(runs_all=True)
-
-    def share_with(self, last: _LastCall) -> None:
-        """Hold what the last call of the module holds, where that is the same: fewer objects wait for the backward."""
-        if self._metadata == last.metadata:
-            self._metadata = last.metadata
-        if self._input_facts == last.input_facts:
-            self._input_facts = last.input_facts
-        last.metadata, last.input_facts, last.arguments = self._metadata, self._input_facts, self._arguments
+        self._state = state = self._state.forward_done(runs_all=True)
+        if isinstance(state, Snapshot):
+            last = state.tree.calls
+            if last is None:
+                last = state.tree.calls = _LastCall()
+            if self._metadata == last.metadata:
+                self._metadata = last.metadata
+            if self._input_versions == last.input_versions:
+                self._input_versions = last.input_versions
+            if self._requires_grad == last.requires_grad:
+                self._requires_grad = last.requires_grad
+            if self._arguments.is_like(last.arguments):
+                self._arguments = last.arguments
+            last.metadata, last.arguments = self._metadata, self._arguments
+            last.input_versions, last.requires_grad = self._input_versions, self._requires_grad
 
     # The backward.
 
@@ -278,11 +283,17 @@ class Frame:
         """The saved tensor with this index, recomputed if it is not here."""
         tensor = self._take(index)
         if tensor is None:
-            with self._own_lock():
+            # Backwards on several devices run in threads of their own, and may ask for saves of one region at once.
+            me = threading.get_ident()
+            while _replaying.setdefault(id(self), me) != me:
+                time.sleep(0)
+            try:
                 tensor = self._take(index)  # another thread may just have brought it back
                 if tensor is None:
                     _replay(self)
                     tensor = self._take(index)
+            finally:
+                _replaying.pop(id(self), None)
             assert tensor is not None
         if _compat.version_of_saved(tensor) != self._versions[index]:
             raise divergence.overwritten_activation(self.name, index, self._metadata[index])
@@ -294,13 +305,6 @@ class Frame:
         tensor, self._recomputed[index] = self._recomputed[index], None
         return tensor
 
-    def _own_lock(self) -> Any:
-        """Backwards on several devices run in threads of their own, and may ask for saves of one region at once."""
-        with _lock_making:
-            if self._lock is None:
-                self._lock = threading.RLock()
-            return self._lock
-
     def replay(self) -> None:
         """Run the region again and have its saves here."""
         self._check_arguments()
@@ -311,7 +315,8 @@ class Frame:
 
     def _needed(self) -> list[bool]:
         """Which saves autograd still holds."""
-        return [count > _UNUSED for count in _reference_counts(self._tokens)]
+        counts = list(map(sys.getrefcount, self._tokens))
+        return [True] * len(counts) if min(counts) > _UNUSED else [count > _UNUSED for count in counts]
 
     def _stop(self, needed: list[bool]) -> tuple[int, int]:
         """The save at which a replay may stop, and the number of the node that makes it; (-1, 0) for none.
@@ -374,7 +379,7 @@ class Frame:
         if unpack is None:
             return self._held
         found = []
-        for index, (held, facts) in enumerate(zip(self._held, self._input_facts, strict=True)):
+        for index, (held, requires_grad) in enumerate(zip(self._held, self._requires_grad, strict=True)):
             if isinstance(held, Tensor) and _is_held_itself(held):
                 tensor = held
             else:
@@ -383,8 +388,8 @@ class Frame:
                 except (ChangedInPlaceError, divergence.OverwrittenError) as error:
                     path = self._arguments.path_of_tensor(index)
                     raise divergence.mutated_argument(self.name, path, "was changed in place") from error
-                if tensor.requires_grad != bool(facts & 1) or tensor.grad_fn is not None:
-                    tensor = tensor.detach().requires_grad_(bool(facts & 1))
+                if tensor.requires_grad != requires_grad or tensor.grad_fn is not None:
+                    tensor = tensor.detach().requires_grad_(requires_grad)
             found.append(tensor)
         return found
 
@@ -392,12 +397,15 @@ class Frame:
         """Refuse arguments that are not what they were. What hooks further out hold, those have to check."""
         if self._mutated_path is not None:
             raise divergence.mutated_argument(self.name, self._mutated_path, "was changed by the region itself")
-        for value, fingerprint in zip(self._arguments.objects or (), self._fingerprints or (), strict=True):
-            if not fingerprint.still_holds(value):
-                raise divergence.mutated_argument(self.name, self._arguments.path_of(value), "was changed")
-        for index, (held, facts) in enumerate(zip(self._held, self._input_facts, strict=True)):
+        if self._fingerprints is not None:
+            for value, fingerprint in zip(self._arguments.objects or (), self._fingerprints, strict=True):
+                if not fingerprint.still_holds(value):
+                    raise divergence.mutated_argument(self.name, self._arguments.path_of(value), "was changed")
+        if self._unpack_input is None and _compat.versions_of(self._held) == self._input_versions:
+            return
+        for index, (held, version) in enumerate(zip(self._held, self._input_versions, strict=True)):
             is_ours = self._unpack_input is None or (isinstance(held, Tensor) and _is_held_itself(held))
-            if is_ours and _compat.version_of(held) != facts >> 1:
+            if is_ours and _compat.version_of(held) != version:
                 path = self._arguments.path_of_tensor(index)
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
 
@@ -543,11 +551,7 @@ def _all(modes: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any
     return stack
 
 
-def _reference_counts(tokens: list[int]) -> list[int]:
-    return [sys.getrefcount(token) for token in tokens]
-
-
-_UNUSED = _reference_counts([(2**70)])[0]  # of a token that autograd does not hold
+_UNUSED = next(map(sys.getrefcount, [(2**70)]))  # of a token that autograd does not hold
 
 
 @_compat.disable_dynamo
