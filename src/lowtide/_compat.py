@@ -246,6 +246,11 @@ def child_modules(module: nn.Module) -> dict[str, Any]:
     return module._modules  # type: ignore[return-value]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around the module's forward. Obsolete with a public way to list them."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def child_name(parent: nn.Module, child: nn.Module) -> str | None:
     """The name under which `parent` holds `child`, if it does."""
     return next((name for name, module in parent._modules.items() if module is child), None)

@@ -148,7 +148,7 @@ class Arguments:
         parts = _parts(value) if depth < _MAX_DEPTH else None
         rebuild = None if parts is None else _rebuilder(value, parts)
         if parts is not None and rebuild is not None:
-            self._has_containers = True
+            self._has_containers |= kind is not tuple  # which only its parts can change
             taken = {key: self._take(part, depth + 1, tensors, indices) for key, part in parts.items()}
             return _Container(kind, taken, rebuild)
         if isinstance(value, torch.Generator):

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
@@ -19,6 +19,7 @@ from lowtide.memory.offload import SavedInStore
 from lowtide.memory.store import ActivationStore
 from lowtide.replay import _compat
 from lowtide.replay.arguments import Arguments
+from lowtide.replay.function_state import module_of
 from lowtide.replay.region import Hooks, Options, ReplaysCounted, run
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
@@ -110,7 +111,7 @@ def checkpoint(
         function,
         args,
         kwargs,
-        module=function if isinstance(function, nn.Module) else None,
+        module=module_of(function),
         options=Options(
             preserve_rng_state=preserve_rng_state,
             determinism_check=determinism_check,

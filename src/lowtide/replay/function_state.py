@@ -30,6 +30,17 @@ _ABSENT: Any = object()
 _WHOLE_MODULE_METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
+def module_of(function: Callable[..., Any]) -> nn.Module | None:
+    """The module that a function runs and nothing else: the function itself, or the owner of its forward."""
+    if isinstance(function, nn.Module):
+        return function
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
+        method = function.__func__
+        is_whole = getattr(method, "__name__", "") in _WHOLE_MODULE_METHODS
+        return function.__self__ if is_whole and getattr(method, "__closure__", None) is None else None
+    return None
+
+
 class Reach:
     """Modules (and whether the function surely runs all of each), tensors, generators and variables of a function."""
 

@@ -25,7 +25,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -64,26 +64,33 @@ class Slot(NamedTuple):
 class ModuleTree:
     """The modules below a root (itself included), the names they have, and which tensors their forwards write.
 
-    Names are read for every call, so that is done by a few calls of C functions: `itemgetter` per dict.
+    What the names are bound to is read for every call. So that is done by a few calls of C functions, over the dicts
+    behind parameters, buffers, children and attributes. Of torch's own modules without children only parameters,
+    buffers and the training flag are read: their other attributes say how they were made.
     """
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
         self.slots: list[Slot] = []
-        self._dicts: list[Names] = []  # of all names, also those that may come to have some
-        self._readers: list[tuple[Callable[[Names], tuple[Any, ...]], Names]] = []
+        self._dicts: list[Names] = []
+        self._flagged: list[nn.Module] = []  # modules of which only the training flag is read
+        flags: list[Slot] = []
         for module in _all_modules(root):
             parameters, buffers = _compat.module_tensors(module)
             if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
                 continue
-            for names in (parameters, buffers, _compat.child_modules(module), vars(module)):
-                self._dicts.append(names)
-                keys = [key for key in names if key not in _INTERNAL_NAMES]
-                if keys:
-                    self.slots += [Slot(names, key, module) for key in keys]
-                    self._readers.append((operator.itemgetter(*keys) if len(keys) > 1 else _one(keys[0]), names))
+            if _is_plain_layer(module):
+                dicts: list[Names] = [parameters, buffers]
+                self._flagged.append(module)
+                flags.append(Slot(vars(module), "training", module))
+            else:
+                dicts = [parameters, buffers, _compat.child_modules(module), vars(module)]
+            self._dicts += dicts
+            self.slots += [Slot(names, key, module) for names in dicts for key in names]
+        self._keys = [slot.key for slot in self.slots]
+        self.slots += flags
         self._sizes = list(map(len, self._dicts))
         values = self.read()
-        self._modules = {id(value) for value in values if isinstance(value, nn.Module)}
+        self._modules = _ids_of_modules(values)
         self.devices = {value.device for value in values if isinstance(value, Tensor)}
         self.last: Snapshot | None = None  # of the last call
         self.calls: Any = None  # what calls of the root share: see `region`
@@ -91,36 +98,35 @@ class ModuleTree:
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
 
     def read(self) -> list[Any]:
-        """What all names are bound to now."""
-        try:
-            return list(chain.from_iterable([read(names) for read, names in self._readers]))
-        except KeyError:  # a name is gone
-            return [slot.names.get(slot.key, _ABSENT) for slot in self.slots]
+        """What all names are bound to now, as long as no name has come or gone."""
+        return [*chain.from_iterable(map(dict.values, self._dicts)), *map(_training, self._flagged)]
+
+    def read_by_name(self) -> list[Any]:
+        """The same, slowly and whatever has happened."""
+        return [slot.names.get(slot.key, _ABSENT) for slot in self.slots]
 
     def has_same_names(self) -> bool:
         return list(map(len, self._dicts)) == self._sizes
 
     def new_slots(self) -> list[Slot]:
         """Names that have come to be since."""
-        if self.has_same_names():
-            return []
         known = {(id(slot.names), slot.key) for slot in self.slots}
         owners = {id(slot.names): slot.owner for slot in self.slots}
         return [
             Slot(names, key, owners.get(id(names), self.slots[0].owner))
             for names in self._dicts
             for key in names
-            if key not in _INTERNAL_NAMES and (id(names), key) not in known
+            if (id(names), key) not in known
         ]
 
     def snapshot(self) -> Snapshot | None:
-        """What there is to read now: that of the last call if it is still true. None if the modules are others now."""
+        """What there is to read now: that of the last call if it is still true. None if the names are others now."""
         if not self.has_same_names():
             return None
         values, last = self.read(), self.last
         if last is not None and all(map(operator.is_, values, last.values)) and last.still_holds():
             return last
-        if {id(value) for value in values if isinstance(value, nn.Module)} != self._modules:
+        if list(chain.from_iterable(self._dicts)) != self._keys or _ids_of_modules(values) != self._modules:
             return None
         return Snapshot(self, values)
 
@@ -140,8 +146,17 @@ class ModuleTree:
         self._is_written[_habit(slot)] = is_written
 
 
-def _one(key: str) -> Callable[[Names], tuple[Any, ...]]:
-    return lambda names: (names[key],)
+_training = operator.attrgetter("training")
+
+
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own that binds no names in its forward: nothing hangs on it that might."""
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return is_torchs and not _compat.child_modules(module) and not _compat.has_forward_hooks(module)
+
+
+def _ids_of_modules(values: list[Any]) -> set[int]:
+    return {id(value) for value in values if isinstance(value, nn.Module)}
 
 
 def _habit(slot: Slot) -> tuple[int, str, bool]:
@@ -152,14 +167,15 @@ class Snapshot:
     """What a tree's names were bound to at one moment, the contents of containers, and the values of small tensors."""
 
     __slots__ = (
-        *("_contents", "_containers", "_copies", "_copied", "_copied_versions", "_is_volatile", "_may_hide_writes"),
+        *("_containers", "_copies", "_copied", "_copied_versions", "_is_volatile", "_may_hide_writes"),
         *("_generators", "_watched_tensors", "tree", "values", "versions", "watched"),
     )
 
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
-        self._containers, self._generators, loose = _reachable(values)
-        self._contents = list(map(_contents, self._containers))
+        own = [value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in _INTERNAL_NAMES]
+        containers, self._generators, loose = _reachable(own)
+        self._containers = Containers(containers) if containers else None
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
         watched: dict[int, tuple[Slot | None, Tensor]] = {}  # has no copy: must not change until the replay
         for slot, value in zip(tree.slots, values, strict=True):
@@ -176,15 +192,13 @@ class Snapshot:
         self.watched = [found for found in watched.values() if not found[1].is_inference()]
         self._watched_tensors = [tensor for _, tensor in self.watched]
         self.versions = self._versions()
-        # Random states and arrays have no identity to compare.
-        has_states = any(isinstance(each, _COPIED_STATE) for each in self._containers)
-        self._is_volatile = has_states or any(self._may_hide_writes)
+        self._is_volatile = any(self._may_hide_writes)
 
     def still_holds(self) -> bool:
         """Whether contents and values are still these, given that the names are."""
         return (
             not self._is_volatile
-            and (not self._containers or all(map(_is_same, map(_contents, self._containers), self._contents)))
+            and (self._containers is None or self._containers.are_unchanged())
             and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
             and self._versions() == self.versions
         )
@@ -245,7 +259,7 @@ class Snapshot:
     def restore(self) -> Callable[[], None]:
         """Put everything back to this; call the result to have all as it is now."""
         undo_names = _bind(self.tree, self.values)
-        undo_containers = _fill(self._containers, self._contents)
+        undo_containers = _nothing if self._containers is None else self._containers.restore()
         undo_tensors = self._overwrite()
 
         def undo() -> None:
@@ -310,27 +324,33 @@ def _nothing() -> None:
 
 def _bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
     """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
-    present, new_slots = tree.read(), tree.new_slots()
-    new_values = [slot.names.pop(slot.key) for slot in new_slots]
-    if not all(map(operator.is_, present, values)):
-        tree.last = None  # it would keep values alive that nothing else holds
-        _bind_each(tree, values, present)
+    if tree.has_same_names() and all(map(operator.is_, tree.read(), values)):
+        return functools.partial(_bind_if_changed, tree, values)
+    tree.last = None  # it would keep values alive that nothing else holds
+    new_slots = [slot for slot in tree.new_slots() if slot.key not in _INTERNAL_NAMES]
+    present, new_values = tree.read_by_name(), [slot.names.pop(slot.key) for slot in new_slots]
+    _bind_each(tree, values)
 
     def undo() -> None:
-        now = tree.read()
-        if not all(map(operator.is_, now, present)):
-            _bind_each(tree, present, now)
-        for slot in tree.new_slots():
-            del slot.names[slot.key]
+        _bind_each(tree, present)
         for slot, value in zip(new_slots, new_values, strict=True):
             slot.names[slot.key] = value
 
     return undo
 
 
-def _bind_each(tree: ModuleTree, values: list[Any], present: list[Any]) -> None:
-    for slot, value, live in zip(tree.slots, values, present, strict=True):
-        if live is value or _is_swapped_by_sharding(live, value):
+def _bind_if_changed(tree: ModuleTree, values: list[Any]) -> None:
+    if not (tree.has_same_names() and all(map(operator.is_, tree.read(), values))):
+        _bind_each(tree, values)
+
+
+def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
+    for slot in tree.new_slots():
+        if slot.key not in _INTERNAL_NAMES:
+            del slot.names[slot.key]
+    for slot, value in zip(tree.slots, values, strict=True):
+        live = slot.names.get(slot.key, _ABSENT)
+        if live is value or slot.key in _INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
             continue
         if value is _ABSENT:
             slot.names.pop(slot.key, None)
@@ -389,54 +409,80 @@ def _is_container(value: Any) -> bool:
     return 0 < len(getattr(value, "__dict__", ())) <= _MAX_ATTRIBUTES
 
 
-def _parts(container: Any) -> Iterator[Any]:
+def _parts(container: Any) -> Any:
+    """What a container holds, to look into."""
     if isinstance(container, _COPIED_STATE):
-        return iter(())
-    contents = _contents(container)
-    return iter(contents if isinstance(container, _SEQUENCES) else contents[1])
+        return ()
+    return container if isinstance(container, _SEQUENCES) else _names(container).values()
 
 
 _SEQUENCES = (list, deque, set)
 
 
-def _contents(container: Any) -> Any:
-    """What a container holds, not to be changed with it. Compare with `_is_same`."""
-    if isinstance(container, _SEQUENCES):
-        return tuple(container)
+def _names(container: Any) -> dict[Any, Any]:
+    return container if isinstance(container, dict) else vars(container)
+
+
+class Containers:
+    """Some containers and objects, and what they hold at one moment.
+
+    Whether they still hold it is asked for every call, so that is done by a few calls of C functions.
+    """
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._containers = containers
+        self._states = [each for each in containers if isinstance(each, _COPIED_STATE)]  # without parts to compare
+        self._sequences = [each for each in containers if isinstance(each, _SEQUENCES)]
+        self._dicts = [_names(each) for each in containers if not isinstance(each, (*_COPIED_STATE, *_SEQUENCES))]
+        self._parts, self._sizes = self._read(), self._lengths()
+        self._contents = self._copy()
+
+    def _read(self) -> list[Any]:
+        """All parts of all containers, and the keys of dicts."""
+        flatten = chain.from_iterable
+        return list(chain(flatten(self._dicts), flatten(map(dict.values, self._dicts)), flatten(self._sequences)))
+
+    def _lengths(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._sequences)]
+
+    def _copy(self) -> list[Any]:
+        return [*map(_state_copy, self._states), *map(tuple, self._sequences), *map(dict, self._dicts)]
+
+    def are_unchanged(self) -> bool:
+        if self._states or self._lengths() != self._sizes:
+            return False
+        return all(map(operator.is_, self._read(), self._parts))
+
+    def restore(self) -> Callable[[], None]:
+        """Give all containers what they held; call the result to have them as they are now."""
+        if self.are_unchanged():
+            return self._restore_if_changed
+        present = self._copy()
+        self._fill(self._contents)
+        return functools.partial(self._fill, present)
+
+    def _restore_if_changed(self) -> None:
+        if not self.are_unchanged():
+            self._fill(self._contents)
+
+    def _fill(self, contents: list[Any]) -> None:
+        containers = (*self._states, *self._sequences, *self._dicts)
+        for container, wanted in zip(containers, contents, strict=True):
+            if isinstance(container, _COPIED_STATE):
+                _set_copied_state(container, wanted)
+            elif isinstance(container, list):
+                container[:] = wanted
+            else:
+                container.clear()
+                (container.extend if isinstance(container, deque) else container.update)(wanted)
+
+
+def _state_copy(container: Any) -> Any:
     if isinstance(container, random.Random):
         return container.getstate()
     if isinstance(container, np.random.Generator):
         return container.bit_generator.state
-    if isinstance(container, np.random.RandomState):
-        return container.get_state()
-    if isinstance(container, np.ndarray | bytearray):
-        return container.copy()
-    names = container if isinstance(container, dict) else vars(container)
-    return tuple(names), tuple(names.values())
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two contents are the same objects."""
-    if len(one) == 2 and isinstance(one[0], tuple) and len(other) == 2 and isinstance(other[0], tuple):
-        one, other = (*one[0], *one[1]), (*other[0], *other[1])
-    return len(one) == len(other) and list(map(id, one)) == list(map(id, other))
-
-
-def _fill(containers: list[Any], contents: list[Any]) -> Callable[[], None]:
-    """Give containers these contents, where they have others; call the result to have them as they are."""
-    if not containers:
-        return _nothing
-    present = list(map(_contents, containers))
-    for container, wanted in zip(containers, contents, strict=True):
-        if isinstance(container, _COPIED_STATE):
-            _set_copied_state(container, wanted)
-        elif not _is_same(_contents(container), wanted):
-            _set_contents(container, wanted)
-
-    def undo() -> None:
-        _fill(containers, present)
-
-    return undo
+    return container.get_state() if isinstance(container, np.random.RandomState) else container.copy()
 
 
 def _set_copied_state(container: Any, state: Any) -> None:
@@ -450,18 +496,3 @@ def _set_copied_state(container: Any, state: Any) -> None:
         container[...] = state
     else:
         container[:] = state
-
-
-def _set_contents(container: Any, contents: Any) -> None:
-    if isinstance(container, list):
-        container[:] = contents
-    elif isinstance(container, deque):
-        container.clear()
-        container.extend(contents)
-    elif isinstance(container, set):
-        container.clear()
-        container.update(contents)
-    else:
-        names = container if isinstance(container, dict) else vars(container)
-        names.clear()
-        names.update(zip(*contents, strict=True))

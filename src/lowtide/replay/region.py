@@ -255,7 +255,7 @@ class Frame:
             if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
                 self._recomputed[index] = None  # autograd holds it from now on
                 return tensor
-        return self.unpack(index)
+        return _unpack(self, index)
 
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """The forward is over: note what it changed, and share with the last call of the module what is the same."""
@@ -290,7 +290,7 @@ class Frame:
             try:
                 tensor = self._take(index)  # another thread may just have brought it back
                 if tensor is None:
-                    _replay(self)
+                    self.replay()
                     tensor = self._take(index)
             finally:
                 _replaying.pop(id(self), None)
@@ -554,9 +554,9 @@ def _all(modes: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any
 _UNUSED = next(map(sys.getrefcount, [(2**70)]))  # of a token that autograd does not hold
 
 
-@_compat.disable_dynamo
-def _replay(frame: Frame) -> None:
-    frame.replay()
+@_compat.disable_dynamo  # compiled autograd traces the hook
+def _unpack(frame: Frame, index: int) -> Tensor:
+    return frame.unpack(index)
 
 
 def _alias(tensor: Tensor) -> Tensor:
