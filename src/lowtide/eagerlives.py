@@ -278,7 +278,8 @@ class EagerLives:
         changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[: num + 1]
         static = self.facts.static_bytes + self.facts.static_gradient_bytes
         made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64)
-        return made + self.facts.workspaces[self.ops] + static
+        restoring = self.graph.hardware.region_bytes * (self.phases == _REPLAY)  # the backward's own random state
+        return made + self.facts.workspaces[self.ops] + static + restoring
 
     def _region_changes(self) -> np.ndarray:
         num = len(self.ops)

@@ -344,7 +344,8 @@ class EagerStep:
             if phase == 0 and index in self.kept_ops:
                 self.ledger.hold(scope[value])
         self.copies.advance(self.clock)
-        self._emit(index, phase, op.workspace_bytes)
+        restoring = self.graph.hardware.region_bytes if phase == 1 else 0  # the backward's own random state
+        self._emit(index, phase, op.workspace_bytes + restoring)
         self.clock += seconds
         if phase == 0:
             for value in self.leaving.intersection(op.outputs):

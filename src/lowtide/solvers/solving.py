@@ -34,6 +34,7 @@ from lowtide.solvers.easing import Easing
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
 from lowtide.solvers.found import Found, faster
 from lowtide.solvers.loading import Loads
+from lowtide.solvers.lowering import Lowering
 from lowtide.solvers.moments import Moment, moment_at, peak_op
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
@@ -48,6 +49,8 @@ _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded ta
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
+_NUM_BETWEEN = 6  # plans of a chain between two of its stops that are looked at for the least peak
+_NUM_LOWERED = 8  # of the smallest plans known, those that the search for a smaller one begins with
 
 
 def solve(
@@ -242,6 +245,9 @@ class Search:
                 fastest = faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not self._is_late():
             fastest = faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
+        if fastest is None or "_smallest" in vars(self) or not self._is_late():
+            smallest = self._smallest
+            fastest = faster(fastest, smallest if smallest is not None and smallest.peak_bytes <= budget else None)
         if fastest is None:
             raise self._infeasible(budget)
         return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
@@ -280,12 +286,19 @@ class Search:
         return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
     def _at_stops(self, chain: Chain | Loads, share: float) -> list[Found]:
-        """The plans at a chain's stops that are looked at for some budget."""
-        found: list[Found] = []
+        """The plans at a chain's stops that are looked at for some budget, and some between those around the least."""
+
+        def cost(number: int) -> Found:
+            return self._cost(chain.regions(number), share, chain.codecs(number))
+
+        numbers: list[int] = []
         for stop in chain.stops:
-            cost = self._cost(chain.regions(stop), share, chain.codecs(stop))
-            found += [cost] if not found or cost.extra_s >= found[-1].extra_s else []
-        return found
+            if not numbers or cost(stop).extra_s >= cost(numbers[-1]).extra_s:
+                numbers.append(stop)
+        least = chain.stops.index(min(numbers, key=lambda number: _size(cost(number))))
+        low, high = chain.stops[max(least - 1, 0)], chain.stops[min(least + 1, len(chain.stops) - 1)]
+        between = np.linspace(low, high, _NUM_BETWEEN + 2).round().astype(int).tolist()
+        return [cost(number) for number in dict.fromkeys([*numbers, *between])]
 
     def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Found:
         """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
@@ -299,7 +312,7 @@ class Search:
         best = self._cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
             timeline = self._played(regions, share, codecs)
-            best = min(best, self._cost(regions, share, codecs), key=lambda found: (found.peak_bytes, found.extra_s))
+            best = min(best, self._cost(regions, share, codecs), key=_size)
             if timeline.peak_bytes <= level - timeline.host_bytes:
                 break
             now, level_now = regions, level - timeline.host_bytes
@@ -318,7 +331,7 @@ class Search:
     @cached_property
     def _explored(self) -> list[Found]:
         """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
-        smallest = self._smallest(regions_only=True) if self._moments and len(self.graph.ops) <= MOST_OPS else None
+        smallest = self._smallest_of_regions if self._moments and len(self.graph.ops) <= MOST_OPS else None
         if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
         pricing, floor, plain = self._moments[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
@@ -377,13 +390,28 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        best = self._smallest()
+        best = self._smallest
         if best is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
         return self._timeline(best.regions, best.share, best.codecs)
 
-    def _smallest(self, *, regions_only: bool = False) -> Found | None:
-        """The plan with the smallest peak; of all, or of those that neither move nor encode values."""
+    @cached_property
+    def _smallest(self) -> Found | None:
+        """The plan with the smallest peak of all."""
+        found = self._ends(regions_only=False) if self._movable_bytes or self._press else []
+        return _least([*found, *filter(None, [self._smallest_of_regions])])
+
+    @cached_property
+    def _smallest_of_regions(self) -> Found | None:
+        """The plan with the smallest peak of those that neither move nor encode values."""
+        ends = sorted(self._ends(regions_only=True), key=_size)
+        if not ends or len(self.graph.ops) > MOST_OPS:
+            return _least(ends)
+        lowering = Lowering(self.graph, self._nesting, self._moments[0].pricing.may_keep)
+        return self._cost(lowering.lowest((end.regions for end in ends[:_NUM_LOWERED]), self._is_late), 0.0)
+
+    def _ends(self, *, regions_only: bool) -> list[Found]:
+        """Where each of the other generators ends: plans with small peaks."""
         standing = [(regions, codecs) for _, regions, codecs in self._standing if not (regions_only and codecs)]
         candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in standing]
         for chain, share, coded in self._all_chains():
@@ -393,8 +421,16 @@ class Search:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)
                 candidates += [nested] if nested.extra_s >= least_s else []
-        return min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+        return candidates
 
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
+
+
+def _size(found: Found) -> tuple[int, float]:
+    return found.peak_bytes, found.extra_s
+
+
+def _least(candidates: list[Found]) -> Found | None:
+    return min(candidates, key=_size, default=None)
