@@ -190,9 +190,9 @@ class EagerLives:
         found.append((lives, starts, ends[again]))
         left = self._either(self._ends, self._is_last_read_at_end)
         entered, entry = self._entries(left)
-        self._region_spans = entry[entered], left[entered]
         found.append(self._inputs(entered, entry, left))
         done = np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
+        self._set_states(left, done)
         counts = facts.starts[self._kept_ops + 1] - facts.starts[self._kept_ops]
         inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         kept = np.repeat(facts.starts[self._kept_ops], counts) + inner
@@ -206,6 +206,24 @@ class EagerLives:
         self._drop_stale_holds()
         self._end = self._drop.copy()
         np.maximum.at(self._end, self._hold_life, self._hold_end)
+
+    def _set_states(self, left: np.ndarray, done: np.ndarray) -> None:
+        """From which tick to which regions hold captured state, and how many bytes.
+
+        Each does from its forward on, nested or not: what autograd saved there refers to it. A replay captures the
+        state of the regions inside once more, until it is over, and holds what it has to put back then.
+        """
+        captured, changed = self.facts.frame_bytes[self._calls], self.facts.replay_bytes[self._calls]
+        ranks, again = np.flatnonzero(self._has_saves), self._order
+        spans = [(self._first[ranks], left[ranks], captured[ranks]), (self._begin[again], done[again], changed[again])]
+        for rank in ranks[self._outer[ranks] >= 0].tolist():
+            outer = int(self._outer[rank])
+            while outer >= 0:
+                if self._begin[outer] >= 0 and self._first[rank] < self._stop[outer]:
+                    entry = self._begin[outer] + self._first[rank] - self._first[outer]
+                    spans.append(([entry], [done[outer]], [captured[rank]]))
+                outer = int(self._outer[outer])
+        self._states = tuple(np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
 
     def _either(self, positions: np.ndarray, behind: np.ndarray) -> np.ndarray:
         """The tick of each position of the backward: that behind its replays, or that before them."""
@@ -278,13 +296,13 @@ class EagerLives:
         changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[: num + 1]
         static = self.facts.static_bytes + self.facts.static_gradient_bytes
         made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64)
-        restoring = self.graph.hardware.region_bytes * (self.phases == _REPLAY)  # the backward's own random state
-        return made + self.facts.workspaces[self.ops] + static + restoring
+        return made + self.facts.workspaces[self.ops] + static
 
     def _region_changes(self) -> np.ndarray:
         num = len(self.ops)
-        begun, left = (np.bincount(self._event[ticks], minlength=num + 1)[:num] for ticks in self._region_spans)
-        return self.graph.hardware.region_bytes * (begun - left)
+        starts, ends, sizes = self._states
+        changes = np.bincount(self._event[starts], weights=sizes, minlength=num + 1)[:num]
+        return changes - np.bincount(self._event[ends], weights=sizes, minlength=num + 1)[:num]
 
     @property
     def peak_bytes(self) -> int:

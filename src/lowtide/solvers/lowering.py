@@ -80,7 +80,7 @@ class Lowering:
                     break
                 more = {**regions, call: tuple(sorted({*regions[call], op}))}
                 found = self._score(more)
-                if found < score:
+                if found[0] < score[0]:
                     score, regions, is_lower = found, more, True
         return regions
 
