@@ -99,8 +99,9 @@ def fit(
     graph = corrected = traced.graph
     allowed = parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None)
     device, peak = checks.device_of(model, args), 0
+    found: Plan | None = None
     for _ in range(_MOST_ROUNDS):
-        found = _described(limits.solve(corrected, allowed), model, traced)
+        found = _described(_next_plan(limits, graph, corrected, allowed, found), model, traced)
         handle: AppliedPlan | None = None
         try:
             handle = apply_plan(model, found)
@@ -129,6 +130,22 @@ def fit(
         f"measured {format_bytes(peak)}. The model is as it was: raise the budget, or make the batch smaller.",
         peak,
     )
+
+
+def _next_plan(limits: Limits, graph: StepGraph, corrected: StepGraph, allowed: int, last: Plan | None) -> Plan:
+    """The plan for the budget, less what the plans before it measured above their prediction.
+
+    Another plan may be predicted better: before the budget is refused for that, the smallest plan of all is tried.
+    """
+    try:
+        return limits.solve(corrected, allowed)
+    except InfeasibleBudgetError:
+        if last is None:
+            raise
+        tightest = limits.tightest(graph)
+        if tightest.peak_bytes > allowed or (tightest.regions, tightest.moves) == (last.regions, last.moves):
+            raise
+        return tightest
 
 
 @dataclass(frozen=True)
@@ -235,7 +252,11 @@ def _measured_step(model: nn.Module, loss_fn: Any, args: Any, device: torch.devi
 
     put_aside((*model.parameters(), *tensors_in(args)))
     try:
-        return measure(step, device=device, repeat=2 if device.type == "cpu" else 3)
+        if device.type != "cpu":
+            return measure(step, device=device, repeat=3)
+        first = measure(step, device=device)  # in which regions that retain outputs learn where these are saved
+        later = measure(step, device=device, repeat=2)
+        return replace(later, peak_bytes=max(first.peak_bytes, later.peak_bytes))
     finally:
         restorer.restore()
         with torch.no_grad():

@@ -3,8 +3,8 @@
 The other generators look for plans that are fast, and their smallest plan need not be the smallest there is. On small
 models, where the inputs and random states that a region holds weigh as much as what it drops, a single checkpoint on
 the right call often peaks lower than a checkpoint on each of them. This search begins with the smallest plans of the
-other generators and always goes on from the set with the least peak found so far, to the sets that differ from it in
-one call. At the end it tries to retain the outputs of single ops where that lowers the peak further.
+other generators and with single regions, and always goes on from the set with the least peak that it has not gone on
+from, to the sets that differ from it in one call. At the end it tries to retain outputs of single ops.
 
 Cost: one simulation per set, `_MOST_VISITED_OPS` simulated ops in all (about a second). For larger graphs that is less
 than one round of neighbours; they have layers enough that the chains' ends are close to the least peak.
@@ -13,7 +13,7 @@ than one round of neighbours; they have layers enough that the chains' ends are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 
 import numpy as np
 
@@ -24,10 +24,12 @@ from lowtide.solvers.nesting import Nesting
 
 _MOST_VISITED_OPS = 600_000  # ops of all simulated steps
 _MOST_VISITS = 3_000
-_PATIENCE = 12  # sets whose neighbours are visited although no lower peak is found
+_PATIENCE = 16  # sets whose neighbours are visited although no lower peak is found
+_NUM_SINGLES = 6  # sets of one region that are gone on from whatever their peak
+_NUM_RETAINING = 6  # sets with small peaks for which retaining outputs is tried
 
 _Key = tuple[int, ...]
-_Score = tuple[int, int, float]  # peak bytes, events at that peak, seconds added
+_Score = tuple[int, bool, int, float]  # peak bytes, whether outputs are retained, events at that peak, seconds added
 
 
 class Lowering:
@@ -36,53 +38,64 @@ class Lowering:
     def __init__(self, graph: StepGraph, nesting: Nesting, may_keep: np.ndarray) -> None:
         self._graph, self._nesting, self._may_keep = graph, nesting, may_keep
         self._num_left = min(_MOST_VISITS, _MOST_VISITED_OPS // max(len(graph.ops), 1))
-        self._scores: dict[tuple[object, ...], _Score] = {}
+        self._scores: dict[tuple[tuple[int, tuple[int, ...]], ...], _Score] = {}  # by regions
+        self._least: _Score | None = None
+        self._queue: list[tuple[_Score, _Key]] = []
+        self._expanded: set[_Key] = set()
 
     def lowest(self, seeds: Iterable[Regions], is_late: Callable[[], bool]) -> Regions:
-        """The regions with the least peak among `seeds`, which are not changed, and those found from them."""
-        queue: list[tuple[_Score, _Key]] = []
-        best: tuple[_Score, Regions] | None = None
-
-        def visit(regions: Regions) -> None:
-            nonlocal best
-            if tuple(regions.items()) in self._scores:
-                return
-            score = self._score(regions)
-            if best is None or score < best[0]:
-                best = score, regions
-            heappush(queue, (score, tuple(regions)))
-
+        """The regions with the least peak among `seeds` and those found from them."""
         for seed in seeds:
-            visit(seed)
-            visit(self._nesting.tidied(dict.fromkeys(seed, ())))
-        visit({})
-        num_vain, expanded = 0, set[_Key]()
-        while queue and num_vain < _PATIENCE and self._num_left > 0 and not is_late():
-            _, key = heappop(queue)
-            if key in expanded:
-                continue
-            expanded.add(key)
-            before = best
-            for calls in self._nesting.neighbours(key, is_thorough=True):
-                if self._num_left > 0:
-                    visit(self._nesting.tidied(dict.fromkeys(calls, ())))
-            num_vain = num_vain + 1 if best is before else 0
-        assert best is not None
-        return self._retaining(*best, is_late)
+            self._visit(seed)
+            self._visit(self._nesting.tidied(dict.fromkeys(seed, ())))
+        self._visit({})
+        self._expand({})
+        singles = sorted((score, calls) for score, calls in self._queue if len(calls) == 1)
+        for _, calls in singles[:_NUM_SINGLES]:
+            self._expand(calls)
+        num_vain = 0
+        while self._queue and num_vain < _PATIENCE and self._num_left > 0 and not is_late():
+            before = self._least
+            self._expand(heappop(self._queue)[1])
+            num_vain = num_vain + 1 if self._least == before else 0
+        for regions in nsmallest(_NUM_RETAINING, self._scores, key=self._scores.__getitem__):
+            self._retain(dict(regions), is_late)
+        return dict(min(self._scores, key=self._scores.__getitem__))
 
-    def _retaining(self, score: _Score, regions: Regions, is_late: Callable[[], bool]) -> Regions:
-        """`regions` with the outputs retained that lower their peak: such as one that is held elsewhere anyway."""
-        is_lower = True
+    def _visit(self, regions: Regions) -> _Score:
+        key = tuple(regions.items())
+        if key not in self._scores:
+            self._num_left -= 1
+            played = EagerLives(self._graph, regions)
+            peak, retains = played.peak_bytes, any(regions.values())
+            num_events = int(np.count_nonzero(played.total_bytes == peak))
+            score = self._scores[key] = peak, retains, num_events, played.extra_s
+            self._least = score if self._least is None else min(self._least, score)
+            heappush(self._queue, (score, tuple(regions)))
+        return self._scores[key]
+
+    def _expand(self, calls: Iterable[int]) -> None:
+        """Visit the sets that differ from a set in one call, or in all calls that are alike."""
+        key = tuple(calls)
+        if key in self._expanded:
+            return
+        self._expanded.add(key)
+        for others in self._nesting.neighbours(key, is_thorough=True):
+            if self._num_left > 0:
+                self._visit(self._nesting.tidied(dict.fromkeys(others, ())))
+
+    def _retain(self, regions: Regions, is_late: Callable[[], bool]) -> None:
+        """Retain single outputs, one after the other, as long as that lowers the peak: some are held elsewhere too."""
+        score, is_lower = self._visit(regions), True
         while is_lower and not is_late():
             is_lower = False
             for call, op in self._retainable(regions):
                 if self._num_left <= 0:
-                    break
+                    return
                 more = {**regions, call: tuple(sorted({*regions[call], op}))}
-                found = self._score(more)
-                if found[0] < score[0]:
+                found = self._visit(more)
+                if (found[0], found[2]) < (score[0], score[2]):
                     score, regions, is_lower = found, more, True
-        return regions
 
     def _retainable(self, regions: Regions) -> list[tuple[int, int]]:
         """Ops that make what lives at the peak, each with its region: those without others around or inside."""
@@ -96,12 +109,3 @@ class Lowering:
             if call >= 0 and number not in regions[call] and not self._graph.arrays.has_inside(call, regions):
                 found.append((call, number))
         return found
-
-    def _score(self, regions: Regions) -> _Score:
-        key = tuple(regions.items())
-        if key not in self._scores:
-            self._num_left -= 1
-            played = EagerLives(self._graph, regions)
-            peak = played.peak_bytes
-            self._scores[key] = peak, int(np.count_nonzero(played.total_bytes == peak)), played.extra_s
-        return self._scores[key]
