@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from itertools import combinations
 
+import floors
 import pytest
 import torch
 from torch import nn
 
-import floors
 import lowtide
 from graphs import random_graph, repeated_blocks, seldom_saved
 from lowtide import Plan, StepGraph

@@ -221,7 +221,7 @@ class EagerLives:
             while outer >= 0:
                 if self._begin[outer] >= 0 and self._first[rank] < self._stop[outer]:
                     entry = self._begin[outer] + self._first[rank] - self._first[outer]
-                    spans.append(([entry], [done[outer]], [captured[rank]]))
+                    spans.append((entry[None], done[outer, None], captured[rank, None]))
                 outer = int(self._outer[outer])
         self._states = tuple(np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
 

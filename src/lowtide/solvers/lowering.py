@@ -58,9 +58,12 @@ class Lowering:
             before = self._least
             self._expand(heappop(self._queue)[1])
             num_vain = num_vain + 1 if self._least == before else 0
-        for regions in nsmallest(_NUM_RETAINING, self._scores, key=self._scores.__getitem__):
-            self._retain(dict(regions), is_late)
-        return dict(min(self._scores, key=self._scores.__getitem__))
+        for regions in self._best(_NUM_RETAINING):
+            self._retain(regions, is_late)
+        return self._best(1)[0]
+
+    def _best(self, num: int) -> list[Regions]:
+        return [dict(key) for key, _ in nsmallest(num, self._scores.items(), key=lambda item: item[1])]
 
     def _visit(self, regions: Regions) -> _Score:
         key = tuple(regions.items())
