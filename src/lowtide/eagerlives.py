@@ -19,7 +19,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.lives import largest
+from lowtide.lives import ends_before, largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -277,7 +277,7 @@ class EagerLives:
         is_suspect[self._hold_life[late]] = True
         among = np.flatnonzero(is_suspect[self._hold_life])
         order = among[np.lexsort((self._hold_start[among], self._hold_life[among]))]
-        before, is_first = _ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
+        before, is_first = ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
         is_stale = (self._hold_start[order] > before).astype(np.int64)
         count = np.cumsum(is_stale)
         count_before_life = np.maximum.accumulate(np.where(is_first, count - is_stale, 0))
@@ -365,7 +365,7 @@ class EagerLives:
         order = np.lexsort((self._hold_start, self._hold_life))
         life, start, end = self._hold_life[order], self._hold_start[order], self._hold_end[order]
         nothing = np.zeros(len(self._drop), dtype=np.int64)
-        start = np.maximum(start, _ends_before(life, end, nothing, self._num_ticks)[0])  # held already
+        start = np.maximum(start, ends_before(life, end, nothing, self._num_ticks)[0])  # held already
         counted = (end > start) & ~self.facts.is_gradient[self._place[life]]
         life, start, end = life[counted], start[counted], end[counted]
         changes = np.bincount(self._event[start], weights=self._size[life], minlength=num + 1)[:num]
@@ -398,13 +398,3 @@ class EagerLives:
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,
         }
-
-
-def _ends_before(
-    lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """For holds sorted by life and start: when the life's holds before it end, `floor` at least; and if it is first."""
-    is_first = np.concatenate([[True], lives[1:] != lives[:-1]]) if len(lives) else np.zeros(0, dtype=bool)
-    unit = num_ticks + 1
-    latest = np.maximum.accumulate(lives * unit + np.maximum(ends, floor[lives])) - lives * unit
-    return np.where(is_first, floor[lives], np.concatenate([[0], latest[:-1]])[: len(lives)]), is_first

@@ -179,18 +179,10 @@ class EagerStep:
             if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
-        self.ledger.kept += self._state_bytes_from(position, region)
+        self.ledger.kept += self.graph.arrays.captured_bytes(self.entries_at.get(position, ()), region)
         for value in self.drops_in.get(region, self.drops_at).get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
-
-    def _state_bytes_from(self, position: int, region: int) -> int:
-        """Bytes of state that regions capture at a position of the forward (region -1), or of a region's replay."""
-        calls = self.entries_at.get(position, ())
-        if region >= 0:
-            inside = range(region + 1, self.graph.arrays.after[region])
-            calls = [call for call in calls if call in inside and position < self.stops[region]]
-        return sum(int(self.graph.arrays.frame_bytes[call]) for call in calls)
 
     def _hold(self, life: Life, position: int, region: int) -> Life:
         """Hold a value for the backward: itself, or outside of regions what its codec makes of it."""
@@ -305,15 +297,15 @@ class EagerStep:
                 self.clock = self.copies.read(self.lives[value], self.clock)
             for held in self.region_holds.get(region, ()):
                 self._read(held, first, scope, held.value)
-        state_bytes = int(self.graph.arrays.replay_bytes[region])
-        self.ledger.kept += state_bytes
+        self.ledger.kept += int(self.graph.arrays.replay_bytes[region])
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
                 self._run(op, 1, scope, is_left_out=op - first in left_out)
         self._settle(stop, region, scope)
-        state_bytes += sum(self._state_bytes_from(position, region) for position in range(first, stop))
-        self.ledger.kept -= state_bytes
+        entered = [call for at in range(first, stop + 1) for call in self.entries_at.get(at, ())]
+        self.ledger.kept -= self.graph.arrays.captured_bytes(entered, region)
+        self.ledger.kept -= int(self.graph.arrays.replay_bytes[region])
         for life in scope.values():
             self.ledger.drop(life)
         self._forget_kept(region)

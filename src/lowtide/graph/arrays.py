@@ -65,6 +65,11 @@ class StepArrays:
                 after[parent] = max(after[parent], after[index])
         return after
 
+    def captured_bytes(self, calls: Iterable[int], region: int) -> int:
+        """Bytes of state that regions capture: those of `calls` that are inside of `region`, or all if that is -1."""
+        inside = range(region + 1, self.after[region] if region >= 0 else len(self.after))
+        return sum(int(self.frame_bytes[call]) for call in calls if call in inside)
+
     def has_inside(self, call: int, calls: Container[int]) -> bool:
         """Whether any of `calls` is inside a call."""
         return any(inner in calls for inner in range(call + 1, self.after[call]))

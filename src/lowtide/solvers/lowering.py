@@ -20,11 +20,13 @@ import numpy as np
 from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
 from lowtide.solvers.chain import Regions
+from lowtide.solvers.found import Found
 from lowtide.solvers.nesting import Nesting
 
 _MOST_VISITED_OPS = 600_000  # ops of all simulated steps
-_MOST_VISITS = 3_000
+_MOST_VISITS = 1_500
 _PATIENCE = 16  # sets whose neighbours are visited although no lower peak is found
+_NUM_SEEDS = 8  # plans that are known, to begin with
 _NUM_SINGLES = 6  # sets of one region that are gone on from whatever their peak
 _NUM_RETAINING = 6  # sets with small peaks for which retaining outputs is tried
 
@@ -43,11 +45,11 @@ class Lowering:
         self._queue: list[tuple[_Score, _Key]] = []
         self._expanded: set[_Key] = set()
 
-    def lowest(self, seeds: Iterable[Regions], is_late: Callable[[], bool]) -> Regions:
-        """The regions with the least peak among `seeds` and those found from them."""
-        for seed in seeds:
-            self._visit(seed)
-            self._visit(self._nesting.tidied(dict.fromkeys(seed, ())))
+    def lowest(self, known: Iterable[Found], is_late: Callable[[], bool]) -> Regions:
+        """The regions with the least peak among the smallest of the plans `known` and those found from them."""
+        for seed in nsmallest(_NUM_SEEDS, known, key=lambda found: (found.peak_bytes, found.extra_s)):
+            self._visit(seed.regions)
+            self._visit(self._nesting.tidied(dict.fromkeys(seed.regions, ())))
         self._visit({})
         self._expand({})
         singles = sorted((score, calls) for score, calls in self._queue if len(calls) == 1)
@@ -108,7 +110,8 @@ class Lowering:
         found: list[tuple[int, int]] = []
         for op in sorted(op for op in ops if 0 <= op < self._graph.num_forward and self._may_keep[op]):
             call = outermost[self._graph.ops[op].call]
+            if call < 0 or self._graph.arrays.has_inside(call, regions):
+                continue
             number = op - self._graph.calls[call].first
-            if call >= 0 and number not in regions[call] and not self._graph.arrays.has_inside(call, regions):
-                found.append((call, number))
+            found += [(call, number)] if number not in regions[call] else []
         return found

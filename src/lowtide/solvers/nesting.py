@@ -49,6 +49,15 @@ class Nesting:
             found[call] = tuple(sorted({*more, *self._must_hold(call)})) if outer < 0 else ()
         return found
 
+    def further(
+        self, regions: Regions, timeline: Timeline | EagerLives, level: float, may_part: bool
+    ) -> tuple[Regions, bool]:
+        """`regions` taken apart if they may, else nested deeper, else widened, and whether the former helped."""
+        if may_part and (parted := self.apart(regions, timeline, level)) != regions:
+            return parted, True
+        nested = self.deeper(regions, timeline, level)
+        return (nested if nested != regions else self.wider(regions, timeline, level)), False
+
     def deeper(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
         found = dict(regions)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import product
 
@@ -27,12 +27,12 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import ENGINES, Plan
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.chain import Chain, Regions, first_past_stops
+from lowtide.solvers.chain import Chain, Regions, first_past_stops, near_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
-from lowtide.solvers.found import Found, faster
+from lowtide.solvers.found import Found, faster, smaller
 from lowtide.solvers.loading import Loads
 from lowtide.solvers.lowering import Lowering
 from lowtide.solvers.moments import Moment, moment_at, peak_op
@@ -49,8 +49,6 @@ _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded ta
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
-_NUM_BETWEEN = 6  # plans of a chain between two of its stops that are looked at for the least peak
-_NUM_LOWERED = 8  # of the smallest plans known, those that the search for a smaller one begins with
 
 
 def solve(
@@ -254,11 +252,7 @@ class Search:
 
     def _of_chain(self, budget: int, chain: Chain | Loads, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
-
-        def cost(number: int) -> Found:
-            return self._cost(chain.regions(number), share, chain.codecs(number))
-
-        most_s = fastest.extra_s if fastest is not None else math.inf
+        cost, most_s = self._costs(chain, share), fastest.extra_s if fastest is not None else math.inf
         number = first_past_stops(cost, chain.stops, budget, most_s=most_s, is_late=self._is_late)
         return None if number is None else cost(number)
 
@@ -285,20 +279,8 @@ class Search:
         ends = product(self._all_codecs, shares, (True, False))
         return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
-    def _at_stops(self, chain: Chain | Loads, share: float) -> list[Found]:
-        """The plans at a chain's stops that are looked at for some budget, and some between those around the least."""
-
-        def cost(number: int) -> Found:
-            return self._cost(chain.regions(number), share, chain.codecs(number))
-
-        numbers: list[int] = []
-        for stop in chain.stops:
-            if not numbers or cost(stop).extra_s >= cost(numbers[-1]).extra_s:
-                numbers.append(stop)
-        least = chain.stops.index(min(numbers, key=lambda number: _size(cost(number))))
-        low, high = chain.stops[max(least - 1, 0)], chain.stops[min(least + 1, len(chain.stops) - 1)]
-        between = np.linspace(low, high, _NUM_BETWEEN + 2).round().astype(int).tolist()
-        return [cost(number) for number in dict.fromkeys([*numbers, *between])]
+    def _costs(self, chain: Chain | Loads, share: float) -> Callable[[int], Found]:
+        return lambda number: self._cost(chain.regions(number), share, chain.codecs(number))
 
     def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Found:
         """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
@@ -312,17 +294,11 @@ class Search:
         best = self._cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
             timeline = self._played(regions, share, codecs)
-            best = min(best, self._cost(regions, share, codecs), key=_size)
+            best = smaller(best, self._cost(regions, share, codecs)) or best
             if timeline.peak_bytes <= level - timeline.host_bytes:
                 break
-            now, level_now = regions, level - timeline.host_bytes
-            if apart:
-                regions = self._nesting.apart(now, timeline, level_now)
-                apart = regions != now
-            if regions == now:
-                regions = self._nesting.deeper(now, timeline, level_now)
-            if regions == now:
-                regions = self._nesting.wider(now, timeline, level_now)
+            now = regions
+            regions, apart = self._nesting.further(now, timeline, level - timeline.host_bytes, apart)
             if regions == now:
                 break
         self._nested_found[key] = best
@@ -399,16 +375,16 @@ class Search:
     def _smallest(self) -> Found | None:
         """The plan with the smallest peak of all."""
         found = self._ends(regions_only=False) if self._movable_bytes or self._press else []
-        return _least([*found, *filter(None, [self._smallest_of_regions])])
+        return smaller(*found, self._smallest_of_regions)
 
     @cached_property
     def _smallest_of_regions(self) -> Found | None:
         """The plan with the smallest peak of those that neither move nor encode values."""
-        ends = sorted(self._ends(regions_only=True), key=_size)
+        ends = self._ends(regions_only=True)
         if not ends or len(self.graph.ops) > MOST_OPS:
-            return _least(ends)
+            return smaller(*ends)
         lowering = Lowering(self.graph, self._nesting, self._moments[0].pricing.may_keep)
-        return self._cost(lowering.lowest((end.regions for end in ends[:_NUM_LOWERED]), self._is_late), 0.0)
+        return self._cost(lowering.lowest(ends, self._is_late), 0.0)
 
     def _ends(self, *, regions_only: bool) -> list[Found]:
         """Where each of the other generators ends: plans with small peaks."""
@@ -416,7 +392,8 @@ class Search:
         candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in standing]
         for chain, share, coded in self._all_chains():
             if not (regions_only and (share or coded)):
-                candidates += self._at_stops(chain, share)
+                cost = self._costs(chain, share)
+                candidates += [cost(number) for number in near_stops(cost, chain.stops)]
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)
@@ -426,11 +403,3 @@ class Search:
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
-
-
-def _size(found: Found) -> tuple[int, float]:
-    return found.peak_bytes, found.extra_s
-
-
-def _least(candidates: list[Found]) -> Found | None:
-    return min(candidates, key=_size, default=None)
