@@ -6,7 +6,8 @@ found whose *simulated* peak fits is taken: what it holds at other moments, in r
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
 for links used to various shares, also with layers that change in an even spread and with what `loading` makes. Where
 codecs are allowed there are chains more, with values encoded (`pressing`). Beside these there are `standing` plans, and
-for smaller steps those that `exploring` finds; the fastest is taken. The hull is also a bound on what any plan costs.
+for smaller steps those that `exploring` finds and the smallest, by `lowering`; the fastest that fits is taken. The hull
+is also a bound on what any plan costs.
 
 Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
@@ -73,8 +74,7 @@ def solve(
     `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
     them (`"int8"`, `"float8_e4m3"`, ...); **gradients are approximate then**. None compresses nothing.
 
-    `threads` is the most that the search may use. Plans do not depend on it: today one is used, as candidates are
-    simulated in Python, where more would only take turns.
+    `threads` is the most that the search may use. Plans do not depend on it: today one is used.
 
     Raises `InfeasibleBudgetError`, naming the smallest budget that would do and what fills it.
     """
@@ -242,10 +242,8 @@ class Search:
                 standing = self._cost(regions, 0.0, codecs)
                 fastest = faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not self._is_late():
-            fastest = faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
-        if fastest is None or "_smallest" in vars(self) or not self._is_late():
-            smallest = self._smallest
-            fastest = faster(fastest, smallest if smallest is not None and smallest.peak_bytes <= budget else None)
+            others = (*self._explored, self._smallest)
+            fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
         return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
@@ -284,8 +282,7 @@ class Search:
 
     def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Found:
         """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
-        key = number, share, splits, codecs
-        if key in self._nested_found:
+        if (key := (number, share, splits, codecs)) in self._nested_found:
             return self._nested_found[key]
         chain = self._first_chain
         slack = (chain.bytes(0) - chain.bytes(len(chain) - 1)) / _NUM_STATIONS
@@ -295,10 +292,9 @@ class Search:
         for _ in range(_MOST_LEVELS):
             timeline = self._played(regions, share, codecs)
             best = smaller(best, self._cost(regions, share, codecs)) or best
-            if timeline.peak_bytes <= level - timeline.host_bytes:
-                break
-            now = regions
-            regions, apart = self._nesting.further(now, timeline, level - timeline.host_bytes, apart)
+            now, level_now = regions, level - timeline.host_bytes
+            if timeline.peak_bytes > level_now:
+                regions, apart = self._nesting.further(now, timeline, level_now, apart)
             if regions == now:
                 break
         self._nested_found[key] = best
@@ -366,8 +362,7 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        best = self._smallest
-        if best is None or best.peak_bytes >= self.plain.peak_bytes:
+        if (best := self._smallest) is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
         return self._timeline(best.regions, best.share, best.codecs)
 
