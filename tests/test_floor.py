@@ -7,14 +7,11 @@ from itertools import combinations
 
 import floors
 import pytest
-import torch
-from torch import nn
 
 import lowtide
 from graphs import random_graph, repeated_blocks, seldom_saved
-from lowtide import Plan, StepGraph
+from lowtide import StepGraph
 from lowtide.eagerlives import EagerLives
-from lowtide.plans import Recompute
 from lowtide.solvers.chain import Regions
 from lowtide.solvers.solving import Search
 
@@ -70,18 +67,6 @@ def test_the_floor_is_a_budget(seed: int) -> None:
     with pytest.raises(lowtide.InfeasibleBudgetError) as raised:
         lowtide.solve(graph, floor - 1)
     assert raised.value.floor_bytes == floor
-
-
-def test_a_checkpoint_on_one_block() -> None:
-    """The smallest plan is a single region where random states weigh as much as activations."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), floors.Block(8, 16))
-    batch = torch.randn(32, 8, 4)
-    graph = lowtide.trace(model, lambda x: model(x).square().mean(), batch)
-    one_block = lowtide.simulate(graph, Plan((Recompute("1"),))).peak_bytes
-    floor = lowtide.sweep(graph, budgets=[]).floor_bytes
-    assert floor <= one_block
-    lowtide.fit(model, lambda x: model(x).square().mean(), batch, budget=floor).remove()
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5, 7, 8, 11, 16, 17, 19, 21, 30, 37])
