@@ -109,7 +109,8 @@ class Hardware:
     when), and `region_s` what a region costs beside its ops, in its forward and its replay: 0 where the host is ahead.
     Watching an op of a forward costs `forward_dispatch_factor` times as much: the host may be ahead in the backward
     only. An op that a replay spares, as its output is held or not needed, costs `spare_s` instead of its own time, if
-    that is less. `region_bytes` are held on the device by each region that waits for its replay: random states.
+    that is less. `region_bytes` are of random states: held on the device by each region that waits for its replay, and
+    by each replay for the time after it.
     Allocations are rounded up to `block_bytes`.
     """
 
