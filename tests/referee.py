@@ -124,6 +124,28 @@ class _Regions:
         ops = sorted((op for call, op in self.away_ops if call == region), reverse=True)
         return [self.graph.ops[self.graph.calls[region].first + op].outputs[0] for op in ops]
 
+    def captured_bytes(self, region: int) -> int:
+        """Random states, and copies of the buffers of the region's module, of those read in it and those written."""
+        path, ops = self.graph.calls[region].path, range(self.graph.calls[region].first, self.graph.calls[region].end)
+        total = self.graph.hardware.region_bytes
+        for index, value in enumerate(self.graph.values):
+            if value.kind == "buffer":
+                is_own = path == "" or value.name.startswith(path + ".")
+                is_read = is_own or any(index in self.graph.ops[op].inputs for op in ops)
+                if (is_read and value.bytes <= 1 << 18) or any(index in self.graph.ops[op].mutates for op in ops):
+                    total += value.bytes
+        return total
+
+    def put_back_bytes(self, region: int) -> int:
+        """The present random states, and the present values of the buffers that a replay writes."""
+        ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
+        written = {value for op in ops for value in op.mutates if self.graph.values[value].kind == "buffer"}
+        return self.graph.hardware.region_bytes + sum(self.graph.values[value].bytes for value in written)
+
+    def all_inside(self, region: int) -> list[int]:
+        """Regions in `region`, directly or in others."""
+        return [inner for inner in self.kept_ops if inner != region and region in self._up(inner)]
+
     def stop(self, region: int) -> int:
         """The position at which everything has been made that a replay is for."""
         own = [self.graph.saves[index].made for index in self.own_saves(region)]
@@ -247,6 +269,7 @@ class _Step:
         self.holders: dict[Incarnation, set[Holder]] = {}
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
+        self.capturing: dict[Holder, int] = {}  # bytes of captured state: of regions, and of regions in replays
         self.replayed: set[int] = set()
         self.ended: set[int] = set()
         self.released: set[int] = set()
@@ -370,6 +393,9 @@ class _Step:
     def pass_forward_position(self, position: int) -> None:
         self.make_saves(None, position)
         self.enter_regions(None, position)
+        for region in self.regions.all_saves:
+            if self.graph.calls[region].first == position:
+                self.capturing["forward", region] = self.regions.captured_bytes(region)
         self.drop(position, FORWARD)
 
     def pass_backward_position(self, position: int) -> None:
@@ -392,6 +418,7 @@ class _Step:
             if saves and max(save.released for save in saves) == position:
                 if (max(save.read for save in saves) == position) == just_read:
                     self.ended.add(region)
+                    del self.capturing["forward", region]
                     self.let_go(("input", region))
                     self.let_go(("keep", region))
 
@@ -453,13 +480,18 @@ class _Step:
                 if value in self.forms:
                     self.decode(value, region)
         first, stop = self.graph.calls[region].first, self.regions.stop(region)
+        self.capturing["replay", region] = self.regions.put_back_bytes(region)
         for position in range(first, stop + 1):
             self.make_saves(region, position)
             self.enter_regions(region, position)
+            for inner in self.regions.all_inside(region):
+                if self.graph.calls[inner].first == position < stop:  # code runs that makes it a region once more
+                    self.capturing["replay", inner] = self.regions.captured_bytes(inner)
             self.drop(position, region)
             if position < stop and position not in self.regions.kept_ops[region]:
                 self.run(position, home=region)
                 self.extra_s += self.graph.ops[position].seconds
+        self.capturing = {holder: size for holder, size in self.capturing.items() if holder[0] == "forward"}
         for incarnation in [i for i in self.holders if i[1] == region]:
             self.let_go(PYTHON, of=incarnation)
         self.let_go(("keep", region))
@@ -500,7 +532,7 @@ class _Step:
                 self.link.let_leave(value, self.clock_s)
 
     def record(self, workspace_bytes: int) -> None:
-        live_bytes = self.base_bytes
+        live_bytes = self.base_bytes + sum(self.capturing.values())
         for (value, home), holders in self.holders.items():
             assert holders, f"value {value} is held by nobody and still there"
             if (value, home) != self.saved_as(value) or self.link.is_counted(value):
@@ -516,5 +548,6 @@ class _Step:
         for (value, home), holders in self.holders.items():
             assert home == FORWARD and holders == {PYTHON}, f"value {value} of {home} is left, held by {holders}"
             assert self.graph.values[value].dropped == len(self.graph.ops), f"value {value} was never dropped"
+        assert not self.capturing, f"{list(self.capturing)} still hold captured state"
         assert self.link.host_bytes() == 0, f"values {self.link.on_host} are left on the host"
         assert self.extra_s >= 0

@@ -116,7 +116,7 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
             again = EagerStep(graph, plan)
             again.watch([event], None)
             assert told.live_at(event) == again.snapshots[event]
-            if seed % 3 != 1 and seed % 5 >= 2:
+            if seed % 5 >= 2:
                 assert told.total_bytes.tolist() == replay(graph, plan).events, f"graph {seed}, {plan}"
 
 
@@ -491,9 +491,14 @@ def test_an_empty_step() -> None:
 # What a Timeline says
 
 
+def without_buffers(graph: StepGraph) -> StepGraph:
+    kinds = ["constant" if value.kind == "buffer" else value.kind for value in graph.values]
+    return replace(graph, values=tuple(replace(v, kind=kind) for v, kind in zip(graph.values, kinds, strict=True)))
+
+
 def test_the_peak_is_the_sum_of_its_parts() -> None:
     for seed in range(CASES):
-        graph = step(seed)
+        graph = without_buffers(step(seed))  # whose copies in regions are no values
         timeline = simulate(graph, random_plan(seed, graph))
         event = timeline.peak_event
         assert sum(timeline.peak_by_kind.values()) == timeline.peak_bytes == timeline.total_bytes[event]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph import StepGraph
-from lowtide.lives import largest
+from lowtide.lives import ends_before, largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -173,9 +173,9 @@ class EagerLives:
         found.append((lives, starts, ends[again]))
         left = self._either(self._ends, self._is_last_read_at_end)
         entered, entry = self._entries(left)
-        self._region_spans = entry[entered], left[entered]
         found.append(self._inputs(entered, entry, left))
         done = np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
+        self._set_states(left, done)
         counts = facts.starts[self._kept_ops + 1] - facts.starts[self._kept_ops]
         inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         kept = np.repeat(facts.starts[self._kept_ops], counts) + inner
@@ -189,6 +189,24 @@ class EagerLives:
         self._drop_stale_holds()
         self._end = self._drop.copy()
         np.maximum.at(self._end, self._hold_life, self._hold_end)
+
+    def _set_states(self, left: np.ndarray, done: np.ndarray) -> None:
+        """From which tick to which regions hold captured state, and how many bytes.
+
+        Each does from its forward on, nested or not: what autograd saved there refers to it. A replay captures the
+        state of the regions inside once more, until it is over, and holds what it has to put back then.
+        """
+        captured, changed = self.facts.frame_bytes[self._calls], self.facts.replay_bytes[self._calls]
+        ranks, again = np.flatnonzero(self._has_saves), self._order
+        spans = [(self._first[ranks], left[ranks], captured[ranks]), (self._begin[again], done[again], changed[again])]
+        for rank in ranks[self._outer[ranks] >= 0].tolist():
+            outer = int(self._outer[rank])
+            while outer >= 0:
+                if self._begin[outer] >= 0 and self._first[rank] < self._stop[outer]:
+                    entry = self._begin[outer] + self._first[rank] - self._first[outer]
+                    spans.append((entry[None], done[outer, None], captured[rank, None]))
+                outer = int(self._outer[outer])
+        self._states = tuple(np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
 
     def _either(self, positions: np.ndarray, behind: np.ndarray) -> np.ndarray:
         """The tick of each position of the backward: that behind its replays, or that before them."""
@@ -242,7 +260,7 @@ class EagerLives:
         is_suspect[self._hold_life[late]] = True
         among = np.flatnonzero(is_suspect[self._hold_life])
         order = among[np.lexsort((self._hold_start[among], self._hold_life[among]))]
-        before, is_first = _ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
+        before, is_first = ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
         is_stale = (self._hold_start[order] > before).astype(np.int64)
         count = np.cumsum(is_stale)
         count_before_life = np.maximum.accumulate(np.where(is_first, count - is_stale, 0))
@@ -265,8 +283,9 @@ class EagerLives:
 
     def _region_changes(self) -> np.ndarray:
         num = len(self.ops)
-        begun, left = (np.bincount(self._event[ticks], minlength=num + 1)[:num] for ticks in self._region_spans)
-        return self.graph.hardware.region_bytes * (begun - left)
+        starts, ends, sizes = self._states
+        changes = np.bincount(self._event[starts], weights=sizes, minlength=num + 1)[:num]
+        return changes - np.bincount(self._event[ends], weights=sizes, minlength=num + 1)[:num]
 
     @property
     def peak_bytes(self) -> int:
@@ -325,7 +344,7 @@ class EagerLives:
         order = np.lexsort((self._hold_start, self._hold_life))
         life, start, end = self._hold_life[order], self._hold_start[order], self._hold_end[order]
         nothing = np.zeros(len(self._drop), dtype=np.int64)
-        start = np.maximum(start, _ends_before(life, end, nothing, self._num_ticks)[0])  # held already
+        start = np.maximum(start, ends_before(life, end, nothing, self._num_ticks)[0])  # held already
         counted = (end > start) & ~self.facts.is_gradient[self._place[life]]
         life, start, end = life[counted], start[counted], end[counted]
         changes = np.bincount(self._event[start], weights=self._size[life], minlength=num + 1)[:num]
@@ -358,13 +377,3 @@ class EagerLives:
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,
         }
-
-
-def _ends_before(
-    lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """For holds sorted by life and start: when the life's holds before it end, `floor` at least; and if it is first."""
-    is_first = np.concatenate([[True], lives[1:] != lives[:-1]]) if len(lives) else np.zeros(0, dtype=bool)
-    unit = num_ticks + 1
-    latest = np.maximum.accumulate(lives * unit + np.maximum(ends, floor[lives])) - lives * unit
-    return np.where(is_first, floor[lives], np.concatenate([[0], latest[:-1]])[: len(lives)]), is_first

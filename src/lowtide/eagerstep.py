@@ -188,7 +188,7 @@ class EagerStep:
             if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
-                self.ledger.kept += self.graph.hardware.region_bytes
+        self.ledger.kept += self.graph.arrays.captured_bytes(self.entries_at.get(position, ()), region)
         for value in self.drops_at.get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
@@ -317,11 +317,15 @@ class EagerStep:
                 self.clock = self.copies.read(self.lives[value], self.clock)
             for held in self.region_holds.get(region, ()):
                 self._read(held, first, scope, held.value)
+        self.ledger.kept += int(self.graph.arrays.replay_bytes[region])
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
                 self._run(op, 1, scope)
         self._settle(stop, region, scope)
+        entered = [call for at in range(first, stop + 1) for call in self.entries_at.get(at, ())]
+        self.ledger.kept -= self.graph.arrays.captured_bytes(entered, region)
+        self.ledger.kept -= int(self.graph.arrays.replay_bytes[region])
         for life in scope.values():
             self.ledger.drop(life)
         self._forget_kept(region)
@@ -330,8 +334,7 @@ class EagerStep:
         """Let go of what was held for a region's replay."""
         self.left.add(region)
         call = self.graph.calls[region]
-        if region in self.region_holds:
-            self.ledger.kept -= self.graph.hardware.region_bytes
+        self.ledger.kept -= int(self.graph.arrays.frame_bytes[region])
         if region not in self.scopes:  # nothing was ever read, so it was not replayed
             self._forget_kept(region)
         for life in self.region_holds.pop(region, ()):

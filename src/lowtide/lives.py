@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from heapq import nlargest
 
+import numpy as np
+
 from lowtide.graph import Value
 
 
@@ -82,3 +84,13 @@ class Ledger:
             self.gradients -= life.bytes
         else:
             self.transient -= life.bytes
+
+
+def ends_before(
+    lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For holds sorted by life and start: when the life's holds before it end, `floor` at least; and if it is first."""
+    is_first = np.concatenate([[True], lives[1:] != lives[:-1]]) if len(lives) else np.zeros(0, dtype=bool)
+    unit = num_ticks + 1
+    latest = np.maximum.accumulate(lives * unit + np.maximum(ends, floor[lives])) - lives * unit
+    return np.where(is_first, floor[lives], np.concatenate([[0], latest[:-1]])[: len(lives)]), is_first

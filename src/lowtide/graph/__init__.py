@@ -109,8 +109,9 @@ class Hardware:
     `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what the
     dispatch mode costs for each op of a replay whose region retains outputs, and `spare_s` what it costs to return a
     retained output, if that is less than to compute it. `region_s` is what a region costs beside its ops, in its
-    forward and its replay. All three are 0 where the host is ahead. `region_bytes` are held on the device by each
-    region that waits for its replay: random states. Allocations are rounded up to `block_bytes`.
+    forward and its replay. All three are 0 where the host is ahead. `region_bytes` are of random states: held on the
+    device by each region that waits for its replay, and by each replay for the time after it. Allocations are rounded
+    up to `block_bytes`.
     """
 
     name: str

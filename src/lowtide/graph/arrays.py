@@ -11,12 +11,18 @@ if TYPE_CHECKING:
     from lowtide.graph import StepGraph
 
 
+# Regions copy buffers up to this size before each forward, larger ones only if the forward writes them.
+_ALWAYS_COPIED_BYTES = 256 * 1024
+
+
 class StepArrays:
     """Ops, the values that they make, saves and calls of a graph.
 
     Values that the step makes stand in the order of their ops: `places[v]` is where value `v` stands (-1: it is there
     before the step), and the outputs of op `o` stand at `starts[o]` up to `starts[o + 1]`. Sizes are exact in floats:
     they are integers far below 2**53. `seconds` and `workspaces` have an entry for the optimizer's step at their end.
+    For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states
+    and copies of buffers, and `replay_bytes` those of the state that its replay puts back when it is over.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -44,6 +50,7 @@ class StepArrays:
         self.after = self._after(graph)
         self.input_starts = _starts([len(call.inputs) for call in graph.calls])
         self.inputs = self.places[_ints(value for call in graph.calls for value in call.inputs)]
+        self.frame_bytes, self.replay_bytes = _state_bytes(graph)
         there = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
         self.static_gradient_bytes = sum(value.bytes for value in there if value.kind == "gradient")
         self.static_bytes = sum(value.bytes for value in there) - self.static_gradient_bytes
@@ -58,6 +65,11 @@ class StepArrays:
                 after[parent] = max(after[parent], after[index])
         return after
 
+    def captured_bytes(self, calls: Iterable[int], region: int) -> int:
+        """Bytes of state that regions capture: those of `calls` that are inside of `region`, or all if that is -1."""
+        inside = range(region + 1, self.after[region] if region >= 0 else len(self.after))
+        return sum(int(self.frame_bytes[call]) for call in calls if call in inside)
+
     def has_inside(self, call: int, calls: Container[int]) -> bool:
         """Whether any of `calls` is inside a call."""
         return any(inner in calls for inner in range(call + 1, self.after[call]))
@@ -69,3 +81,28 @@ def _ints(items: Iterable[int]) -> np.ndarray:
 
 def _starts(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """For each call, the bytes of random states and buffers that it captures as a region, and those that it changes."""
+    is_buffer = [value.kind == "buffer" for value in graph.values]
+    buffers = [index for index in range(len(graph.values)) if is_buffer[index]]
+    captured, changed = (np.full(len(graph.calls), graph.hardware.region_bytes, dtype=np.int64) for _ in range(2))
+    if not buffers:
+        return captured, changed
+    read: list[set[int]] = [set() for _ in graph.calls]
+    written: list[set[int]] = [set() for _ in graph.calls]
+    for op in graph.ops[: graph.num_forward]:
+        if op.call >= 0:
+            read[op.call].update(value for value in op.inputs if is_buffer[value])
+            written[op.call].update(value for value in op.mutates if is_buffer[value])
+    for index in range(len(graph.calls) - 1, -1, -1):
+        call = graph.calls[index]
+        own = {value for value in buffers if not call.path or graph.values[value].name.startswith(f"{call.path}.")}
+        small = {value for value in own | read[index] if graph.values[value].bytes <= _ALWAYS_COPIED_BYTES}
+        captured[index] += sum(graph.values[value].bytes for value in small | written[index])
+        changed[index] += sum(graph.values[value].bytes for value in written[index])
+        if call.parent >= 0:
+            read[call.parent] |= read[index]
+            written[call.parent] |= written[index]
+    return captured, changed

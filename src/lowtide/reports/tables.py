@@ -78,7 +78,7 @@ def peak_rows(facts: Facts, *, most: int = 12) -> list[PeakRow]:
         )
     held = planned.peak_bytes - sum(row.bytes for row in found)
     if held:
-        found.append(PeakRow("held for replays: random states", "", held))
+        found.append(PeakRow("held for replays: random states and buffers", "", held))
     return found
 
 

@@ -19,6 +19,7 @@ from lowtide.solvers.pricing import Choice
 Regions = dict[int, tuple[int, ...]]
 
 _FEWEST_STOPS = 9
+_NUM_BETWEEN = 6  # plans between two stops that are looked at for the least peak
 _STOPPED_OPS = 100_000  # ops to simulate for all stops together
 
 
@@ -144,6 +145,18 @@ def first_past_stops(
             return None
         before = stop + 1
     return None
+
+
+def near_stops(cost: Callable[[int], Cost], stops: Sequence[int]) -> list[int]:
+    """The numbers of `stops` that some budget may lead to, and some between those around the least peak of them."""
+    found: list[int] = []
+    for stop in stops:
+        if not found or cost(stop).extra_s >= cost(found[-1]).extra_s:
+            found.append(stop)
+    least = stops.index(min(found, key=lambda number: (cost(number).peak_bytes, cost(number).extra_s)))
+    low, high = stops[max(least - 1, 0)], stops[min(least + 1, len(stops) - 1)]
+    between = np.linspace(low, high, _NUM_BETWEEN + 2).round().astype(int).tolist()
+    return list(dict.fromkeys([*found, *between]))
 
 
 def _bisect(

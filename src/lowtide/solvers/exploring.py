@@ -11,7 +11,7 @@ promise most there. Nothing here depends on the budget that is solved for.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -49,7 +49,6 @@ class Exploring:
 
     def __init__(self, graph: StepGraph, pricing: Pricing, nesting: Nesting, floor: int, plain: int) -> None:
         self._graph, self._nesting, self._pricing = graph, nesting, pricing
-        self._replayable = [call for call, can in enumerate(pricing.replayable) if can]
         self._may_keep = pricing.may_keep & ~pricing.must_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
         self.stations = [floor + (plain - floor) * step // _NUM_STATIONS for step in range(_NUM_STATIONS)]
         self._budgets = np.array(self.stations, dtype=np.float64)
@@ -72,7 +71,7 @@ class Exploring:
             for key in todo:
                 if key in self._best:  # and has not been outdone by one before it
                     expanded.add(key)
-                    for regions in self._neighbours(key):
+                    for regions in self._nesting.neighbours(key):
                         self._visit(regions)
                         is_enough = len(self._least) >= most or is_late()
                         if is_enough:
@@ -93,34 +92,6 @@ class Exploring:
         reached = self._reached[key] = filling.reached_s(self._budgets)
         for station in np.flatnonzero(reached < self._best_s * _LESS).tolist():
             self._best_s[station], self._best[station] = reached[station], key
-
-    def _neighbours(self, key: _Key) -> Iterator[Iterable[int]]:
-        """Sets that differ by a call, the first or last of those alike and treated alike so far, or by all of these."""
-        after, children = self._graph.arrays.after, self._nesting.children
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for call in self._replayable:
-            structure = self._graph.calls[call].structure
-            around = self._around(call, key)
-            inside = bisect_left(key, after[call]) - bisect_right(key, call)
-            kind = (structure if structure >= 0 else ~call, call in key, around, inside)
-            alike.setdefault(kind, []).append(call)
-        for calls in alike.values():
-            for some in dict.fromkeys(((calls[0],), (calls[-1],), tuple(calls))):
-                without = [region for region in key if region not in some]
-                spans = [(call, after[call]) for call in some]
-                outside = [region for region in without if not any(call < region < end for call, end in spans)]
-                if some[0] not in key:
-                    yield [*outside, *some]
-                else:
-                    yield without
-                    yield [*outside, *(child for call in some for child in children[call])]
-
-    def _around(self, call: int, key: _Key) -> int:
-        """How many regions a call lies in."""
-        count = 0
-        while (call := self._graph.calls[call].parent) >= 0:
-            count += call in key
-        return count
 
     def plans(self, cost: Callable[[Regions], Found], is_late: Callable[[], bool]) -> list[Found]:
         """Plans for all stations: of the sets that promise most there, with outputs to hold chosen for the station."""
@@ -168,7 +139,7 @@ class Exploring:
     def _with(self, regions: Regions, key: _Key, ops: Iterable[int]) -> Regions:
         """Regions that hold these outputs too."""
         calls, held = self._graph.calls, {call: set(kept) for call, kept in regions.items()}
-        outermost = [call for call in key if not self._around(call, key)]
+        outermost = [call for call in key if not self._nesting.num_around(call, key)]
         starts = [calls[call].first for call in outermost]
         for op in ops:
             call = outermost[bisect_right(starts, op) - 1]
@@ -178,7 +149,7 @@ class Exploring:
     def _retainable_in(self, key: _Key) -> np.ndarray:
         """The ops whose outputs the outermost of a set of regions could retain."""
         may_keep, calls = self._may_keep.copy(), self._graph.calls
-        for call in (call for call in key if not self._around(call, key)):
+        for call in (call for call in key if not self._nesting.num_around(call, key)):
             ops = slice(calls[call].first, calls[call].end)
             may_keep[ops] &= self._graph.retainable.depths[ops] >= self._graph.depths[call]
         return may_keep

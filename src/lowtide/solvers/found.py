@@ -23,3 +23,9 @@ def faster(*candidates: Found | None) -> Found | None:
     """The fastest of those that there are; the smaller of two that are as fast."""
     found = [candidate for candidate in candidates if candidate is not None]
     return min(found, key=lambda candidate: (candidate.extra_s, candidate.peak_bytes), default=None)
+
+
+def smaller(*candidates: Found | None) -> Found | None:
+    """The one with the least peak of those that there are; the faster of two that are as small."""
+    found = [candidate for candidate in candidates if candidate is not None]
+    return min(found, key=lambda candidate: (candidate.peak_bytes, candidate.extra_s), default=None)

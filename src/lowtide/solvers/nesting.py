@@ -7,6 +7,9 @@ there is taken apart or nested one level further, and where no region is, one is
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Container, Iterable, Iterator
+
 import numpy as np
 
 from lowtide.eagerlives import EagerLives
@@ -51,6 +54,15 @@ class Nesting:
             found[call] = tuple(sorted({*more, *self._must_hold(call)})) if outer < 0 else ()
         return found
 
+    def further(
+        self, regions: Regions, timeline: Timeline | EagerLives, level: float, may_part: bool
+    ) -> tuple[Regions, bool]:
+        """`regions` taken apart if they may, else nested deeper, else widened, and whether the former helped."""
+        if may_part and (parted := self.apart(regions, timeline, level)) != regions:
+            return parted, True
+        nested = self.deeper(regions, timeline, level)
+        return (nested if nested != regions else self.wider(regions, timeline, level)), False
+
     def deeper(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
         """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
         found = dict(regions)
@@ -83,6 +95,39 @@ class Nesting:
         if found == regions:  # what is at work lies in no module: all that can be a region is held too much
             found |= {call: () for call in range(len(self._graph.calls)) if self._coarsest(call) == [call]}
         return self.tidied(found)
+
+    def neighbours(self, key: tuple[int, ...], *, is_thorough: bool = False) -> Iterator[Iterable[int]]:
+        """Sets that differ by a call, the first or last of those alike and treated alike so far, or by all of these.
+
+        If `is_thorough`, by any call.
+        """
+        after, children = self._graph.arrays.after, self.children
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for call in (call for call, can in enumerate(self._replayable) if can):
+            structure = self._graph.calls[call].structure
+            inside = bisect_left(key, after[call]) - bisect_right(key, call)
+            kind = (structure if structure >= 0 else ~call, call in key, self.num_around(call, key), inside)
+            alike.setdefault(kind, []).append(call)
+        for calls in alike.values():
+            singles = calls if is_thorough else (calls[0], calls[-1])
+            for some in dict.fromkeys((*((call,) for call in singles), tuple(calls))):
+                without = [region for region in key if region not in some]
+                spans = [(call, after[call]) for call in some]
+                outside = [region for region in without if not any(call < region < end for call, end in spans)]
+                if some[0] not in key:
+                    yield [*outside, *some]
+                    if is_thorough and outside != without:
+                        yield [*without, *some]
+                else:
+                    yield without
+                    yield [*outside, *(child for call in some for child in children[call])]
+
+    def num_around(self, call: int, key: Container[int]) -> int:
+        """How many regions a call lies in."""
+        count = 0
+        while (call := self._graph.calls[call].parent) >= 0:
+            count += call in key
+        return count
 
     def _must_hold(self, call: int) -> list[int]:
         first, end = self._graph.calls[call].first, self._graph.calls[call].end

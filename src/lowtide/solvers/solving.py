@@ -6,7 +6,8 @@ found whose *simulated* peak fits is taken: what it holds at other moments, in r
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
 for links used to various shares, also with layers that change in an even spread and with what `loading` makes. Where
 codecs are allowed there are chains more, with values encoded (`pressing`). Beside these there are `standing` plans, and
-for smaller steps those that `exploring` finds; the fastest is taken. The hull is also a bound on what any plan costs.
+for smaller steps those that `exploring` finds and the smallest, by `lowering`; the fastest that fits is taken. The hull
+is also a bound on what any plan costs.
 
 Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import product
 
@@ -27,13 +28,14 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import ENGINES, Plan
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.chain import Chain, Regions, first_past_stops
+from lowtide.solvers.chain import Chain, Regions, first_past_stops, near_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
-from lowtide.solvers.found import Found, faster
+from lowtide.solvers.found import Found, faster, smaller
 from lowtide.solvers.loading import Loads
+from lowtide.solvers.lowering import Lowering
 from lowtide.solvers.moments import Moment, moment_at, peak_op
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
@@ -72,8 +74,7 @@ def solve(
     `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
     them (`"int8"`, `"float8_e4m3"`, ...); **gradients are approximate then**. None compresses nothing.
 
-    `threads` is the most that the search may use. Plans do not depend on it: today one is used, as candidates are
-    simulated in Python, where more would only take turns.
+    `threads` is the most that the search may use. Plans do not depend on it: today one is used.
 
     Raises `InfeasibleBudgetError`, naming the smallest budget that would do and what fills it.
     """
@@ -240,18 +241,15 @@ class Search:
                 standing = self._cost(regions, 0.0, codecs)
                 fastest = faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not self._is_late():
-            fastest = faster(fastest, *(plan for plan in self._explored if plan.peak_bytes <= budget))
+            others = (*self._explored, self._smallest)
+            fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
         return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
 
     def _of_chain(self, budget: int, chain: Chain | Loads, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
-
-        def cost(number: int) -> Found:
-            return self._cost(chain.regions(number), share, chain.codecs(number))
-
-        most_s = fastest.extra_s if fastest is not None else math.inf
+        cost, most_s = self._costs(chain, share), fastest.extra_s if fastest is not None else math.inf
         number = first_past_stops(cost, chain.stops, budget, most_s=most_s, is_late=self._is_late)
         return None if number is None else cost(number)
 
@@ -278,18 +276,12 @@ class Search:
         ends = product(self._all_codecs, shares, (True, False))
         return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
-    def _at_stops(self, chain: Chain | Loads, share: float) -> list[Found]:
-        """The plans at a chain's stops that are looked at for some budget."""
-        found: list[Found] = []
-        for stop in chain.stops:
-            cost = self._cost(chain.regions(stop), share, chain.codecs(stop))
-            found += [cost] if not found or cost.extra_s >= found[-1].extra_s else []
-        return found
+    def _costs(self, chain: Chain | Loads, share: float) -> Callable[[int], Found]:
+        return lambda number: self._cost(chain.regions(number), share, chain.codecs(number))
 
     def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Found:
         """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
-        key = number, share, splits, codecs
-        if key in self._nested_found:
+        if (key := (number, share, splits, codecs)) in self._nested_found:
             return self._nested_found[key]
         chain = self._first_chain
         slack = (chain.bytes(0) - chain.bytes(len(chain) - 1)) / _NUM_STATIONS
@@ -298,17 +290,10 @@ class Search:
         best = self._cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
             timeline = self._played(regions, share, codecs)
-            best = min(best, self._cost(regions, share, codecs), key=lambda found: (found.peak_bytes, found.extra_s))
-            if timeline.peak_bytes <= level - timeline.host_bytes:
-                break
+            best = smaller(best, self._cost(regions, share, codecs)) or best
             now, level_now = regions, level - timeline.host_bytes
-            if apart:
-                regions = self._nesting.apart(now, timeline, level_now)
-                apart = regions != now
-            if regions == now:
-                regions = self._nesting.deeper(now, timeline, level_now)
-            if regions == now:
-                regions = self._nesting.wider(now, timeline, level_now)
+            if timeline.peak_bytes > level_now:
+                regions, apart = self._nesting.further(now, timeline, level_now, apart)
             if regions == now:
                 break
         self._nested_found[key] = best
@@ -317,7 +302,7 @@ class Search:
     @cached_property
     def _explored(self) -> list[Found]:
         """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
-        smallest = self._smallest(regions_only=True) if self._moments and len(self.graph.ops) <= MOST_OPS else None
+        smallest = self._smallest_of_regions if self._moments and len(self.graph.ops) <= MOST_OPS else None
         if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
         pricing, floor, plain = self._moments[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
@@ -376,23 +361,38 @@ class Search:
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
-        best = self._smallest()
-        if best is None or best.peak_bytes >= self.plain.peak_bytes:
+        if (best := self._smallest) is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
         return self._timeline(best.regions, best.share, best.codecs)
 
-    def _smallest(self, *, regions_only: bool = False) -> Found | None:
-        """The plan with the smallest peak; of all, or of those that neither move nor encode values."""
+    @cached_property
+    def _smallest(self) -> Found | None:
+        """The plan with the smallest peak of all."""
+        found = self._ends(regions_only=False) if self._movable_bytes or self._press else []
+        return smaller(*found, self._smallest_of_regions)
+
+    @cached_property
+    def _smallest_of_regions(self) -> Found | None:
+        """The plan with the smallest peak of those that neither move nor encode values."""
+        ends = self._ends(regions_only=True)
+        if not ends or len(self.graph.ops) > MOST_OPS:
+            return smaller(*ends)
+        lowering = Lowering(self.graph, self._nesting, self._moments[0].pricing.may_keep)
+        return self._cost(lowering.lowest(ends, self._is_late), 0.0)
+
+    def _ends(self, *, regions_only: bool) -> list[Found]:
+        """Where each of the other generators ends: plans with small peaks."""
         standing = [(regions, codecs) for _, regions, codecs in self._standing if not (regions_only and codecs)]
         candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in standing]
         for chain, share, coded in self._all_chains():
             if not (regions_only and (share or coded)):
-                candidates += self._at_stops(chain, share)
+                cost = self._costs(chain, share)
+                candidates += [cost(number) for number in near_stops(cost, chain.stops)]
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)
                 candidates += [nested] if nested.extra_s >= least_s else []
-        return min(candidates, key=lambda found: (found.peak_bytes, found.extra_s), default=None)
+        return candidates
 
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes

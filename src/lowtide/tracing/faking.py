@@ -92,3 +92,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
             object.__setattr__(twin, field.name, map_tensors(function, getattr(tree, field.name)))
         return twin
     return tree
+
+
+def as_kernels_lay_out(name: str, given: list[Tensor], out: Any) -> Any:
+    """The fake output of an op with the strides that its kernel gives it, which later ops may depend on."""
+    if name == "aten.native_batch_norm.default" and given[0].device.type == "cpu":
+        # The fake keeps the input's strides; the kernel makes all contiguous that is neither that nor channels last.
+        is_kept = any(given[0].is_contiguous(memory_format=each) for each in _dense_formats(given[0]))
+        return out if is_kept else (out[0].contiguous(), *out[1:])
+    return out
+
+
+def _dense_formats(tensor: Tensor) -> list[torch.memory_format]:
+    others = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
+    return [torch.contiguous_format, *others.get(tensor.ndim, [])]

@@ -19,8 +19,9 @@ from torch.utils.flop_counter import flop_registry
 from lowtide.errors import TraceError
 from lowtide.tracing import _compat
 from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
+from lowtide.tracing.faking import as_kernels_lay_out
 from lowtide.tracing.opfacts import facts_of
-from lowtide.tracing.records import Clock, RawCall, RawOp, RawSave, RawValue, tensors_in
+from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, tensors_in
 from lowtide.tracing.shadows import Shadows
 
 
@@ -182,6 +183,7 @@ class Recorder(_compat.DispatchMode):
                 out = func(*args, **kwargs)
         self.marks.append((before, self._clock.mark()))
         if self._shadows is not None:
+            out = as_kernels_lay_out(name, given, out)
             self._shadows.follow(func, args, kwargs, out)
         made = [part for tensor in tensors_in(out) for part in _compat.parts_of(tensor)]
         num_known = len(self.values)
@@ -213,6 +215,7 @@ class Recorder(_compat.DispatchMode):
                 forward_op,
                 workspace,
                 facts.has_dynamic_shape,
+                layouts=tuple(map(Layout.of, given)) if self._shadows is not None else (),
             )
         )
         return out

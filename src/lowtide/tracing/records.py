@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.memory.units import stands_for_storage
 from lowtide.tracing import _compat
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.nbytes)
+
+    def is_contiguous(self, *order: int) -> bool:
+        """Whether it is contiguous, or would be with its dimensions in another order."""
+        dims = order or range(len(self.shape))
+        return _is_dense([self.shape[dim] for dim in dims], [self.strides[dim] for dim in dims])
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(slots=True)
@@ -30,6 +56,7 @@ class RawOp:
     workspace_bytes: int = 0
     has_dynamic_shape: bool = False
     seconds: float = 0.0
+    layouts: tuple[Layout, ...] = ()  # of the tensors among its arguments
 
 
 @dataclass(slots=True)

@@ -1,0 +1,78 @@
+"""The floor: no plan that the eager engine can run goes below it, and `fit` can hold it."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import floors
+import pytest
+
+import lowtide
+from graphs import random_graph, repeated_blocks, seldom_saved
+from lowtide import StepGraph
+from lowtide.eagerlives import EagerLives
+from lowtide.solvers.chain import Regions
+from lowtide.solvers.solving import Search
+
+GRAPHS = {"random": lambda seed: random_graph(seed, num_ops=40), "blocks": repeated_blocks, "seldom": seldom_saved}
+
+
+def some_plans(graph: StepGraph, search: Search, seed: int) -> list[Regions]:
+    """Every single region, some pairs, and random regions of any nesting, some with outputs retained."""
+    rng, pricing = random.Random(seed), search._moments[0].pricing
+    calls = [call for call, can in enumerate(pricing.replayable) if can]
+    chosen = [*((call,) for call in calls), *list(combinations(calls, 2))[:100]]
+    for _ in range(60):
+        share = rng.choice((0.1, 0.3, 0.5, 0.8))
+        chosen.append(tuple(call for call in calls if rng.random() < share))
+    found = [search._nesting.tidied(dict.fromkeys(each, ())) for each in chosen]
+    for regions in found[-30:]:
+        outermost = graph.outermost(regions)
+        for call in regions:
+            ops = range(graph.calls[call].first, graph.calls[call].end)
+            if outermost[call] == call and not graph.arrays.has_inside(call, regions):
+                more = [op - ops.start for op in ops if pricing.may_keep[op] and rng.random() < 0.15]
+                regions[call] = tuple(sorted({*regions[call], *more}))
+    return found
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_no_plan_is_below_the_floor(kind: str) -> None:
+    num_tried = 0
+    for seed in range(40):
+        graph = GRAPHS[kind](seed)
+        search = Search(graph)
+        for regions in some_plans(graph, search, seed) if search._moments else ():
+            num_tried += 1
+            assert EagerLives(graph, regions).peak_bytes >= search.floor.peak_bytes, f"graph {seed}, {regions}"
+    assert num_tried > 2000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_of_a_model_is_below_the_floor(seed: int) -> None:
+    program = floors.random_program(seed)
+    graph = lowtide.trace(program.model, program.loss_fn, program.batch, optimizer=program.optimizer, mode="fake")
+    search = Search(graph)
+    for regions in some_plans(graph, search, seed):
+        assert EagerLives(graph, regions).peak_bytes >= search.floor.peak_bytes, regions
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_floor_is_a_budget(seed: int) -> None:
+    """A plan is found for the floor itself, and none below it."""
+    graph = random_graph(seed, num_ops=40)
+    floor = Search(graph).floor.peak_bytes
+    assert lowtide.solve(graph, floor).peak_bytes == floor
+    with pytest.raises(lowtide.InfeasibleBudgetError) as raised:
+        lowtide.solve(graph, floor - 1)
+    assert raised.value.floor_bytes == floor
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5, 7, 8, 11, 16, 17, 19, 21, 30, 37])
+def test_fit_holds_the_floors_that_are_named(seed: int) -> None:
+    """Of programs with norms, attention, shared and nested modules, where random states and buffers count."""
+    program = floors.random_program(seed)
+    named = floors.floors(program)
+    assert named["estimate"] == pytest.approx(named["sweep"], rel=0.01)
+    assert {name: floors.verdict(program, floor) for name, floor in named.items()} == dict.fromkeys(named, "held")
