@@ -4,7 +4,7 @@ Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerial
 moment; here the decisions are those that the eager engine can run:
 
 - `z[c]`: module call `c` is a region. At most one region on each path of the module tree.
-- `w[c, o]`: region `c` holds the output of its op `o`; at most `z[c]`.
+- `w[c, o]`: region `c` retains the output of its op `o`, which is saved in it; at most `z[c]`.
 - minimise the seconds of all ops of regions up to their last save, less those of held outputs;
 - `h[v, t] >= 0`: value `v` is held at moment `t`. It is at least `1 - (sum of z over regions around the save that are
   not replayed by then)` for each save of it, at least `z[c]` where it is an input of region `c` and `w[c, o]` where op
@@ -96,8 +96,9 @@ class Checkmate:
         mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
         for call in self._z:
             for op in range(graph.calls[call].first, self._stop[call]):
-                made = graph.ops[op].outputs
-                if any(map(self._is_counted, made)) and not graph.ops[op].mutates and mutated.isdisjoint(made):
+                made, is_retainable = graph.ops[op].outputs, graph.retainable.depths[op] >= graph.depths[call]
+                is_constant = not graph.ops[op].mutates and mutated.isdisjoint(made)
+                if is_retainable and is_constant and any(map(self._is_counted, made)):
                     self._w[call, op] = len(self._z) + len(self._w)
         self._alone: dict[int, Timeline] = {}
 

@@ -64,7 +64,7 @@ class Offers:
 class Unit:
     """A call that a rival may replay as a region: what that takes and what it frees, by plain addition.
 
-    `keepable` are ops whose outputs the region could hold, `saved` those of them that the plain step saves.
+    `keepable` are ops whose outputs the region could retain, `saved` those of them that the plain step saves.
     """
 
     call: int
@@ -110,7 +110,8 @@ def _unit(graph: StepGraph, call: int, stop: int, saved: set[int], savers: dict[
     keepable = []
     for index in ops:
         made = [value for value in graph.ops[index].outputs if graph.values[value].kind == "activation"]
-        if made and "mutates" not in graph.ops[index].flags and any(graph.values[value].bytes for value in made):
+        is_retainable = graph.retainable.depths[index] >= graph.depths[call]
+        if is_retainable and "mutates" not in graph.ops[index].flags and any(graph.values[v].bytes for v in made):
             keepable.append(index - first)
     own = {value for value in saved if graph.values[value].born >= first and savers[value] == {call}}
     held = {v for v in graph.calls[call].inputs if graph.values[v].kind == "activation" and not savers.get(v)}

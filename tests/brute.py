@@ -70,8 +70,8 @@ def _subsets(items: list[int]) -> chain[tuple[int, ...]]:
 def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> list[tuple[int, float]] | None:
     """Peak and extra seconds of every plan, None if there are more than `most`.
 
-    Any regions, in one another or not; any ops held by those inside of none, and all left out that need not run then.
-    Ops that make indices are held, always.
+    Any regions, in one another or not; those inside of none retain any outputs that are saved directly in them. Of ops
+    that make indices they do, always.
     Any values compressed by any of `codecs`.
     """
     choices = product(*codec_choices(graph, codecs))
@@ -82,7 +82,8 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
     found: dict[tuple[int, float], None] = {}
     count = 0
     for regions in _subsets(calls):
-        outermost, ops, is_possible = {}, [], True
+        outermost, ops, is_possible, owner = {}, [], True, graph.innermost(regions)
+        saved = {(owner[save.call], save.value) for save in graph.saves}
         for call in regions:
             first, end, outer = graph.calls[call].first, graph.calls[call].end, graph.calls[call].parent
             while outer >= 0 and outer not in outermost:
@@ -92,8 +93,10 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
                 is_possible &= not inside & indices
             else:
                 outermost[call] = first
-                ops += sorted(inside & keepable - indices)
-                is_possible &= (inside & indices) <= keepable
+                outputs = {op: [v for v in graph.ops[op].outputs if graph.values[v].bytes] for op in inside & keepable}
+                retainable = {op for op, made in outputs.items() if all((call, value) in saved for value in made)}
+                ops += sorted(retainable - indices)
+                is_possible &= (inside & indices) <= retainable
         if not is_possible:
             continue
         count += 2 ** len(ops) * len(presses)

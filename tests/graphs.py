@@ -217,9 +217,9 @@ def with_floats(seed: int, graph: StepGraph) -> StepGraph:
 
 
 def random_plan(seed: int, graph: StepGraph) -> Plan:
-    """Regions of any nesting, ops kept in the outermost, moves where the graph has a link, and codecs for floats.
+    """Regions of any nesting, outputs retained in the outermost, moves where there is a link, and codecs for floats.
 
-    Of the ops that are kept, some have their output moved.
+    Of the outputs that are retained, some are moved.
     """
     rng = random.Random(seed)
     nth = {call: n for calls in graph.calls_by_path.values() for n, call in enumerate(calls)}
@@ -230,7 +230,9 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
         call, outer = graph.calls[index], graph.calls[index].parent
         while outer >= 0 and outer not in planned:
             outer = graph.calls[outer].parent
-        kept = [op for op in range(call.end - call.first) if outer < 0 and rng.random() < 0.2]
+        ops = range(call.end - call.first) if outer < 0 else ()
+        missing = graph.retainable.missing({**dict.fromkeys(planned, ()), index: ops}).get(index, ())
+        kept = [op for op in ops if op not in missing and rng.random() < 0.7]
         regions.append(Recompute(call.path, nth[index], tuple(kept)))
     moves: list[Move] = []
     counts: dict[int, int] = {}

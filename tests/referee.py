@@ -48,7 +48,7 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         if position < len(graph.ops):
             step.run(position, home=FORWARD)
     step.finish()
-    watched_s = step.regions.watched_s(plan)
+    watched_s = step.regions.watched_s()
     return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s)
 
 
@@ -73,7 +73,6 @@ class _Regions:
             for call, region in planned.items()
             if all_saves[call]
         }
-        self.left_out = {graph.calls[call].first + op for call, region in planned.items() for op in region.skip_ops}
         self.all_saves = {call: all_saves[call] for call in self.kept_ops}
         self.away_ops = {
             (graph.calls_by_path[move.path][move.nth], move.op) for move in plan.moves if move.op is not None
@@ -100,9 +99,18 @@ class _Regions:
         outer = self.around(region)
         return region if outer is None else self.outermost(outer)
 
+    def is_retained(self, save: Save) -> bool:
+        """Whether a save carries an output that its region retains, and so is not dropped."""
+        region = self.of(save.call)
+        return region is not None and self.graph.values[save.value].born in self.kept_ops[region]
+
+    def drops(self, save: Save) -> int | None:
+        """The region that drops a save and brings it back, None for none."""
+        return None if self.is_retained(save) else self.of(save.call)
+
     def own_saves(self, region: int | None) -> list[int]:
-        """Saves made directly in `region`, None for outside of all."""
-        return [index for index, save in enumerate(self.graph.saves) if self.of(save.call) == region]
+        """Saves that `region` brings back; None: those that are not dropped."""
+        return [index for index, save in enumerate(self.graph.saves) if self.drops(save) == region]
 
     def inside(self, region: int | None) -> list[int]:
         """Regions directly in `region`."""
@@ -119,28 +127,21 @@ class _Regions:
     def stop(self, region: int) -> int:
         """The position at which everything has been made that a replay is for."""
         own = [self.graph.saves[index].made for index in self.own_saves(region)]
-        return max(own + [self.graph.calls[inner].first for inner in self.inside(region)])
+        entries = [self.graph.calls[inner].first for inner in self.inside(region)]
+        return max([self.graph.calls[region].first, *own, *entries])
 
-    def watched_s(self, plan: Plan) -> float:
-        """What the host does for regions: for each that has saves, and for each op of one that keeps any.
+    def watched_s(self) -> float:
+        """What the host does for regions: for each that has saves, and for each op of a replay with retained outputs.
 
-        Ops of a replay are watched. Those of the forward are not, where everything kept is among what the region saves
-        and no region is inside; where they are, each costs a multiple.
+        Those ops that are not computed cost something too.
         """
-        hardware, planned = self.graph.hardware, plan.calls(self.graph)
+        hardware = self.graph.hardware
         total_s = hardware.region_s * len(self.kept_ops)
-        for call, region in planned.items():
-            first, end = self.graph.calls[call].first, self.graph.calls[call].end
-            kept = {value for op in region.keep_ops for value in self.graph.ops[first + op].outputs}
-            saved = {save.value for save in self.graph.saves if call in self._up(save.call)}
-            is_alone = not any(call in self._up(self.graph.calls[other].parent) for other in planned)
-            if region.keep_ops:
-                again = self.stop(call) - first if call in self.kept_ops else 0
-                is_seen = is_alone and all(value in saved or not self.graph.values[value].bytes for value in kept)
-                ahead = 0 if is_seen else hardware.forward_dispatch_factor * (end - first)
-                total_s += hardware.dispatch_s * (again + ahead)
-                held = {first + op for op in region.keep_ops}
-                total_s += sum(min(hardware.spare_s, self.graph.ops[op].seconds) for op in held)
+        for call, kept in self.kept_ops.items():
+            if kept:
+                ops = range(self.graph.calls[call].first, self.stop(call))
+                total_s += hardware.dispatch_s * len(ops)
+                total_s += sum(min(hardware.spare_s, self.graph.ops[op].seconds) for op in ops if op in kept)
         return total_s
 
 
@@ -150,7 +151,7 @@ def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
     for position in range(graph.num_forward, len(graph.ops) + 1):
         for save in graph.saves:
             if save.read == position:
-                region = regions.of(save.call)
+                region = regions.drops(save)
                 if region is None:
                     order.append(save.value)
                 else:
@@ -238,11 +239,12 @@ class _Step:
                 self.forms[value] = form
         self.link = _Link(graph, plan, self.forms)
         # Those that are content with a value on the host: saves outside of regions, inputs of regions in no region.
-        self.any_movers = {("save", index) for index in self.regions.own_saves(None)}
+        self.any_movers = {
+            ("save", index) for index, save in enumerate(graph.saves) if self.regions.of(save.call) is None
+        }
+        self.retained = {index for index, save in enumerate(graph.saves) if self.regions.is_retained(save)}
         self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}
-        self.garbage: set[Incarnation] = set()  # what ops that were left out would have made
-        self.remembered: dict[int, set[Incarnation]] = {}  # by op that was left out, the garbage that is still there
         self.freed: set[Incarnation] = set()
         self.entered: set[int] = set()
         self.replayed: set[int] = set()
@@ -281,9 +283,6 @@ class _Step:
                     del self.holders[incarnation]
                     assert incarnation not in self.freed, f"{incarnation} is freed twice"
                     self.freed.add(incarnation)
-        for op, made in list(self.remembered.items()):
-            if made <= self.freed and self.remembered.pop(op, None):
-                self.let_go(("reader", op))
         for value in list(self.link.on_host):
             if not self.movers(value) & self.holders.get(self.saved_as(value), set()):
                 self.link.on_host.remove(value)
@@ -301,8 +300,15 @@ class _Step:
         return value, ENCODED if value in self.forms else FORWARD
 
     def movers(self, value: int) -> set[Holder]:
-        """Who is content with `value` on the host: also regions that hold it there as an output of theirs."""
-        return self.any_movers | {("keep", r) for r in self.regions.inside(None) if value in self.regions.away(r)}
+        """Who is content with `value` on the host: also regions that retain it there, and their saves of it."""
+        if not self.is_away(value):
+            return self.any_movers
+        saves = {("save", index) for index in self.retained if self.graph.saves[index].value == value}
+        return self.any_movers | saves | {("keep", r) for r in self.regions.inside(None)}
+
+    def is_away(self, value: int) -> bool:
+        """Whether a region retains `value` elsewhere than on the device."""
+        return any(value in self.regions.away(region) for region in self.regions.inside(None))
 
     def save(self, value: int, region: int | None, holder: Holder) -> None:
         """Hold `value` for the backward; outside of regions it may be encoded, and may move."""
@@ -338,8 +344,12 @@ class _Step:
         for index in self.regions.own_saves(region):
             save = self.graph.saves[index]
             if save.made == position and index not in self.released:
-                assert (save.value, region) not in self.garbage, f"value {save.value} is saved in {region}: garbage"
-                self.save(save.value, region, ("save", index))
+                if index in self.retained:
+                    self.hold((save.value, FORWARD), ("save", index))
+                    if self.is_away(save.value):
+                        self.link.save(save.value, self.clock_s)
+                else:
+                    self.save(save.value, region, ("save", index))
 
     def enter_regions(self, region: int | None, position: int) -> None:
         """Hold the inputs of the regions directly in `region` that begin here."""
@@ -397,7 +407,9 @@ class _Step:
     def end_of(self, save: Save) -> int:
         """When a save is let go: what a replay or a copy brings back goes as soon as its reader is done with it."""
         moves_as_it_is = save.value in self.link.moved and save.value not in self.forms
-        comes_back = self.regions.of(save.call) is not None or moves_as_it_is
+        if self.regions.is_retained(save):
+            moves_as_it_is = self.is_away(save.value)
+        comes_back = self.regions.drops(save) is not None or moves_as_it_is
         return self.used_up(save) if comes_back else save.released
 
     def used_up(self, save: Save) -> int:
@@ -406,8 +418,11 @@ class _Step:
     # Backward: reads and replays
 
     def read(self, index: int, save: Save) -> None:
-        region = self.regions.of(save.call)
-        if region is None:
+        region = self.regions.drops(save)
+        if index in self.retained:
+            if save.value not in self.forms:
+                self.bring_back(save.value)
+        elif region is None:
             self.bring_back(save.value)
             if save.value in self.forms:
                 self.decode(save.value, DECODED - index)
@@ -444,44 +459,25 @@ class _Step:
             self.drop(position, region)
             if position < stop and position not in self.regions.kept_ops[region]:
                 self.run(position, home=region)
-                self.extra_s += self.seconds_of(position, is_left_out=position in self.regions.left_out)
+                self.extra_s += self.graph.ops[position].seconds
         for incarnation in [i for i in self.holders if i[1] == region]:
             self.let_go(PYTHON, of=incarnation)
         self.let_go(("keep", region))
 
     # Running, and auditing
 
-    def seconds_of(self, op: int, *, is_left_out: bool) -> float:
-        seconds = self.graph.ops[op].seconds
-        return min(seconds, self.graph.hardware.spare_s) if is_left_out else seconds
-
     def run(self, op: int, *, home: int) -> None:
-        """Run op `op`: an event. In a replay, one that is left out makes garbage, in what it takes to spare it.
-
-        It is remembered as a reader of its inputs for as long as any of that is there.
-        """
+        """Run op `op`: an event."""
         self.let_leave()
-        is_left_out = home != FORWARD and op in self.regions.left_out
-        computes = bool(self.graph.ops[op].outputs or self.graph.ops[op].mutates) and not is_left_out
         for value in (*self.graph.ops[op].inputs, *self.graph.ops[op].mutates):
             assert self.is_readable(value, op, home), f"op {op} in {home} reads value {value}, which is not there"
-            assert not computes or (value, home) not in self.garbage, f"op {op} in {home} reads value {value}: garbage"
         for value in self.graph.ops[op].outputs:
             self.allocate((value, home))
-            if is_left_out:
-                self.garbage.add((value, home))
-                self.remembered.setdefault(op, set()).add((value, home))
             for region, kept in self.regions.kept_ops.items():
                 if home == FORWARD and op in kept:
                     self.hold((value, home), ("keep", region))
-        for value in set(self.graph.ops[op].inputs) if is_left_out else ():
-            self.hold(self.visible(value, home), ("reader", op))
         self.record(self.graph.ops[op].workspace_bytes)
-        self.clock_s += self.seconds_of(op, is_left_out=is_left_out)
-        for region in self.regions.inside(None) if home == FORWARD else ():
-            for value in self.regions.away(region):
-                if value in self.graph.ops[op].outputs:
-                    self.link.save(value, self.clock_s)
+        self.clock_s += self.graph.ops[op].seconds
 
     def is_readable(self, value: int, op: int, home: int) -> bool:
         if self.is_static(value):
@@ -520,6 +516,5 @@ class _Step:
         for (value, home), holders in self.holders.items():
             assert home == FORWARD and holders == {PYTHON}, f"value {value} of {home} is left, held by {holders}"
             assert self.graph.values[value].dropped == len(self.graph.ops), f"value {value} was never dropped"
-        assert not self.remembered, f"ops {list(self.remembered)} are remembered, and what they made is gone"
         assert self.link.host_bytes() == 0, f"values {self.link.on_host} are left on the host"
         assert self.extra_s >= 0

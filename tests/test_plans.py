@@ -78,10 +78,12 @@ def test_json_of_solved_plans() -> None:
         assert simulate(stack(4), Plan.from_json(solved(4).to_json())).peak_bytes == solved(4).peak_bytes
 
 
-def test_json_from_before_forwards_had_a_price_of_their_own() -> None:
-    hardware = json.loads(FULL.to_json())["hardware"]
-    del hardware["forward_dispatch_factor"]
-    assert Plan.from_json(damaged(hardware=hardware)) == FULL
+def test_what_older_files_have_besides_is_ignored() -> None:
+    content = json.loads(FULL.to_json())
+    regions = [region | {"skip_ops": [2, 3]} for region in content["regions"]]
+    hardware = content["hardware"] | {"forward_dispatch_factor": 4.0}
+    del hardware["spare_s"]
+    assert regions and Plan.from_json(damaged(regions=regions, hardware=hardware)) == FULL
 
 
 MOVE = {"path": "a", "nth": 0, "save": 0, "to": "host", "codec": "", "op": None}
@@ -107,10 +109,10 @@ def damaged(**changes: Any) -> str:
         (damaged(colour="blue"), "'colour' missing or unknown"),
         (damaged(regions=None), "regions is no list"),
         (damaged(regions=[{"path": "a"}]), "does not have the fields"),
-        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": [-1], "skip_ops": []}]), "keep_ops is '-1'"),
-        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": "0", "skip_ops": []}]), "keep_ops is no list"),
-        (damaged(regions=[{"path": 3, "nth": 0, "keep_ops": [], "skip_ops": []}]), "path is '3'"),
-        (damaged(moves=[], regions=2 * [{"path": "a", "nth": 0, "keep_ops": [], "skip_ops": []}]), "recomputed twice"),
+        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": [-1]}]), "keep_ops is '-1'"),
+        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": "0"}]), "keep_ops is no list"),
+        (damaged(regions=[{"path": 3, "nth": 0, "keep_ops": []}]), "path is '3'"),
+        (damaged(moves=[], regions=2 * [{"path": "a", "nth": 0, "keep_ops": []}]), "recomputed twice"),
         (damaged(moves=[MOVE | {"to": "cloud"}]), "not .cloud."),
         (damaged(moves=[MOVE | {"nth": True}]), "nth is 'True'"),
         (damaged(moves=[MOVE | {"op": -1}]), "op is '-1'"),

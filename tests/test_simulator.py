@@ -18,7 +18,7 @@ from graphs import chain, random_graph, random_plan, repeated_blocks, with_float
 from lowtide import Plan, PlanError, StepGraph, simulate
 from lowtide.codings import Form, form_of
 from lowtide.eagerstep import EagerStep
-from lowtide.graph import Hardware, Op, Value
+from lowtide.graph import Hardware, Op, Save, Value
 from lowtide.plans import Move, Recompute
 from lowtide.simulator import KINDS, PHASES
 from referee import replay
@@ -42,7 +42,7 @@ def workspace_bytes(timeline: lowtide.Timeline, event: int) -> int:
 def test_agrees_with_the_referee(batch: int) -> None:
     for seed in range(batch * CASES // 4, (batch + 1) * CASES // 4):
         graph = step(seed)
-        hardware = replace(graph.hardware, dispatch_s=1 / 8, forward_dispatch_factor=4.0, region_s=1 / 4, spare_s=0.5)
+        hardware = replace(graph.hardware, dispatch_s=1 / 8, region_s=1 / 4, spare_s=0.5)
         graph = replace(graph, hardware=hardware)
         for nth in range(3):
             plan = random_plan(7 * seed + nth, graph)
@@ -102,8 +102,7 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
         graph = step(seed)
         calls, hardware = graph.calls, graph.hardware
         if seed % 3 == 1:
-            hardware = replace(hardware, region_bytes=3, dispatch_s=0.1, forward_dispatch_factor=3.3)
-            hardware = replace(hardware, region_s=1 / 4, spare_s=0.3)
+            hardware = replace(hardware, region_bytes=3, dispatch_s=0.1, region_s=1 / 4, spare_s=0.3)
         if seed % 5 < 2:  # regions that are not given what they read
             calls = tuple(replace(call, inputs=call.inputs[1 : 1 + index % 2]) for index, call in enumerate(calls))
         graph = replace(graph, calls=calls, hardware=hardware)
@@ -123,17 +122,23 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
 
 def test_the_random_cases_exercise_the_rules() -> None:
     """Or else agreeing on them would mean little."""
-    kinds = "nested", "keeps", "keeps what is shown", "stalls", "in flight", "host", "unread", "second call", "away"
-    seen = dict.fromkeys(kinds, 0)
+    kinds = "nested", "retains", "around others", "ends early", "not replayed"
+    seen = dict.fromkeys((*kinds, "stalls", "in flight", "host", "unread", "second call", "away"), 0)
     for seed in range(CASES):
         graph = step(seed)
         plan = random_plan(7 * seed, graph)
         timeline = simulate(graph, plan)
         calls = plan.calls(graph)
         seen["nested"] += any(graph.calls[call].parent in calls for call in calls)
-        seen["keeps"] += any(region.keep_ops for region in plan.regions)
         kept = {call: region.keep_ops for call, region in calls.items() if region.keep_ops}
-        seen["keeps what is shown"] += any(graph.shown.are_all(call, ops) for call, ops in kept.items())
+        seen["retains"] += bool(kept)
+        seen["around others"] += any(graph.arrays.has_inside(call, calls) for call in kept)
+        retaining = EagerStep(graph, plan)
+        dropping = EagerStep(graph, Plan(tuple(replace(region, keep_ops=()) for region in plan.regions)))
+        retaining.play()
+        dropping.play()
+        seen["ends early"] += retaining.stops != dropping.stops
+        seen["not replayed"] += set(retaining.scopes) < set(dropping.scopes)
         seen["stalls"] += timeline.stalled_s > 0
         seen["in flight"] += bool(timeline.live_bytes[:, KINDS.index("in flight")].any())
         seen["host"] += timeline.host_bytes > 0
@@ -141,6 +146,7 @@ def test_the_random_cases_exercise_the_rules() -> None:
         outputs = {value for values in plan.moved_outputs(graph).values() for value in values}
         seen["away"] += any(copy.kind == "in" and copy.value in outputs for copy in timeline.copies)
         seen["second call"] += any(region.nth > 0 for region in plan.regions)
+    assert seen.pop("not replayed") >= 5  # every save of a region is retained
     assert all(count >= CASES // 20 for count in seen.values()), seen
 
 
@@ -213,11 +219,28 @@ def test_chain_recomputed_as_a_whole() -> None:
     assert timeline.extra_s == 3.0
 
 
-def test_chain_with_a_kept_op() -> None:
-    """As above, with y1 kept from the forward and not made again."""
+def test_chain_with_a_retained_output() -> None:
+    """As above, with y1 retained: its save needs no replay, so that comes later, and ends at the save of y0."""
     timeline = simulate(chain([10, 20, 30]), Plan((Recompute("", keep_ops=(1,)),)))
-    assert timeline.total_bytes.tolist() == [11, 31, 51, 1 + 20 + 30 + 10, 1 + 20 + 30 + 10 + 30, 81, 41, 11, 11]
-    assert timeline.extra_s == 2.0
+    assert timeline.ops.tolist() == [0, 1, 2, 3, 0, 4, 5, -1]
+    assert timeline.total_bytes.tolist() == [
+        11,
+        31,
+        1 + 20 + 30,
+        1 + 20 + 30 + 20,  # y2's backward makes dy1
+        1 + 20 + 20 + 10,  # the replay makes y0; y1 is there for it to the end
+        1 + 10 + 20 + 10,
+        11,
+        11,
+    ]
+    assert timeline.extra_s == 1.0
+
+
+def test_chain_with_every_save_retained() -> None:
+    """The batch is no output: the replay ends before its first op."""
+    timeline = simulate(chain([10, 20, 30]), Plan((Recompute("", keep_ops=(0, 1)),)))
+    assert timeline.ops.tolist() == [0, 1, 2, 3, 4, 5, -1]
+    assert timeline.extra_s == 0.0
 
 
 def test_chain_with_a_region_in_a_region() -> None:
@@ -245,7 +268,7 @@ def test_regions_around_a_region_without_saves_of_their_own(paths: tuple[str, ..
 
 def test_a_region_without_saves_is_not_there() -> None:
     graph = replace(chain([10, 20, 30]), saves=())
-    timeline = simulate(graph, Plan((Recompute("", keep_ops=(0, 1)),)))
+    timeline = simulate(graph, Plan((Recompute(""),)))
     assert timeline.total_bytes.tolist() == simulate(graph).total_bytes.tolist()
     assert timeline.extra_s == 0
 
@@ -286,23 +309,24 @@ def test_a_moved_value_does_not_count_while_it_is_away() -> None:
     assert timeline.extra_s == 0
 
 
-def test_an_output_that_a_region_holds_moves() -> None:
-    """y1 (20 bytes) is made at 2 s and out at 3 s; the backward begins at 4 s with the replay, that waits for it."""
-    graph, region = chain([10, 20, 30, 40], link_bytes_per_s=20.0), (Recompute("", keep_ops=(1,)),)
+def test_a_retained_output_moves() -> None:
+    """y1 (20 bytes) is saved at 3 s and out at 4 s; the backward begins at 5 s with the replay, that waits for it."""
+    graph, region = chain([10, 20, 30, 40, 50], link_bytes_per_s=20.0), (Recompute("", keep_ops=(1,)),)
     held, moved = simulate(graph, Plan(region)), simulate(graph, Plan(region, (Move("", op=1),)))
-    assert held.total_bytes.tolist()[3:5] == [1 + 20 + 30 + 40, 1 + 20 + 40 + 10]
-    assert (held.total_bytes - moved.total_bytes).tolist() == [0, 0, 0, 20, *[0] * 8]
+    assert held.total_bytes.tolist()[4:6] == [1 + 20 + 40 + 50, 1 + 20 + 50 + 10]
+    assert (held.total_bytes - moved.total_bytes).tolist() == [0, 0, 0, 0, 20, *[0] * 10]
     assert [(copy.kind, copy.start_s, copy.end_s) for copy in moved.copies] == [
-        ("out", 2.0, 3.0),
-        ("in", 4.0, 5.0),
-        ("stall", 4.0, 5.0),
+        ("out", 3.0, 4.0),
+        ("in", 5.0, 6.0),
+        ("stall", 5.0, 6.0),
     ]
     assert (moved.replayed_s, moved.stalled_s, moved.host_bytes) == (held.replayed_s, 1.0, 20)
 
 
 def test_an_output_that_is_saved_elsewhere_too_leaves_if_all_let_go() -> None:
-    """y0, which layer 0 makes, is what layer 1 saves: a move for one of the two does not free it."""
+    """Layer 0 retains y0, and layer 1 saves it too: a move for one of the two does not free it."""
     graph, region = chain([8, 8, 8, 8], link_bytes_per_s=64.0), (Recompute("layers.0", keep_ops=(0,)),)
+    graph = replace(graph, saves=(*graph.saves, Save(graph.saves[1].value, 1, made=1, read=7, released=8)))
     plain = simulate(graph, Plan(region))
     saves, both = (Move("layers.1"),), (Move("layers.1"), Move("layers.0", op=0))
     assert simulate(graph, Plan(region, saves)).total_bytes.tolist() == plain.total_bytes.tolist()
@@ -527,6 +551,11 @@ def test_a_timeline_reads_well() -> None:
         (Plan((Recompute("layers.1", nth=-1),)), "is called 1 times"),
         (Plan((Recompute("layers.1"), Recompute("layers.1"))), "recomputed twice"),
         (Plan((Recompute("layers.1", keep_ops=(1,)),)), "has 1 ops"),
+        (
+            Plan((Recompute("layers.1", keep_ops=(0,)),)),
+            "layers.1 is to retain the outputs of ops 0 .mm., and autograd does not",
+        ),
+        (Plan((Recompute("", keep_ops=(0,)), Recompute("layers.1"))), "the model is to retain .* directly in it"),
         (Plan((Recompute(""), Recompute("layers.1", keep_ops=(0,)))), "inside a region that is itself recomputed"),
         (Plan(moves=(Move("layers.7"),)), "calls no module 'layers.7'"),
         (Plan(moves=(Move("layers.1", save=1),)), "makes 1 saves"),

@@ -38,7 +38,7 @@ def searched(name: str, host: int = 0) -> Search:
 
 
 def tiny(seed: int) -> StepGraph:
-    """A step for brute force: some with ops that make indices, regions that read what they were not given, or watching
+    """A step for brute force: some with ops that make indices, regions that read what they were not given, or dispatch
     that costs something. Every second is of pages: smaller values cost nothing at any price that is tried."""
     if seed % 4 == 3:
         graph = seldom_saved(seed, num_ops=4)
@@ -51,10 +51,9 @@ def tiny(seed: int) -> StepGraph:
     if seed % 7 == 1:
         calls = [replace(call, inputs=call.inputs[index % 2 :]) for index, call in enumerate(calls)]
     if seed % 4 == 3 or seed % 11 == 1:
-        factor = (1.0, 4.0, 0.25, 8.0)[seed // 8 % 4]
-        dispatch_s = (1 / 64, 1 / 16)[seed // 4 % 2]
-        hardware = replace(hardware, dispatch_s=dispatch_s, forward_dispatch_factor=factor, region_s=1 / 8)
-        hardware = replace(hardware, spare_s=(0.0, 1 / 16, 1 / 2)[seed % 3])
+        dispatch_s, region_s = (1 / 64, 1 / 16)[seed // 4 % 2], (1 / 8, 0.0)[seed // 8 % 2]
+        spare_s = (0.0, 1 / 16, 1 / 2)[seed % 3]
+        hardware = replace(hardware, dispatch_s=dispatch_s, region_s=region_s, spare_s=spare_s)
     scale = 4096 if seed % 2 else 1
     ops = [replace(op, workspace_bytes=scale * op.workspace_bytes) for op in ops]
     values = tuple(replace(value, bytes=scale * value.bytes) for value in graph.values)
@@ -136,32 +135,23 @@ def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
             continue
         search = Search(graph)
         num_graphs += 1
-        num_floors += search.floor.peak_bytes == min(peak for peak, _ in costs)
-        for budget in {peak for peak, _ in costs if search.floor.peak_bytes <= peak}:
-            best = min(extra_s for peak, extra_s in costs if peak <= budget)
+        floor = search.floor.peak_bytes
+        num_floors += floor == min(peak for peak, _ in costs)
+        for budget in {peak for peak, _ in costs if floor <= peak}:
+            best = min(extra_s for peak, extra_s in costs if floor <= peak <= budget)
             num_plans += 1
             num_best += search.plan(budget).extra_s <= best + 1e-9
     assert num_floors >= 0.95 * num_graphs
-    assert num_best >= 0.98 * num_plans
+    assert num_best >= 0.97 * num_plans
 
 
-@pytest.mark.parametrize(
-    ("hidden_s", "factor", "expected"),
-    [
-        (1 / 8, 1.0, (2,)),
-        (2.0, 1.0, (0, 2)),
-        (1 / 2, 1.0, (0, 2)),
-        (1 / 2, 4.0, (2,)),  # worth it to watch a replay of three ops, and not the forward
-        (2.0, 4.0, (0, 2)),
-    ],
-)
-def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(
-    hidden_s: float, factor: float, expected: tuple[int, ...]
+@pytest.mark.parametrize(("dispatch_s", "expected"), [(0.0, (2,)), (1 / 16, (2,)), (4.0, ())])
+def test_regions_retain_what_hooks_see_if_it_is_worth_the_dispatch(
+    dispatch_s: float, expected: tuple[int, ...]
 ) -> None:
-    """Both ways to hold outputs are best somewhere; there the bound is what the best plan takes."""
-    graph = hidden_wide_narrow(2, hidden_s=hidden_s)
-    hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=factor)
-    graph = replace(graph, hardware=hardware)
+    """The first op of a block takes long, and what it makes is saved by nobody; the bound knows that."""
+    graph = hidden_wide_narrow(2, hidden_s=2.0)
+    graph = replace(graph, hardware=replace(graph.hardware, dispatch_s=dispatch_s))
     costs, search = all_costs(graph, most=1000), Search(graph)
     assert costs is not None
     kept: list[tuple[int, ...]] = []
@@ -171,27 +161,26 @@ def test_regions_hold_what_hooks_are_shown_or_are_watched_for_more(
         assert bound_s <= best + 1e-9 and plan.extra_s == pytest.approx(best), budget
         if bound_s > best - 1e-6:
             kept += [region.keep_ops for region in plan.regions]
-    assert expected in kept
-    assert 0 in expected or not any(0 in ops for ops in kept)
+    assert expected in kept and not any(0 in ops for ops in kept)
+    assert expected or not any(kept)
 
 
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-def test_no_forward_is_watched_for_less_than_that_costs(factor: float) -> None:
-    """Whatever the budget, with host memory or without, also between two plans of a chain."""
-    graph = hidden_wide_narrow(6, hidden_s=1 / 2)
-    hardware = replace(graph.hardware, dispatch_s=1 / 16, forward_dispatch_factor=factor, link_bytes_per_s=20.0 * 4096)
+def test_no_candidate_retains_what_no_hook_sees() -> None:
+    """With host memory or without, also between two plans of a chain."""
+    graph = hidden_wide_narrow(6, hidden_s=2.0)
+    hardware = replace(graph.hardware, dispatch_s=1 / 64, link_bytes_per_s=20.0 * 4096)
     graph = replace(graph, hardware=hardware)
-    kept: list[tuple[int, ...]] = []
+    num_retaining = 0
     for host in (0, 1 << 30):
         search = Search(graph, host)
         for budget in budgets_of(search, 20):
-            plan = search.plan(budget)
-            assert_refereed(graph, plan)
-            kept += [region.keep_ops for region in plan.regions]
+            assert_refereed(graph, search.plan(budget))
         for each, _, _ in search._all_chains():
-            kept += [ops for number in range(each.stops[-1] + 1) for ops in each.regions(number).values()]
-    holding = [0 in ops for ops in kept if ops]
-    assert len(holding) > 100 and any(holding) == (factor == 1.0)
+            for number in range(each.stops[-1] + 1):
+                regions = each.regions(number)
+                num_retaining += any(regions.values())
+                assert graph.retainable.missing(regions) == {}
+    assert num_retaining > 100
 
 
 def test_the_bound_counts_what_the_link_carries_while_a_plan_loses_time() -> None:

@@ -36,22 +36,17 @@ def test_what_the_host_costs() -> None:
     state = torch.get_rng_state()
     costs = host_costs(CPU, host_s=0.1, step_s=1.0)
     assert 0.0 <= costs.dispatch_s < 1.0 and 0.0 <= costs.region_s < 1.0
-    assert costs.forward_dispatch_factor == 1.0
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_twentieth_of_it_counts_where_the_host_is_ahead_and_half_of_watching_forwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_twentieth_of_it_counts_where_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def costs(device: torch.device, host_s: float) -> timing.HostCosts:
         seconds = iter([[1.0, 3.0], [1.0, 2.0, 8.0]])
         monkeypatch.setattr(timing, "_seconds_of", lambda *calls: next(seconds))
         return host_costs(device, host_s=host_s, step_s=1.0)
 
-    watching_s, factor, region_s, spare_s = costs(CPU, 0.1)
-    assert factor == 1.0 and region_s == timing._REGION_IN_A_MODEL * (8.0 - 2.0 - 1.0)
-    assert spare_s == timing._SPARED * watching_s
-    assert costs(GPU, 0.9) == (watching_s, 1.0, region_s, spare_s)
-    ahead = costs(GPU, 0.1)
-    assert ahead == pytest.approx((watching_s / 20, 10.0, region_s / 20, spare_s / 20))
-    assert ahead.dispatch_s * ahead.forward_dispatch_factor == pytest.approx(watching_s / 2)
+    dispatch_s, region_s, spare_s = costs(CPU, 0.1)
+    assert region_s == timing._REGION_IN_A_MODEL * (8.0 - 2.0 - 1.0)
+    assert spare_s == timing._SUBSTITUTED * dispatch_s
+    assert costs(GPU, 0.9) == (dispatch_s, region_s, spare_s)
+    assert costs(GPU, 0.1) == pytest.approx((dispatch_s / 20, region_s / 20, spare_s / 20))

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.lives import largest
 
@@ -26,22 +25,15 @@ _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 
 
 class EagerLives:
-    """One step in which `regions` (calls, and the ops of each whose outputs it holds) are replayed.
+    """One step in which `regions` (calls, and the ops of each whose outputs it retains) are replayed.
 
-    `skipped` are ops that replays leave out, by call; None: all that need not run. What they would make takes its room,
-    and what they would read stays as long.
+    Saves that carry a retained output hold it from the forward on, as saves outside of regions do.
     """
 
     host_bytes = 0
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        regions: Mapping[int, Sequence[int]],
-        skipped: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.facts = graph, graph.arrays
-        self._skipped = graph.unneeded.of_regions(regions) if skipped is None else skipped
         self._set_regions(regions)
         self._set_ticks()
         self._set_lives()
@@ -55,19 +47,24 @@ class EagerLives:
         for rank, call in enumerate(self._calls.tolist()):
             owner[call : facts.after[call]] = rank
         self._outer = owner[facts.parent[self._calls]]
-        self._owner = owner[facts.save_call]
+        around = owner[facts.save_call]
         self._first = facts.first[self._calls]
-        self._stop = np.zeros(num, dtype=np.int64)
+        self._keeper = self._keepers(regions)
+        is_retained = (around >= 0) & (facts.save_place >= 0)
+        is_retained[is_retained] = self._keeper[facts.maker[facts.save_place[is_retained]]] == around[is_retained]
+        self._owner = np.where(is_retained, -1, around)  # the region that drops each save
+        self._stop = self._first.copy()
         self._ends, last_read = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64)
         trigger = np.full(num, _NEVER, dtype=np.int64)  # the first read, and which save of those that are read there
         self._has_saves = np.zeros(num, dtype=bool)
-        inside = np.flatnonzero(self._owner >= 0)
-        owners, reads = self._owner[inside], facts.save_read[inside]
-        np.maximum.at(self._stop, owners, facts.save_made[inside])
-        np.maximum.at(self._ends, owners, facts.save_released[inside])
-        np.maximum.at(last_read, owners, reads)
-        np.minimum.at(trigger, owners, np.where(reads >= 0, reads * len(facts.save_read) + inside, _NEVER))
-        self._has_saves[owners] = True
+        inside = np.flatnonzero(around >= 0)
+        np.maximum.at(self._ends, around[inside], facts.save_released[inside])
+        np.maximum.at(last_read, around[inside], facts.save_read[inside])
+        self._has_saves[around[inside]] = True
+        dropped = np.flatnonzero(self._owner >= 0)
+        owners, reads = self._owner[dropped], facts.save_read[dropped]
+        np.maximum.at(self._stop, owners, facts.save_made[dropped])
+        np.minimum.at(trigger, owners, np.where(reads >= 0, reads * len(facts.save_read) + dropped, _NEVER))
         for rank in np.flatnonzero(self._outer >= 0)[::-1].tolist():  # inner ones first
             if self._has_saves[rank]:
                 outer = self._outer[rank]
@@ -77,33 +74,27 @@ class EagerLives:
                 last_read[outer] = max(last_read[outer], last_read[rank])
                 trigger[outer] = min(trigger[outer], trigger[rank])
         self._is_last_read_at_end = last_read == self._ends
-        self._set_kept(regions)
+        kept = np.flatnonzero(self._keeper >= 0)
+        self._kept_ops = kept[self._has_saves[self._keeper[kept]]]
+        self._kept_by = self._keeper[self._kept_ops]
+        self.watched_s = self._host_s(regions)
         replayed = np.flatnonzero(trigger < _NEVER)
         self._order = replayed[np.argsort(trigger[replayed], kind="stable")]  # outer ones first
         self._replayed_at = trigger[self._order] // max(len(facts.save_read), 1)
 
-    def _set_kept(self, regions: Mapping[int, Sequence[int]]) -> None:
-        graph = self.graph
-        self._keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)  # of each op, the region that keeps it
-        kept_ops: list[int] = []
-        kept_by: list[int] = []
-        watched_s, with_inner = 0.0, set(self._outer.tolist())
+    def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
+        """For each op, the rank of the region that retains its outputs, -1 for none."""
+        keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)
         for rank, call in enumerate(self._calls.tolist()):
-            if not regions[call]:
-                continue
-            first = graph.calls[call].first
-            if self._outer[rank] >= 0:
-                raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
-            stop, has_inner = int(self._stop[rank]), rank in with_inner
-            watched_s += graph.shown.watching_s(call, regions[call], stop, has_inner=has_inner)
-            if self._has_saves[rank]:
-                ops = sorted({first + op for op in regions[call]})
-                kept_ops += ops
-                kept_by += [rank] * len(ops)
-        self._kept_ops, self._kept_by = np.array(kept_ops, dtype=np.int64), np.array(kept_by, dtype=np.int64)
-        self._keeper[self._kept_ops] = self._kept_by
-        num_regions = int(np.count_nonzero(self._has_saves))
-        self.watched_s = watched_s + num_regions * graph.hardware.region_s
+            keeper[[self._first[rank] + op for op in regions[call]]] = rank
+        return keeper
+
+    def _host_s(self, regions: Mapping[int, Sequence[int]]) -> float:
+        """What regions cost the host, beside their ops."""
+        retaining_s = 0.0
+        for call, stop in zip(self._calls.tolist(), self._stop.tolist(), strict=True):
+            retaining_s += self.graph.retainable.retaining_s(call, regions[call], stop)
+        return retaining_s + int(np.count_nonzero(self._has_saves)) * self.graph.hardware.region_s
 
     def _set_ticks(self) -> None:
         """Number the ticks, and the events: ops that run after them."""
@@ -161,18 +152,7 @@ class EagerLives:
         self._birth = np.concatenate([births, base + facts.maker[places]])
         dropped = base + np.minimum(facts.dropped[places], np.repeat(self._stop[order], counts))
         self._drop = np.concatenate([drops, dropped])
-        self._extend_drops()
         self._set_holds()
-
-    def _extend_drops(self) -> None:
-        """What ops read that a replay leaves out stays until what they would have made is gone."""
-        for call, left_out in self._skipped.items():
-            rank = int(np.searchsorted(self._calls, call))
-            if left_out and self._begin[rank] >= 0:
-                stop = int(self._stop[rank])
-                for value, position in self.graph.unneeded.lasting(call, tuple(left_out), stop).items():
-                    life = self._life_of_low[rank] + self.facts.places[value] - self._low[rank]
-                    self._drop[life] = self._begin[rank] + min(position, stop) - self._first[rank]
 
     def _set_holds(self) -> None:
         """Which life is held from which tick to which: by saves, by regions as their input, by regions that keep it."""
@@ -181,6 +161,9 @@ class EagerLives:
         ends = self._either(ends_at, facts.save_read >= ends_at)
         is_own = owner < 0
         born = facts.save_place >= 0
+        self._released = np.zeros(len(facts.sizes), dtype=np.int64)  # of each value, the last tick at which it is saved
+        released = self._either(facts.save_released, facts.save_read >= facts.save_released)
+        np.maximum.at(self._released, facts.save_place[born], released[born])
         held = np.flatnonzero(is_own & born)
         found = [(facts.save_place[held], facts.save_made[held], ends[held])]
         again = np.flatnonzero(~is_own & born)
@@ -290,11 +273,12 @@ class EagerLives:
         return int(self.total_bytes.max())
 
     def keeping(self, may_keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What holding outputs of replayed ops that `may_keep` would add: op, bytes, and from which event to which.
+        """What retaining outputs of replayed ops that `may_keep` would add: op, bytes, and from which event to which.
 
-        An op has several such rows, some of no length. A value that is held lives on between the forward and the
-        replay, and until the replay has ended, where a replayed one would go. Held values do not change each other's
-        rows. Regions that have others inside are left out: those would drop what they hold.
+        An op has several such rows, some of no length. A retained value lives on between the forward and the replay,
+        and until the replay has ended and its saves are released, where a replayed one would go. Retained values do
+        not change each other's rows, if the replay neither begins later for them nor ends earlier. Regions that have
+        others inside are left out: those would drop what they retain.
         """
         facts, event = self.facts, self._event
         num = np.arange(len(facts.sizes), len(self._place))
@@ -306,7 +290,7 @@ class EagerLives:
         )
         lives, rank = num[wanted], rank[wanted]
         place = self._place[lives]
-        ends = event[(self._begin + self._stop - self._first)[rank]]
+        ends = event[np.maximum((self._begin + self._stop - self._first)[rank], self._released[place])]
         starts = np.concatenate([event[self._end[place]], event[self._end[lives]]])
         stops = np.concatenate([event[self._birth[lives]], ends])
         ops, sizes = np.tile(facts.maker[place], 2), np.tile(self._size[lives], 2)
@@ -315,12 +299,7 @@ class EagerLives:
     @cached_property
     def _seconds(self) -> np.ndarray:
         """What each event takes."""
-        seconds = self.facts.seconds[self.ops]
-        left_out = [self.graph.calls[call].first + op for call, ops in self._skipped.items() for op in ops]
-        if left_out:
-            is_left_out = (self.phases == _REPLAY) & np.isin(self.ops, left_out)
-            seconds[is_left_out] = self.graph.shown.spared_s[self.ops[is_left_out]]
-        return seconds
+        return self.facts.seconds[self.ops]
 
     @cached_property
     def replayed_s(self) -> float:

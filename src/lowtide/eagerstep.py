@@ -1,11 +1,12 @@
 """A step as the eager engine runs it, played op by op.
 
-A region's saves are dropped in the forward and its inputs held; the first time the backward asks for one of its saves
-the region is replayed, up to its last save, each op allocating anew. Its inputs stay held until autograd lets go of the
-last of its saves, as another replay might come. Regions inside regions are replayed from inside the outer one's
-replay. Saved values that move leave on one copy engine as soon as they are saved and return on another, in the order
-the backward asks for them. An output that a region holds moves alike, from when its op has run; all of a region's are
-back when its replay begins.
+A region's saves are dropped in the forward and its inputs held; the first time the backward asks for a dropped save
+the region is replayed, up to the last of them, each op allocating anew. Its inputs stay held until autograd lets go of
+the last of its saves, as another replay might come. Regions inside regions are replayed from inside the outer one's
+replay. Saves that carry an output that the region retains are not dropped: they hold it as saves outside of regions do,
+and the region holds it besides, until its replay has ended. Saved values that move leave on one copy engine as soon as
+they are saved and return on another, in the order the backward asks for them. A retained output moves alike; all of a
+region's are back when its replay begins.
 
 A value with a codec is encoded when it is first saved, on the compute's own time, and from then on saves hold what was
 encoded: on the device, or on its way to the host and back. Each read decodes it anew, and what it decodes lives as long
@@ -21,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from lowtide.copies import CopyEngines
-from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.lives import Ledger, Life, largest
 from lowtide.plans import Plan
@@ -37,15 +37,17 @@ class EagerStep:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
         self.regions = plan.calls(graph)
-        self.owner = graph.innermost(self.regions)
+        self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
+        self.retained = self._retained()
+        self.save_owner = [-1 if i in self.retained else self.owner[s.call] for i, s in enumerate(graph.saves)]
         self.stops = self._stops()
         self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
         self.ends, self.last_reads = self._ends()
         self.left: set[int] = set()
-        self.drops_in: dict[int, dict[int, list[int]]] = {}  # by region that is being replayed, as `drops_at`
         self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
         self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
         self.leaving = {value for values in self.moved_outputs.values() for value in values}
+        self.handed_over: set[int] = set()  # those of them that were saved, so that the region too holds them elsewhere
         self._index()
         self.ledger = Ledger()
         self.static = graph.optimizer_state_bytes + graph.other_bytes
@@ -67,17 +69,24 @@ class EagerStep:
         self._last_wanted = -1
         self._most: int | None = None
 
+    def _retained(self) -> set[int]:
+        """The saves that are not dropped, as they carry an output that their region retains."""
+        graph, regions = self.graph, self.regions.items()
+        kept = {(call, graph.calls[call].first + op) for call, region in regions for op in region.keep_ops}
+        makers = [(self.owner[save.call], graph.values[save.value].born) for save in graph.saves]
+        return {index for index, maker in enumerate(makers) if maker in kept}
+
     def _stops(self) -> dict[int, int]:
-        """The position up to which each region is replayed: its last save, or the entry of its last inner region."""
-        stops: dict[int, int] = {}
-        for save in self.graph.saves:
-            region = self.owner[save.call]
+        """The position up to which each region with saves is replayed: its last dropped one, or last inner region."""
+        calls = self.graph.calls
+        stops = {r: calls[r].first for r in {self.owner[save.call] for save in self.graph.saves} if r >= 0}
+        for save, region in zip(self.graph.saves, self.save_owner, strict=True):
             if region >= 0:
-                stops[region] = max(stops.get(region, 0), save.made)
+                stops[region] = max(stops[region], save.made)
         for call in sorted(self.regions, reverse=True):  # inner ones first
             outer = self.owner[self.graph.calls[call].parent]
             if outer >= 0 and call in stops:
-                stops[outer] = max(stops.get(outer, 0), self.graph.calls[call].first)
+                stops[outer] = max(stops.get(outer, calls[outer].first), calls[call].first)
         return stops
 
     def _ends(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -106,11 +115,13 @@ class EagerStep:
         for index, save in enumerate(graph.saves):
             self.saves_at[save.made].append(index)
             done = save.released if save.used < 0 else save.used
-            if self.owner[save.call] >= 0 or (save.value in moved and save.value not in self.forms):
+            is_retained = index in self.retained
+            moves = save.value in self.leaving if is_retained else save.value in moved and save.value not in self.forms
+            if self.save_owner[index] >= 0 or moves:
                 self.releases_at[done].append(index)  # of what came back
             else:
                 self.releases_at[save.released].append(index)
-                if save.value in self.forms:
+                if save.value in self.forms and not is_retained:
                     self.uses_at[done].append(index)
             if save.read >= 0:
                 self.reads_at[save.read].append(index)
@@ -123,9 +134,6 @@ class EagerStep:
         for index, value in enumerate(graph.values):
             if value.born >= 0 and value.dropped < end:
                 self.drops_at[value.dropped].append(index)
-        for call in self.regions:
-            if self.regions[call].keep_ops and self.owner[graph.calls[call].parent] >= 0:
-                raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
 
     def _find(self, value: int, region: int) -> Life | None:
         """The life of a value as seen from inside a region's replay (-1: the forward), None where it is over.
@@ -171,16 +179,17 @@ class EagerStep:
         first = self.graph.calls[region].first if region >= 0 else 0
         for index in self.saves_at.get(position, ()):
             save = self.graph.saves[index]
-            if self.owner[save.call] != region or index in self.released:  # the latter never read, replayed late
+            if self.save_owner[index] != region or index in self.released:  # the latter never read, replayed late
                 continue
             if (life := self._find(save.value, region)) is not None:
-                self.attached[index] = self._hold(life, position, region)
+                is_retained = index in self.retained
+                self.attached[index] = self._retain(life) if is_retained else self._hold(life, position, region)
         for call in self.entries_at.get(position, ()):
             if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
                 self.ledger.kept += self.graph.hardware.region_bytes
-        for value in self.drops_in.get(region, self.drops_at).get(position, ()):
+        for value in self.drops_at.get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
 
@@ -197,6 +206,16 @@ class EagerStep:
             self.ledger.drop(life)
         if region < 0:
             self.copies.saved(life, self.clock)
+        return life
+
+    def _retain(self, life: Life) -> Life:
+        """Hold a retained output for a save, as it is: on the device, or on its way, for the region as well."""
+        self.ledger.hold(life)
+        if life.value in self.leaving:
+            self.copies.saved(life, self.clock)
+            if life.value not in self.handed_over:
+                self.handed_over.add(life.value)
+                self.copies.saved(life, self.clock)
         return life
 
     def _read(self, held: Life, op: int, decoded: dict[int, Life], key: int) -> None:
@@ -220,12 +239,13 @@ class EagerStep:
 
     def _begin_fetching(self) -> None:
         if self.plan.moves:
-            reads = sorted((save for save in self.graph.saves if save.read >= 0), key=lambda save: save.read)
+            saves = self.graph.saves
+            reads = sorted((i for i, save in enumerate(saves) if save.read >= 0), key=lambda i: saves[i].read)
             order: list[int] = []
-            for save in reads:
-                region = next(reversed(list(self._regions_around(save.call))), -1)
+            for index in reads:
+                region = -1 if index in self.retained else self.outermost[saves[index].call]
                 order += self._held_outputs(region)
-                order += self.graph.calls[region].inputs if region >= 0 else [save.value]
+                order += self.graph.calls[region].inputs if region >= 0 else [saves[index].value]
             self.copies.begin_fetching(order, self.clock)
 
     def _held_outputs(self, region: int) -> tuple[int, ...]:
@@ -247,9 +267,11 @@ class EagerStep:
                 if value in self.lives:
                     self.ledger.drop(self.lives[value])
         for index in self.reads_at.get(position, ()):
-            region = self.owner[saves[index].call]
+            region = self.save_owner[index]
             if region >= 0:
                 self._ensure(region)
+            elif index in self.retained:
+                self.clock = self.copies.read(self.lives[saves[index].value], self.clock)
             elif index in self.attached:
                 self._read(self.attached[index], position, self.decoded, index)
                 if index in self.decoded:
@@ -273,7 +295,7 @@ class EagerStep:
         self.released.add(index)
         life = self.attached.pop(index, None)
         if life is not None:
-            if self.owner[self.graph.saves[index].call] < 0:
+            if self.save_owner[index] < 0 and (index not in self.retained or life.value in self.leaving):
                 self.copies.released(life)
             self.ledger.unhold(life)
 
@@ -289,9 +311,7 @@ class EagerStep:
         scope: dict[int, Life] = {}
         self.scopes[region] = scope
         first, stop = self.graph.calls[region].first, self.stops[region]
-        kept, left_out = set(self.regions[region].keep_ops), set(self.regions[region].skip_ops)
-        if left_out:
-            self.drops_in[region] = self._drops_in(region)
+        kept = set(self.regions[region].keep_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
             for value in self._held_outputs(region):
                 self.clock = self.copies.read(self.lives[value], self.clock)
@@ -300,20 +320,11 @@ class EagerStep:
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
-                self._run(op, 1, scope, is_left_out=op - first in left_out)
+                self._run(op, 1, scope)
         self._settle(stop, region, scope)
         for life in scope.values():
             self.ledger.drop(life)
         self._forget_kept(region)
-
-    def _drops_in(self, region: int) -> dict[int, list[int]]:
-        """When values are dropped in a replay that leaves out ops: what those read stays as long as what they make."""
-        stop, drops = self.stops[region], dict[int, list[int]]()
-        lasting = self.graph.unneeded.lasting(region, self.regions[region].skip_ops, stop)
-        for op in self.graph.ops[self.graph.calls[region].first : stop]:
-            for value in op.outputs:
-                drops.setdefault(lasting.get(value, self.graph.values[value].dropped), []).append(value)
-        return drops
 
     def _leave(self, region: int) -> None:
         """Let go of what was held for a region's replay."""
@@ -335,22 +346,17 @@ class EagerStep:
                     self.copies.released(self.lives[value])
                 self.ledger.unhold(self.lives[value])
 
-    def _run(self, index: int, phase: int, scope: dict[int, Life], *, is_left_out: bool = False) -> None:
-        """Run an op; one that is left out takes next to no time, and room for what it would make."""
+    def _run(self, index: int, phase: int, scope: dict[int, Life]) -> None:
         op = self.graph.ops[index]
-        seconds = float(self.graph.shown.spared_s[index]) if is_left_out else op.seconds
         for value in op.outputs:
             scope[value] = self.ledger.bear(value, self.graph.values[value])
             if phase == 0 and index in self.kept_ops:
                 self.ledger.hold(scope[value])
         self.copies.advance(self.clock)
         self._emit(index, phase, op.workspace_bytes)
-        self.clock += seconds
-        if phase == 0:
-            for value in self.leaving.intersection(op.outputs):
-                self.copies.saved(scope[value], self.clock)
+        self.clock += op.seconds
         if phase == 1:
-            self.replayed_s += seconds
+            self.replayed_s += op.seconds
 
     def _emit(self, op: int, phase: int, workspace: int) -> None:
         books, copies = self.ledger, self.copies
@@ -368,11 +374,10 @@ class EagerStep:
                 raise _Enough
 
     def _watched_s(self) -> float:
-        """What regions cost the host. Those that hold outputs of single ops have their ops watched."""
+        """What regions cost the host, beside their ops."""
         graph, watched_s = self.graph, 0.0
         for call, region in sorted(self.regions.items()):  # floats: added up in the order of `EagerLives`
-            has_inner = graph.arrays.has_inside(call, self.regions)
-            watched_s += graph.shown.watching_s(call, region.keep_ops, self.stops.get(call, 0), has_inner=has_inner)
+            watched_s += graph.retainable.retaining_s(call, region.keep_ops, self.stops.get(call, 0))
         return watched_s + len(self.stops) * graph.hardware.region_s
 
     def columns(self) -> dict[str, Any]:

@@ -63,19 +63,14 @@ class Timeline:
 
     @property
     def extra_s(self) -> float:
-        """Seconds that the plan adds to the plain step: replays, waiting for copies, watching ops, and codecs."""
+        """Seconds that the plan adds to the plain step: replays, waiting for copies, the host's work, and codecs."""
         return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s
 
     def again_s(self, op: int) -> float:
-        """Seconds that a forward op takes where it runs again: nothing if the replay leaves it out."""
+        """Seconds that a forward op takes where it runs again."""
         if self.plan.engine == "compiled":
             return float(self.graph.needs.seconds[op])
-        return 0.0 if op in self._left_out else self.graph.ops[op].seconds
-
-    @cached_property
-    def _left_out(self) -> frozenset[int]:
-        regions = self.plan.calls(self.graph).items()
-        return frozenset(self.graph.calls[call].first + op for call, region in regions for op in region.skip_ops)
+        return self.graph.ops[op].seconds
 
     @property
     def peak_path(self) -> str:
@@ -143,6 +138,4 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
 
 
 def _lives(graph: StepGraph, plan: Plan) -> EagerLives:
-    regions = plan.calls(graph)
-    held = {call: region.keep_ops for call, region in regions.items()}
-    return EagerLives(graph, held, {call: region.skip_ops for call, region in regions.items()})
+    return EagerLives(graph, plan.held_ops(graph))

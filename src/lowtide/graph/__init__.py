@@ -23,8 +23,7 @@ from lowtide.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lowtide.graph.arrays import StepArrays
     from lowtide.graph.needs import Needs
-    from lowtide.graph.shown import Shown
-    from lowtide.graph.unneeded import Unneeded
+    from lowtide.graph.retainable import Retainable
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
 VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
@@ -107,13 +106,11 @@ class Call:
 class Hardware:
     """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
 
-    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what
-    watching an op of a replay costs the step, where outputs of single ops are held inside a region (`graph.shown` says
-    when), and `region_s` what a region costs beside its ops, in its forward and its replay: 0 where the host is ahead.
-    Watching an op of a forward costs `forward_dispatch_factor` times as much: the host may be ahead in the backward
-    only. An op that a replay spares, as its output is held or not needed, costs `spare_s` instead of its own time, if
-    that is less. `region_bytes` are held on the device by each region that waits for its replay: random states.
-    Allocations are rounded up to `block_bytes`.
+    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what the
+    dispatch mode costs for each op of a replay whose region retains outputs, and `spare_s` what it costs to return a
+    retained output, if that is less than to compute it. `region_s` is what a region costs beside its ops, in its
+    forward and its replay. All three are 0 where the host is ahead. `region_bytes` are held on the device by each
+    region that waits for its replay: random states. Allocations are rounded up to `block_bytes`.
     """
 
     name: str
@@ -127,7 +124,6 @@ class Hardware:
     region_s: float = 0.0
     region_bytes: int = 0
     block_bytes: int = 1
-    forward_dispatch_factor: float = 1.0
     spare_s: float = 0.0
 
 
@@ -285,18 +281,11 @@ class StepGraph:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def unneeded(self) -> Unneeded:
-        """Which ops of regions need not run again, where others are held: for eager steps."""
-        from lowtide.graph.unneeded import Unneeded
+    def retainable(self) -> Retainable:
+        """Which ops' outputs a region can retain, and what that costs: for eager steps."""
+        from lowtide.graph.retainable import Retainable
 
-        return Unneeded(self)
-
-    @cached_property
-    def shown(self) -> Shown:
-        """Which ops make what autograd saves inside the same call: for eager steps that hold outputs of ops."""
-        from lowtide.graph.shown import Shown
-
-        return Shown(self)
+        return Retainable(self)
 
     @cached_property
     def needs(self) -> Needs:

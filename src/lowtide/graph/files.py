@@ -14,8 +14,8 @@ FORMAT = "lowtide step graph"
 VERSION = 3
 
 # Fields of a device and of a call that older files of this version do not have: they get their defaults.
-_LATER = {"forward_dispatch_factor", "spare_s"}
-_LATER_COLUMNS = {"changes"}
+_LATER, _LATER_COLUMNS = {"spare_s"}, {"changes"}
+_DROPPED = {"forward_dispatch_factor"}  # of a device: older files have it, and it is ignored
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
 
@@ -170,8 +170,9 @@ def _strings(items: Any) -> list[str]:
 def decode_hardware(content: Any) -> Hardware:
     """The device that `asdict` gave. Raises `ValueError` where it is damaged."""
     kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
-    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() <= kinds.keys():
+    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() - _DROPPED <= kinds.keys():
         raise ValueError("hardware does not have the fields of a device")
+    content = {key: item for key, item in content.items() if key not in _DROPPED}
     name = _strings([content["name"]])[0]
     numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
     if any(number < 0 for number in numbers.values()):

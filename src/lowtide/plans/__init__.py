@@ -24,15 +24,13 @@ PLACES = ("device", "host", "disk")  # where moved values are; on the device the
 class Recompute:
     """One call of one module (its `nth`) whose activations are dropped and recomputed.
 
-    `keep_ops` are ops, counted from the region's first, whose outputs are kept all the same and not computed again.
-    `skip_ops` are those that need not be computed again either, as nothing but kept ops, and ops like them, reads what
-    they make.
+    `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
+    they make must be saved for the backward directly in the region, and not in a region inside it.
     """
 
     path: str
     nth: int = 0
     keep_ops: tuple[int, ...] = ()
-    skip_ops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +258,8 @@ class Plan:
             if any(not 0 <= op < length for op in region.keep_ops):
                 raise PlanError(f"{region.path} has {length} ops; {region.keep_ops} are to be kept")
             found[call] = region
-        for call, region in found.items():
-            needed = set(region.skip_ops) - set(graph.unneeded.of(call, region.keep_ops)) if region.skip_ops else ()
-            if needed:
-                raise PlanError(f"{region.path} is to skip ops {sorted(needed)}, and what they make is needed")
+        if any(region.keep_ops for region in self.regions):
+            _check_retained(graph, {call: region.keep_ops for call, region in found.items()})
         return found
 
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
@@ -337,6 +333,21 @@ class Plan:
             if form is not None:
                 found[value] = form
         return found
+
+
+def _check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> None:
+    """Raise `PlanError` where a region is to retain what it cannot."""
+    owner = graph.innermost(regions)
+    for call, kept in regions.items():
+        if kept and owner[graph.calls[call].parent] >= 0:
+            raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
+    for call, ops in graph.retainable.missing(regions).items():
+        path, first = graph.calls[call].path, graph.calls[call].first
+        names = ", ".join(f"{op} ({graph.ops[first + op].name})" for op in ops[:5])
+        raise PlanError(
+            f"{path or 'the model'} is to retain the outputs of ops {names}, and autograd does not save all of them "
+            "directly in it, so that no saved-tensor hook sees them. Leave these ops out of keep_ops."
+        )
 
 
 def _call(graph: StepGraph, path: str, nth: int) -> int:

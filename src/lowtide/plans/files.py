@@ -13,6 +13,7 @@ from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 FORMAT = "lowtide plan"
 VERSION = 4
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
+_DROPPED = {Recompute: {"skip_ops"}}  # fields that older files of this version have, and that are ignored
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": Row}
 
 
@@ -57,9 +58,9 @@ def read(text: str) -> Plan:
 
 def _record(row: Any, record: type[Any]) -> Any:
     kinds = {field.name: str(field.type) for field in fields(record)}
-    if not isinstance(row, dict) or set(row) != set(kinds):
+    if not isinstance(row, dict) or set(row) - _DROPPED.get(record, set()) != set(kinds):
         raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
-    return record(**{name: _scalar(item, kinds[name], name) for name, item in row.items()})
+    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items()})
 
 
 def _list(items: Any, name: str) -> list[Any]:

@@ -26,7 +26,7 @@ class Easing:
             first = self._graph.calls[call].first
             for op in self._pricing.keepable_in(call):
                 size = sum(self._graph.values[value].bytes for value in self._graph.ops[op].outputs)
-                if size and op - first not in kept and self._is_worth_watching(call, kept, op):
+                if size and op - first not in kept:
                     sizes[call, op] = size
         eased = {call: set(kept) for call, kept in regions.items()}
         for call, op in sorted(sizes, key=lambda key: (-self._graph.ops[key[1]].seconds / sizes[key], key)):
@@ -34,9 +34,3 @@ class Easing:
                 room -= sizes[call, op]
                 eased[call].add(op - self._graph.calls[call].first)
         return {call: tuple(sorted(kept)) for call, kept in eased.items()}
-
-    def _is_worth_watching(self, call: int, kept: tuple[int, ...], op: int) -> bool:
-        """Whether an op takes longer than to watch a forward, where the region's is watched for this op alone."""
-        shown, first, end = self._graph.shown, self._graph.calls[call].first, self._graph.calls[call].end
-        needs_none = shown.are_all(call, (op - first,)) or not shown.are_all(call, kept)
-        return needs_none or self._graph.ops[op].seconds > shown.forward_op_s * (end - first)

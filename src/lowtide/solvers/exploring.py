@@ -58,7 +58,6 @@ class Exploring:
         self._best_s = np.full(_NUM_STATIONS, np.inf)
         self._best: list[_Key | None] = [None] * _NUM_STATIONS
         self._fillings: dict[_Key, Filling] = {}
-        self._shown_fillings: dict[_Key, Filling] = {}
 
     def explore(self, seeds: Iterable[Regions], is_late: Callable[[], bool]) -> None:
         """Visit the sets of `seeds`, and from the best of them others, until none is left or there were enough."""
@@ -85,11 +84,11 @@ class Exploring:
         key = tuple(tidied)
         if key in self._least:
             return
-        played = EagerLives(self._graph, tidied)
-        least = self._least[key] = roughly_least_s(played, self._may_keep, self._budgets)
+        played, may_keep = EagerLives(self._graph, tidied), self._retainable_in(key)
+        least = self._least[key] = roughly_least_s(played, may_keep, self._budgets)
         if not (least < self._best_s * _LESS).any():
             return
-        self._fillings[key] = filling = Filling(played, self._may_keep)
+        self._fillings[key] = filling = Filling(played, may_keep)
         self._least[key] = np.maximum(least, filling.least_s(self._budgets))
         reached = self._reached[key] = filling.reached_s(self._budgets)
         for station in np.flatnonzero(reached < self._best_s * _LESS).tolist():
@@ -159,20 +158,12 @@ class Exploring:
         return self._nesting.tidied(dict.fromkeys(regions, ()))
 
     def _filled(self, key: _Key, budget: int) -> Iterator[Regions]:
-        """A set of regions with the outputs to hold, and one without those that are not worth watching ops for them.
-
-        Where hooks are not shown some of the latter, there is room for more of those that they are shown: a third.
-        """
+        """A set of regions with the outputs to retain, and one without those that are not worth the dispatch."""
         must = self._tidied(key)
         held = self._with(must, key, self._fillings[key].best(budget))
         yield held
         if self._graph.hardware.dispatch_s:
-            worth = {call: self._worth_watching(call, must[call], set(kept)) for call, kept in held.items()}
-            yield worth
-            is_shown = self._graph.shown.are_all
-            if any(is_shown(call, worth[call]) and not is_shown(call, kept) for call, kept in held.items()):
-                shown = self._with(must, key, self._filling_with_shown(key).best(budget))
-                yield {call: self._worth_watching(call, must[call], set(kept)) for call, kept in shown.items()}
+            yield {call: self._worth_dispatch(call, must[call], kept) for call, kept in held.items()}
 
     def _with(self, regions: Regions, key: _Key, ops: Iterable[int]) -> Regions:
         """Regions that hold these outputs too."""
@@ -184,24 +175,19 @@ class Exploring:
             held[call].add(op - calls[call].first)
         return {call: tuple(sorted(kept)) for call, kept in held.items()}
 
-    def _filling_with_shown(self, key: _Key) -> Filling:
-        """As the filling of a set of regions, with those outputs only that hooks are shown there."""
-        if key not in self._shown_fillings:
-            may_keep, calls = self._may_keep.copy(), self._graph.calls
-            for call in (call for call in key if not self._around(call, key)):
-                ops = slice(calls[call].first, calls[call].end)
-                may_keep[ops] &= self._graph.shown.depths[ops] >= self._graph.depths[call]
-            self._shown_fillings[key] = Filling(EagerLives(self._graph, self._tidied(key)), may_keep)
-        return self._shown_fillings[key]
+    def _retainable_in(self, key: _Key) -> np.ndarray:
+        """The ops whose outputs the outermost of a set of regions could retain."""
+        may_keep, calls = self._may_keep.copy(), self._graph.calls
+        for call in (call for call in key if not self._around(call, key)):
+            ops = slice(calls[call].first, calls[call].end)
+            may_keep[ops] &= self._graph.retainable.depths[ops] >= self._graph.depths[call]
+        return may_keep
 
-    def _worth_watching(self, call: int, kept: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
-        """All that a region would hold, or what hooks are shown of it, or what it must: whichever gains most."""
-        shown = {*kept, *(op for op in held if self._graph.shown.are_all(call, (op,)))}
+    def _worth_dispatch(self, call: int, kept: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...]:
+        """All that a region would retain, or only what it must: whichever gains more."""
         ops, first = self._graph.ops, self._graph.calls[call].first
 
         def gain_s(some: tuple[int, ...]) -> float:
-            left_out = self._graph.unneeded.of(call, some)
-            spared_s = sum(ops[first + op].seconds for op in sorted({*some, *left_out}))
-            return spared_s - self._graph.shown.sparing_s(call, left_out) - self._pricing.watching_s(call, some)
+            return sum(ops[first + op].seconds for op in some) - self._pricing.retaining_s(call, some)
 
-        return max((kept, tuple(sorted(shown)), tuple(sorted(held))), key=gain_s)
+        return max((kept, held), key=gain_s)

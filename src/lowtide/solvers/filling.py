@@ -51,7 +51,7 @@ class Filling:
         rows, sizes, starts, stops = played.keeping(may_keep)
         self.extra_s, self.peak_bytes = played.extra_s, int(total.max())
         self.ops, which = np.unique(rows, return_inverse=True)
-        self.seconds = played.facts.seconds[self.ops] - played.graph.shown.spared_s[self.ops]
+        self.seconds = played.facts.seconds[self.ops] - played.graph.retainable.substituted_s[self.ops]
         edges = np.unique(np.concatenate([[0], starts, stops]))
         edges = edges[edges < len(total)]
         weights = np.zeros((len(edges) + 1, len(self.ops)))

@@ -55,7 +55,7 @@ class Loads:
 
 
 class _Load:
-    """What one region could hold besides what it does, the best first: anything, or what need not be watched for."""
+    """What one region could retain besides what it does, the best first."""
 
     def __init__(self, graph: StepGraph, call: int, kept: tuple[int, ...], pricing: Pricing, places: Places) -> None:
         first, end = graph.calls[call].first, graph.calls[call].end
@@ -68,22 +68,16 @@ class _Load:
             if number - first not in kept and size >= places.smallest_moved and places.can_move(op.outputs[0]):
                 found.append((-op.seconds / size, number - first, size, op.seconds))
         self._outputs = [(op, size, seconds) for _, op, size, seconds in sorted(found) if seconds]
-        self._shown = [output for output in self._outputs if graph.shown.are_all(call, output[:1])]
-        self._shown = self._shown if graph.hardware.dispatch_s else []  # there is nothing to spare
         self.bytes = sum(size for _, size, _ in self._outputs)
 
     def held(self, room: float) -> tuple[list[int], int, float]:
         """Ops whose outputs fill `room` bytes, the last one perhaps overfills them; their bytes, and seconds gained."""
-        found = [self._first_of(outputs, room) for outputs in (self._outputs, self._shown)]
-        return max(found, key=lambda each: each[2])
-
-    def _first_of(self, outputs: list[tuple[int, int, float]], room: float) -> tuple[list[int], int, float]:
         ops: list[int] = []
         total, total_s = 0, 0.0
-        for op, size, seconds in outputs:
+        for op, size, seconds in self._outputs:
             if total >= room:
                 break
             ops.append(op)
             total, total_s = total + size, total_s + seconds
-        watching_s = self._pricing.watching_s
-        return ops, total, total_s + watching_s(self._call, self._kept) - watching_s(self._call, (*self._kept, *ops))
+        retaining_s = self._pricing.retaining_s
+        return ops, total, total_s + retaining_s(self._call, self._kept) - retaining_s(self._call, (*self._kept, *ops))

@@ -18,8 +18,8 @@ from lowtide.solvers.chain import Regions
 class Nesting:
     """Takes regions apart, level by level of the module tree.
 
-    A region that is inside of none holds the outputs of its ops that `must_keep`; a region inside it cannot, so one
-    with such ops is none.
+    A region that is inside of none retains the outputs of its ops that `must_keep`; a region inside it cannot, so one
+    with such ops, or with saves of what they make, is none.
     """
 
     def __init__(self, graph: StepGraph, replayable: list[bool], must_keep: np.ndarray) -> None:
@@ -28,6 +28,11 @@ class Nesting:
         self._must_keep = must_keep
         sums = np.concatenate([[0], np.cumsum(must_keep)])
         self._is_bound = [bool(sums[call.end] > sums[call.first]) for call in graph.calls]
+        for save in graph.saves if must_keep.any() else ():
+            at, born = save.call, graph.values[save.value].born
+            while at >= 0 and 0 <= born < graph.num_forward and must_keep[born] and not self._is_bound[at]:
+                self._is_bound[at] = True
+                at = graph.calls[at].parent
         self.children: list[list[int]] = [[] for _ in graph.calls]
         for index, call in enumerate(graph.calls):
             if call.parent >= 0:

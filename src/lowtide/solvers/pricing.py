@@ -1,11 +1,10 @@
 """The best plan for a price: `seconds + price * bytes held`, exactly, over all plans the eager engine can run.
 
 A forward op is either outside of every replayed region, and then its saves are held; or inside one, and then it is run
-again, or its output is held, or nothing but held ops reads what it makes and it is left out. With a price per byte most
-ops of a region decide for themselves, the others by a cut (`regioncuts`); a region costs the sum over its ops and its
-inputs, and which regions to take is decided from the leaves of the module tree upwards: a call is either one region, or
-what is best for its ops and the calls inside it. Regions inside regions change what a replay holds, not what the
-forward leaves behind, so they have no place here.
+again, or its output is retained. With a price per byte each op of a region decides for itself (`regionholds`); a region
+costs the sum over its ops and its inputs, and which regions to take is decided from the leaves of the module tree
+upwards: a call is either one region, or what is best for its ops and the calls inside it. Regions inside regions change
+what a replay holds, not what the forward leaves behind, so they have no place here.
 
 Bytes are those held at one moment, while op `at` runs; `holding` says who pays for each value. Charging no value twice
 and none that the moment does not hold, and no op that a plan might get around, is what makes the least
@@ -15,7 +14,6 @@ and none that the moment does not hold, and no op that a plan might get around, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -26,7 +24,7 @@ from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline
 from lowtide.solvers.holding import Holding
 from lowtide.solvers.pressing import Charges, Press
-from lowtide.solvers.regionholds import sums_of, ways_to_hold
+from lowtide.solvers.regionholds import RegionHolds, sums_of
 
 NEVER = 1 << 30
 _ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not worth it by a hair
@@ -67,7 +65,7 @@ class Pricing:
         self._region_s = graph.hardware.region_s
         self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
-        self._stop, self._least_stop = _stops(graph)
+        self._stop = _stops(graph)
         self._children: list[list[int]] = [[] for _ in graph.calls]
         self._roots: list[int] = []
         for index, call in enumerate(graph.calls):
@@ -83,8 +81,9 @@ class Pricing:
         holding = Holding(graph, plain, at)
         self.base_bytes = holding.base_bytes
         self._held = self._charges_of_ops(holding)
-        stops, allowed = (self._stop, self._least_stop), np.array(self.replayable, dtype=bool)
-        self.ways = ways_to_hold(graph, *stops, self.may_keep, self.must_keep, self._held, allowed)
+        self._may_keep = {depth: self.may_keep & (graph.retainable.depths >= depth) for depth in self._held}
+        allowed = np.array(self.replayable, dtype=bool)
+        self.holds = RegionHolds(graph, self._stop, self._may_keep, self.must_keep, self._held, allowed)
         self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
         if press is not None:
             num = len(graph.calls) + 1
@@ -145,58 +144,53 @@ class Pricing:
         return depth[a]
 
     @property
-    def rounding(self) -> float:
-        """The share of a least cost by which it may be off."""
-        return _ROUNDING + max(holds.cuts.rounding for holds in self.ways)
-
-    @property
     def highest_price(self) -> float:
         """A price at which a page of memory is worth all replays and codecs, and seconds still count besides bytes."""
         codecs_s = self._press.total_s if self._press is not None else 0.0
         return (float(self._seconds.sum()) + codecs_s) / _PAGE_BYTES
 
     def keepable_in(self, call: int) -> list[int]:
-        """The ops of a region whose outputs could be held instead of made again."""
+        """The ops of a region whose outputs it could retain instead of making them again."""
         first, stop = self.graph.calls[call].first, self._stop[call]
-        return [op for op in range(first, stop) if self.may_keep[op]]
+        may_keep = self._may_keep[self._depth[call]]
+        return [op for op in range(first, stop) if may_keep[op]]
 
-    def watching_s(self, call: int, kept: Sequence[int]) -> float:
-        """What it costs that a region without others inside holds the outputs of some ops, counted from its first."""
-        return self.graph.shown.watching_s(call, kept, self._stop[call], has_inner=False)
+    def retaining_s(self, call: int, kept: tuple[int, ...]) -> float:
+        """Roughly the dispatch that retaining outputs of some ops costs a region: as if its replay ended no earlier."""
+        return self.graph.retainable.retaining_s(call, kept, self._stop[call])
 
     def best(self, price: float) -> Choice:
         """The choice that minimises seconds plus `price` times bytes."""
         costs = np.array(self._as_regions(price))
-        kinds, regions = (1 + costs.argmin(axis=0)).tolist(), costs.min(axis=0).tolist()
+        retains, regions = costs.argmin(axis=0).tolist(), costs.min(axis=0).tolist()
         direct = (price * self._direct + (self._pressed_direct.costs(price) if self._press else 0.0)).tolist()
         cost = [0.0] * len(self.graph.calls)
-        as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, from 2 on: one that holds outputs
+        as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, 2: one that retains outputs
         for index in range(len(cost) - 1, -1, -1):
             cost[index] = direct[index] + sum(cost[child] for child in self._children[index])
             if self.replayable[index] and regions[index] < cost[index] * (1 - 1e-9):
-                as_region[index], cost[index] = kinds[index], regions[index]
+                as_region[index], cost[index] = 1 + retains[index], regions[index]
         return self._collect(price, as_region)
 
     def _as_regions(self, price: float) -> list[np.ndarray]:
-        """What each call costs as a region that holds no outputs, and as one that holds some, for each way to."""
+        """What each call costs as a region that retains no outputs, and as one that retains some."""
         first, stop, end = self._spans
         entry = self._region_s + price * self._inputs
         if self._press:
             entry += self._pressed_inputs.costs(price)[:-1]
         must, seconds = sums_of(self.must_keep), sums_of(self._seconds)
         simple = np.where(must[end] > must[first], np.inf, seconds[stop] - seconds[first])
-        return [entry + simple, *(entry + holds.costs(price) for holds in self.ways)]
+        return [entry + simple, entry + self.holds.costs(price)]
 
     def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
         """What these regions, none inside another, take at the least, whatever is nested in them."""
-        sums = sums_of(self._seconds)
-        total = 0.0
-        for call, kept in regions.items():
-            first, stop = self.graph.calls[call].first, self._stop[call]
-            spared = {*kept, *self.graph.unneeded.of(call, kept)}
-            held = [self._seconds[first + op] for op in spared if first + op < stop]
-            total += float(sums[stop] - sums[first]) - float(sum(held))
+        total = sum(self._seconds_of(call, kept) for call, kept in regions.items())
         return (total + len(regions) * self._region_s) * (1 - _ROUNDING)
+
+    def _seconds_of(self, call: int, kept: tuple[int, ...]) -> float:
+        if kept:
+            return self.holds.seconds(call, kept)
+        return float(self._seconds[self.graph.calls[call].first : self._stop[call]].sum())
 
     def _collect(self, price: float, as_region: list[int]) -> Choice:
         regions: dict[int, tuple[int, ...]] = {}
@@ -213,21 +207,11 @@ class Pricing:
                 size += self._direct[index]
                 pending += self._children[index]
                 continue
-            kept: list[int] = []
-            seconds += self._region_s
-            size += self._inputs[index]
-            if as_region[index] > 1:
-                holds, held = self.ways[as_region[index] - 2], self._held[self._depth[index]]
-                seconds += float(holds.fees_s[index])
-                kept = holds.kept(index, price)
-                size += float(held[[call.first + op for op in kept]].sum())
-                left_out = {*kept, *self.graph.unneeded.of(index, tuple(kept))}
-                run = [op for op in range(call.first, self._stop[index]) if op - call.first not in left_out]
-                spared = [op for op in left_out if op in kept or call.first + op < self._stop[index]]
-                seconds += float(self._seconds[run].sum()) + self.graph.shown.sparing_s(index, spared)
-            else:
-                seconds += float(self._seconds[call.first : self._stop[index]].sum())
-            regions[index] = tuple(kept)
+            retains = as_region[index] == 2
+            kept = tuple(self.holds.kept(index, price)) if retains else ()
+            seconds += self._region_s + (self.holds.seconds if retains else self._seconds_of)(index, kept)
+            size += self._inputs[index] + float(self._held[self._depth[index]][[call.first + op for op in kept]].sum())
+            regions[index] = kept
         size += sum(pays for pays, _, _, _ in pressed)
         seconds += sum(takes for _, takes, _, _ in pressed)
         return Choice(seconds, size, regions, {value: codec for _, _, value, codec in pressed if codec})
@@ -245,12 +229,11 @@ class Hull:
 
     choices: list[Choice]
     supports: list[tuple[float, float, float]]
-    rounding: float = _ROUNDING
 
     def least_s(self, allowed: float) -> float:
         """Seconds that every plan takes that holds at most `allowed` bytes at the hull's moment."""
         bounds = [
-            seconds + price * (size - allowed) - self.rounding * (seconds + price * size)
+            seconds + price * (size - allowed) - _ROUNDING * (seconds + price * size)
             for price, seconds, size in self.supports
         ]
         return max(bounds, default=0.0)
@@ -280,11 +263,11 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
             look_between(low, choice)
             look_between(choice, high)
     unique = {(choice.bytes, choice.seconds): choice for choice in found}
-    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports, pricing.rounding)
+    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports)
 
 
 def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """For each forward op, whether a region may hold what it makes, and whether it must: indices can come out anew.
+    """For each forward op, whether a region may retain what it makes, and whether it must: indices can come out anew.
 
     What an op changes in place, and what is changed after, would not be what it was.
     """
@@ -300,14 +283,15 @@ def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
 def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
     """For each call whether it can be a region: a module of the model, with ops to replay and none that cannot be."""
     may, must = keepable(graph)
-    stuck = np.concatenate([[0], np.cumsum(must & ~may)])
+    depths = graph.retainable.depths
+    stuck = {depth: sums_of(must & ~(may & (depths >= depth))) for depth in set(graph.depths)}
     return [
         stop > call.first
         and bool(call.path)
         and not call.path.startswith("<")
-        and stuck[call.end] == stuck[call.first]
+        and stuck[depth][call.end] == stuck[depth][call.first]
         and index not in graph.unreplayable
-        for index, (call, stop) in enumerate(zip(graph.calls, stops, strict=True))
+        for index, (call, stop, depth) in enumerate(zip(graph.calls, stops, graph.depths, strict=True))
     ]
 
 
@@ -329,15 +313,12 @@ def contains_layers(graph: StepGraph) -> list[bool]:
     return found
 
 
-def _stops(graph: StepGraph) -> tuple[list[int], list[int]]:
-    """The position up to which each call is replayed if it is a region: its last save that is read, or an inner call's.
-
-    And the least it can be: with regions inside, that up to the entry of the last.
-    """
-    stops, least = [0] * len(graph.calls), [call.first for call in graph.calls]
+def _stops(graph: StepGraph) -> list[int]:
+    """The position up to which each call is replayed as a region that retains nothing: its last save that is read."""
+    stops = [0] * len(graph.calls)
     for save in graph.saves:
-        call, reached = save.call, save.made
-        while save.read >= 0 and call >= 0 and (stops[call] < save.made or least[call] < reached):
-            stops[call], least[call] = max(stops[call], save.made), max(least[call], reached)
-            call, reached = graph.calls[call].parent, graph.calls[call].first
-    return stops, least
+        call = save.call
+        while save.read >= 0 and call >= 0 and stops[call] < save.made:
+            stops[call] = save.made
+            call = graph.calls[call].parent
+    return stops

@@ -47,7 +47,10 @@ def _num_ops(graph: StepGraph, calls: list[int]) -> int:
 
 
 def reference_plans(graph: StepGraph) -> dict[str, Plan]:
-    """Nothing, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products."""
+    """Nothing, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products.
+
+    Of the latter those that autograd saves: no plan can retain the others.
+    """
     blocks = block_calls(graph)
     found = {"nothing": Plan()}
     if blocks:
@@ -58,19 +61,14 @@ def reference_plans(graph: StepGraph) -> dict[str, Plan]:
 
 
 def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
-    paths = ((graph.calls[call].path, graph.nths[call], regions[call]) for call in sorted(regions))
-    return Plan(regions=tuple(Recompute(path, nth, kept) for path, nth, kept in paths))  # they leave out nothing
+    return Plan(regions=recomputes(graph, regions))
 
 
 def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
-    """Regions given by call numbers, as a plan names them, with the ops that need not run again."""
-    left_out = graph.unneeded.of_regions(regions)
-    return tuple(
-        Recompute(graph.calls[call].path, graph.nths[call], regions[call], left_out.get(call, ()))
-        for call in sorted(regions)
-    )
+    """Regions given by call numbers, as a plan names them."""
+    return tuple(Recompute(graph.calls[call].path, graph.nths[call], regions[call]) for call in sorted(regions))
 
 
 def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
-    first, end = graph.calls[call].first, graph.calls[call].end
-    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.ops[op].outputs)
+    first, end, depth = graph.calls[call].first, graph.calls[call].end, graph.depths[call]
+    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.retainable.depths[op] >= depth)

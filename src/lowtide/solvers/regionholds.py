@@ -1,25 +1,26 @@
-"""What regions hold at a price, of the outputs that they may hold, and what that costs.
+"""Which outputs a region retains at a price per byte, and what that costs at the least.
 
-There are two ways to hold outputs. Any can be held where the ops of a region are watched in its forward and in its
-replay. Where those alone are held that saved-tensor hooks are shown (`graph.shown`), only the replay is watched. Each
-way is a set of ops that a region may hold and a fee; which way is best is up to who compares them.
+A replay ends at the last save that is dropped, so what is retained also decides which ops run again. For each position
+at which a replay may end: ops before it run again, or their outputs are retained, whichever is cheaper; of ops behind
+it, all outputs that are saved are retained. The best position is somewhere from the last save that no plan can retain
+(`least`) to the last save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from lowtide.graph import StepGraph
-from lowtide.solvers.regioncuts import RegionCuts
 
 
 class RegionHolds:
-    """One way to hold outputs: the ops that `may_keep` in regions of each depth, and the fee of each call, in seconds.
+    """What each call costs as a region that retains outputs, at the least, whatever regions are inside it.
 
-    `held[depth]` are bytes for each op that a region at that depth holds, if it holds the op's outputs. A fee of inf
-    is for a call that cannot be such a region, or need not. `freer` is a way for the same calls to hold more.
+    `may_keep[depth]` and `must_keep` are the ops whose outputs regions at that depth may and must retain, and
+    `held[depth]` the bytes that each takes then. `stops` are the positions at which replays end if nothing is retained.
+    Calls that are not `allowed` to be regions cost inf.
     """
 
     def __init__(
@@ -29,47 +30,80 @@ class RegionHolds:
         may_keep: Mapping[int, np.ndarray],
         must_keep: np.ndarray,
         held: Mapping[int, np.ndarray],
-        fees_s: np.ndarray,
-        freer: RegionHolds | None = None,
+        allowed: np.ndarray,
     ) -> None:
-        self._graph, self._stops = graph, stops
-        self._may_keep, self._must_keep, self._held, self.fees_s = may_keep, must_keep, held, fees_s
-        self._seconds, self._spared_s = graph.arrays.seconds[: graph.num_forward], graph.shown.spared_s
+        self._graph, self._may_keep, self._must_keep, self._held = graph, may_keep, must_keep, held
+        self._seconds, self._substituted_s = graph.arrays.seconds[: graph.num_forward], graph.retainable.substituted_s
+        is_saved, unread = np.zeros(graph.num_forward, dtype=bool), np.zeros(graph.num_forward, dtype=bool)
+        for save in graph.saves:
+            born = graph.values[save.value].born
+            if 0 <= born < graph.num_forward:
+                is_saved[born], unread[born] = True, unread[born] or save.read < 0
+        self._is_read = is_saved & ~unread  # a region that could retain the output brings it back, or does retain it
         first, end = graph.arrays.first, np.array([call.end for call in graph.calls], dtype=np.int64)
-        self._spans = first, np.maximum(first, np.array(stops, dtype=np.int64)), end
-        depths = np.array(graph.depths, dtype=np.int64)
-        self._calls_at = {depth: depths == depth for depth in held}
-        calls, cuts = np.flatnonzero(fees_s < np.inf).tolist(), None if freer is None else freer.cuts
-        gained_s = self._seconds - self._spared_s
-        self.cuts: RegionCuts = RegionCuts(graph, gained_s, may_keep, must_keep, stops, calls, cuts)
+        least, entries = _least_stops(graph, may_keep)
+        self._spans = first, least, np.maximum(least, np.array(stops, dtype=np.int64)), end
+        # With a region inside, the replay around it may end where that begins.
+        inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
+        num_allowed = sums_of(allowed)
+        has_inner = num_allowed[graph.arrays.after] > num_allowed[1:]
+        self._inner_s = np.where(has_inner, inner_s, np.inf)
+        self._allowed, depths = allowed, np.array(graph.depths, dtype=np.int64)
+        self._calls_at = {depth: np.flatnonzero((depths == depth) & allowed) for depth in held}
 
     def costs(self, price: float) -> np.ndarray:
-        """What each call costs as a region with what it best holds at a price, less what its inputs cost."""
-        first, stop, end = self._spans
-        costs = self.fees_s.copy()
-        for depth, held in self._held.items():
-            may_keep = self._may_keep[depth]
-            holding = price * held + self._spared_s
-            must = np.where(self._must_keep, holding, 0.0)
-            either = np.where(may_keep, np.minimum(self._seconds, holding), self._seconds)
-            run, past_stop = sums_of(np.where(self._must_keep, must, either)), sums_of(must)
-            here = self._calls_at[depth]
-            costs[here] += (run[stop] - run[first] + past_stop[end] - past_stop[stop])[here]
-        for call in self.cuts.calls:
-            costs[call] -= self.cuts.best(call, price, self._held[self._graph.depths[call]])[0]
+        """What each call costs as a region that retains what it best does at a price, less what its inputs cost."""
+        dispatch_s = self._graph.hardware.dispatch_s
+        costs = np.full(len(self._allowed), np.inf)
+        for depth, calls in self._calls_at.items():
+            first, least, stop, end = (span[calls] for span in self._spans)
+            before, behind = (sums_of(each) for each in self._choices(depth, price))
+            must = sums_of(np.where(self._must_keep, price * self._held[depth], 0.0))
+            ends = np.stack([least, stop + 1], axis=1).ravel()
+            at_end = np.append(before - behind, np.inf)
+            alone_s, inside_s = (
+                np.minimum.reduceat(each, ends)[::2] if len(calls) else np.zeros(0)
+                for each in (at_end + dispatch_s * np.arange(len(at_end)), at_end)
+            )
+            best = np.minimum(alone_s - dispatch_s * first, inside_s + self._inner_s[calls])
+            costs[calls] = best - before[first] + behind[stop] + must[end] - must[stop]
         return costs
 
+    def _choices(self, depth: int, price: float) -> tuple[np.ndarray, np.ndarray]:
+        """What each op costs in regions of a depth, before the end of a replay and behind it."""
+        may_keep, kept = self._may_keep[depth], price * self._held[depth]
+        before = np.where(may_keep, np.minimum(self._seconds, kept + self._substituted_s), self._seconds)
+        before = np.where(self._must_keep, kept + self._substituted_s, before)
+        return before, np.where(self._must_keep | (may_keep & self._is_read), kept, 0.0)
+
     def kept(self, index: int, price: float) -> list[int]:
-        """The ops of a call, counted from its first, whose outputs it best holds at a price."""
-        call, depth = self._graph.calls[index], self._graph.depths[index]
-        ops, held = slice(call.first, call.end), self._held[depth]
-        worth = self._may_keep[depth][ops] & (price * held[ops] < self._seconds[ops] - self._spared_s[ops])
-        worth[max(0, self._stops[index] - call.first) :] = False
-        kept = set(np.flatnonzero(worth | self._must_keep[ops]).tolist())
-        if index in self.cuts:
-            kept -= set((self.cuts.ops(index) - call.first).tolist())
-            kept |= set(self.cuts.best(index, price, held)[1])
-        return sorted(kept)
+        """The ops of a call, counted from its first, whose outputs it best retains at a price."""
+        first, least, stop, end = (int(span[index]) for span in self._spans)
+        depth = self._graph.depths[index]
+        before, behind = (each[first:stop] for each in self._choices(depth, price))
+        costs = sums_of(before)[least - first :] + behind.sum() - sums_of(behind)[least - first :]
+        at = least + int(np.argmin(costs + [self._fee_s(index, position) for position in range(least, stop + 1)]))
+        may_keep, gained_s = self._may_keep[depth], self._seconds - self._substituted_s
+        is_kept = self._must_keep[first:end].copy()
+        is_kept[: at - first] |= may_keep[first:at] & (price * self._held[depth][first:at] < gained_s[first:at])
+        is_kept[at - first : stop - first] |= (may_keep & self._is_read)[at:stop]
+        return [int(op) for op in np.flatnonzero(is_kept)]
+
+    def seconds(self, index: int, kept: Sequence[int]) -> float:
+        """What a call takes at the least as a region that retains the outputs of some ops, counted from its first."""
+        first, least, stop, end = (int(span[index]) for span in self._spans)
+        is_kept = np.zeros(end - first, dtype=bool)
+        is_kept[list(kept)] = True
+        may_keep = self._may_keep[self._graph.depths[index]]
+        dropped = np.flatnonzero((may_keep & self._is_read)[least:stop] & ~is_kept[least - first : stop - first])
+        at = least + int(dropped[-1]) + 1 if len(dropped) else least
+        runs = np.where(is_kept[: at - first], self._substituted_s[first:at], self._seconds[first:at])
+        return self._fee_s(index, at) + float(runs.sum())
+
+    def _fee_s(self, index: int, stop: int) -> float:
+        """The dispatch of a call's replay that ends at `stop`, or earlier with regions inside."""
+        alone_s = self._graph.hardware.dispatch_s * (stop - self._graph.calls[index].first)
+        return min(alone_s, float(self._inner_s[index]))
 
 
 def sums_of(items: np.ndarray) -> np.ndarray:
@@ -77,40 +111,17 @@ def sums_of(items: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(items)])
 
 
-def ways_to_hold(
-    graph: StepGraph,
-    stops: list[int],
-    least_stops: list[int],
-    may_keep: np.ndarray,
-    must_keep: np.ndarray,
-    held: Mapping[int, np.ndarray],
-    allowed: np.ndarray,
-) -> list[RegionHolds]:
-    """The ways in which calls that are `allowed` to be regions may hold outputs, with what watching costs at the least.
+def _least_stops(graph: StepGraph, may_keep: Mapping[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The earliest positions at which replays of calls can end: at the last save that is read and cannot be retained.
 
-    The second is for those calls only where both have something for them: some of what they may hold is not shown.
+    And with regions inside: for a save in a call inside, where that call begins.
     """
-    first, stop = graph.arrays.first, np.maximum(graph.arrays.first, np.array(stops, dtype=np.int64))
-    end = np.array([call.end for call in graph.calls], dtype=np.int64)
-    depths = np.array(graph.depths, dtype=np.int64)
-    shown = {depth: graph.shown.depths >= depth for depth in held}
-    num_hidden, num_bound = np.zeros(len(first)), np.zeros(len(first))  # ops not shown: to be held or not, and to be
-    for depth, is_shown in shown.items():
-        hidden, bound = sums_of(may_keep & ~is_shown), sums_of(must_keep & ~is_shown)
-        here = depths == depth
-        num_bound[here] = (bound[end] - bound[first])[here]
-        num_hidden[here] = (hidden[stop] - hidden[first])[here] + num_bound[here]
-    # A region with others inside is watched in its forward whatever it holds; its replay may end earlier for that.
-    forward_op_s, replay_op_s = graph.shown.forward_op_s, graph.shown.replay_op_s
-    shown_s = replay_op_s * (stop - first)
-    hidden_s = forward_op_s * (end - first) + replay_op_s * (np.array(least_stops, dtype=np.int64) - first)
-    any_s = np.where(num_hidden > 0, hidden_s, np.minimum(shown_s, hidden_s))
-    everything = dict.fromkeys(held, may_keep)
-    found = [RegionHolds(graph, stops, everything, must_keep, held, np.where(allowed, any_s, np.inf))]
-    has_both = allowed & (num_hidden > 0) & (num_bound == 0)
-    if forward_op_s and has_both.any():
-        shown_only = {depth: may_keep & is_shown for depth, is_shown in shown.items()}
-        found.append(
-            RegionHolds(graph, stops, shown_only, must_keep, held, np.where(has_both, shown_s, np.inf), found[0])
-        )
-    return found
+    least, entries = graph.arrays.first.copy(), graph.arrays.first.copy()
+    for save in graph.saves:
+        call, reached, born = save.call, save.made, graph.values[save.value].born
+        while save.read >= 0 and call >= 0:
+            is_inside = graph.calls[call].first <= born < graph.num_forward
+            if not (is_inside and may_keep[graph.depths[call]][born]):
+                least[call], entries[call] = max(least[call], save.made), max(entries[call], reached)
+            call, reached = graph.calls[call].parent, graph.calls[call].first
+    return least, entries

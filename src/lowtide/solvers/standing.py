@@ -58,13 +58,13 @@ def _some_blocks(graph: StepGraph) -> list[Plan]:
 
 
 def replayed_s(graph: StepGraph, regions: Regions) -> float:
-    """The seconds that a plan without moves replays; its ops' watching comes on top."""
+    """The seconds that a plan without moves replays; what the host does comes on top."""
     owner = graph.innermost(regions)
     stops: dict[int, int] = {}
     is_read: set[int] = set()
     for save in graph.saves:
-        region = owner[save.call]
-        if region >= 0:
+        region, born = owner[save.call], graph.values[save.value].born
+        if region >= 0 and born - graph.calls[region].first not in regions[region]:
             stops[region] = max(stops.get(region, 0), save.made)
             is_read |= {region} if save.read >= 0 else set()
     for inner in sorted(regions, reverse=True):
@@ -73,11 +73,9 @@ def replayed_s(graph: StepGraph, regions: Regions) -> float:
             stops[outer] = max(stops.get(outer, 0), graph.calls[inner].first)
             is_read |= {outer} if inner in is_read else set()
     sums = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops[: graph.num_forward]])])
-    total, left_out = 0.0, graph.unneeded.of_regions(regions)
+    total = 0.0
     for region in sorted(is_read):
         first, stop = graph.calls[region].first, stops[region]
-        spared = {*regions[region], *left_out.get(region, ())}
-        spared_s = sum(graph.ops[first + op].seconds for op in sorted(spared) if first + op < stop)
-        left_s = graph.shown.sparing_s(region, [op for op in left_out.get(region, ()) if first + op < stop])
-        total += max(0.0, float(sums[stop] - sums[first]) - spared_s) + left_s
+        retained_s = sum(graph.ops[first + op].seconds for op in regions[region] if first + op < stop)
+        total += max(0.0, float(sums[stop] - sums[first]) - retained_s)
     return total

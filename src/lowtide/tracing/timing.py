@@ -18,18 +18,14 @@ from lowtide.tracing.records import Clock, RawOp
 
 _HOST_AHEAD = 0.8  # the share of a step's time within which the host must have started all of it
 # What counts of the host's time where an accelerator is the limit. In the backward it is hidden: on an H200, steps of a
-# GPT and a Llama whose replays were watched took what their kernels do. But it is not for nothing: of two plans alike,
-# the one that asks less is better. In the forward that depends on the model. One that waits for the device in each step
-# (`.item()`, as Hugging Face's Llama does at the start of its forward) gives the host no lead: with the forwards of 14
-# of 16 layers watched, 27 us for each of 1022 ops, the host needed 90 to 150 ms where the kernels take 82, and a step
-# that was to take 6.9 % more took 18.8 % more. There all of it counts, and nothing where there is a lead: half, then.
+# GPT and a Llama with a dispatch mode in their replays took what their kernels do. But it is not for nothing: of two
+# plans alike, the one that asks less is better.
 _IN_SIGHT = 0.05
-_IN_SIGHT_OF_FORWARD = 0.5
-# A loop over few ops finds all code and data in the caches. In a GPT and a Llama watching an op took three times as
-# long, and a region nearly twice.
+# A loop over few ops finds all code and data in the caches. In a GPT and a Llama a dispatch mode took three times as
+# long for each op, and a region nearly twice.
 _IN_A_MODEL = 3.0
 _REGION_IN_A_MODEL = 1.75
-_SPARED = 2.5  # times as long as to watch an op it takes to spare it: to keep what it made and take that, or put it off
+_SUBSTITUTED = 2.5  # times as long as the mode itself it takes to return a retained output in place of an op
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -64,18 +60,17 @@ class HostCosts(NamedTuple):
     """What the host does for regions, in seconds, as the fields of `Hardware` that have these names."""
 
     dispatch_s: float
-    forward_dispatch_factor: float
     region_s: float
     spare_s: float
 
 
 def host_costs(device: torch.device, host_s: float, step_s: float) -> HostCosts:
-    """What watching an op costs, sparing one in a replay, and a region beside its ops.
+    """What a dispatch mode costs for each op, a region beside its ops, and returning a retained output.
 
     Measured on tiny tensors. Where an accelerator is the limit, the share of it that is not hidden.
     """
     is_ahead = device.type != "cpu" and host_s < _HOST_AHEAD * step_s
-    share, of_forward = (_IN_SIGHT, _IN_SIGHT_OF_FORWARD) if is_ahead else (1.0, 1.0)
+    share = _IN_SIGHT if is_ahead else 1.0
     x = torch.zeros(4, 4, requires_grad=True)
     block = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.GELU()) for _ in range(6)))  # draws no numbers
 
@@ -83,21 +78,21 @@ def host_costs(device: torch.device, host_s: float, step_s: float) -> HostCosts:
         for _ in range(20):
             (x.t() @ x).view(2, 8).mul(2.0)
 
-    def some_watched_ops() -> int:
+    def some_dispatched_ops() -> int:
         with _compat.OpCounter() as counter:
             some_ops()
         return counter.num_ops
 
-    plain_s, watched_s = _seconds_of(some_ops, some_watched_ops)
+    plain_s, dispatched_s = _seconds_of(some_ops, some_dispatched_ops)
     with torch.enable_grad():
         forward_s, whole_s, region_s = _seconds_of(
             lambda: block(x),
             lambda: torch.autograd.grad(block(x).sum(), x),
             lambda: torch.autograd.grad(checkpoint(block, x).sum(), x),
         )
-    watching_s = _IN_A_MODEL * max(0.0, watched_s - plain_s) / some_watched_ops()
+    dispatch_s = _IN_A_MODEL * max(0.0, dispatched_s - plain_s) / some_dispatched_ops()
     region_s = _REGION_IN_A_MODEL * max(0.0, region_s - whole_s - forward_s)
-    return HostCosts(share * watching_s, of_forward / share, share * region_s, share * _SPARED * watching_s)
+    return HostCosts(share * dispatch_s, share * region_s, share * _SUBSTITUTED * dispatch_s)
 
 
 def _seconds_of(*calls: Callable[[], Any], rounds: int = 10) -> list[float]:

@@ -1,4 +1,4 @@
-"""Ops whose outputs saved-tensor hooks are shown, and what it costs to watch those of regions that hold outputs."""
+"""Ops whose outputs regions can retain, as autograd saves them there, and what that costs the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide import Plan, StepGraph, simulate
+from lowtide import Plan, PlanError, StepGraph, simulate
 from lowtide.eagerstep import EagerStep
 from lowtide.graph import Call, Hardware, Op, Save, Value
 from lowtide.plans import Recompute
@@ -36,47 +36,69 @@ def nested() -> StepGraph:
         Call("block.inner", "Inner", 1, 0, 2, (0,), (2,)),
         Call("head", "Head", 0, 3, 4, (4,), (5,)),
     ]
-    hardware = Hardware("test", dispatch_s=1 / 8, region_s=1 / 64, forward_dispatch_factor=4.0)
+    hardware = Hardware("test", dispatch_s=1 / 8, region_s=1 / 64, spare_s=1 / 4)
     return StepGraph(tuple(ops), 4, tuple(values), tuple(saves), tuple(calls), hardware)
 
 
 def test_the_innermost_call_in_which_all_that_an_op_makes_is_saved() -> None:
     graph = nested()
-    model, block, inner = 0, 1, 2
     # The first op's output is saved in the inner module, the second's around it, the third's by the head alone, though
     # at the moment at which the block ends; and what the head makes by nobody.
-    assert graph.shown.depths.tolist() == [2, 1, 0, -1]
-    assert graph.shown.are_all(inner, (0,)) and not graph.shown.are_all(inner, (0, 1))
-    assert graph.shown.are_all(block, (0, 1)) and not graph.shown.are_all(block, (2,))
-    assert graph.shown.are_all(model, (0, 1, 2)) and not graph.shown.are_all(model, (3,))
-
-
-def test_an_op_is_shown_if_all_its_outputs_are() -> None:
-    graph = nested()
-    values = list(graph.values)
-    values[3] = replace(values[3], bytes=1)
-    assert replace(graph, values=tuple(values)).shown.depths.tolist() == [2, -1, 0, -1]
+    assert graph.retainable.depths.tolist() == [2, 1, 0, -1]
 
 
 @pytest.mark.parametrize(
-    ("regions", "num_forward", "num_replayed"),
+    ("regions", "missing"),
     [
-        ({"block": ()}, 0, 0),
-        ({"block": (0,)}, 0, 3),
-        ({"block": (0, 1)}, 0, 3),
-        ({"block": (2,)}, 3, 3),
-        ({"block": (0, 2)}, 3, 3),
-        ({"block.inner": (0,)}, 0, 2),
-        ({"block.inner": (1,)}, 2, 2),
-        ({"block.inner": (0,), "head": (0,)}, 1, 2),  # the head is replayed up to its save, before its op
-        ({"block": (0,), "block.inner": ()}, 3, 3),  # hooks of the region inside come first
-        ({"head": ()}, 0, 0),
+        ({1: (0, 1, 2)}, {1: [2]}),
+        ({2: (0, 1)}, {2: [1]}),
+        ({0: (0, 1, 2, 3)}, {0: [3]}),
+        ({1: (0, 1), 2: ()}, {1: [0]}),  # the hooks of the region inside come first
+        ({0: (0, 1, 2), 1: ()}, {0: [0, 1]}),
+        ({0: (2,), 3: ()}, {0: [2]}),
     ],
 )
-def test_what_is_watched(regions: dict[str, tuple[int, ...]], num_forward: int, num_replayed: int) -> None:
+def test_what_is_retained_must_be_saved_directly_in_the_region(
+    regions: dict[int, tuple[int, ...]], missing: dict[int, list[int]]
+) -> None:
+    graph = nested()
+    assert graph.retainable.missing(regions) == missing
+    plan = Plan(tuple(Recompute(graph.calls[call].path, keep_ops=kept) for call, kept in regions.items()))
+    with pytest.raises(PlanError, match=f"retain the outputs of ops {next(iter(missing.values()))[0]} "):
+        simulate(graph, plan)
+
+
+def test_an_op_that_makes_nothing_cannot_be_retained() -> None:
+    graph = nested()
+    ops = (*graph.ops[:2], replace(graph.ops[2], outputs=()), *graph.ops[3:])
+    values = (*graph.values[:4], replace(graph.values[4], born=-1), *graph.values[5:])
+    graph = replace(graph, ops=ops, values=values)
+    assert graph.retainable.depths[2] == -1 and graph.retainable.missing({0: (2,)}) == {0: [2]}
+
+
+def test_an_op_is_retainable_if_all_its_outputs_are_saved() -> None:
+    graph = nested()
+    values = list(graph.values)
+    values[3] = replace(values[3], bytes=1)
+    assert replace(graph, values=tuple(values)).retainable.depths.tolist() == [2, -1, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("regions", "num_replayed", "num_substituted"),
+    [
+        ({"block": ()}, 0, 0),
+        ({"block": (0,)}, 3, 1),
+        ({"block": (1,)}, 2, 1),  # it is replayed up to the save of what the first op makes
+        ({"block": (0, 1)}, 0, 0),
+        ({"block.inner": (0,)}, 0, 0),
+        ({"block": (1,), "block.inner": ()}, 0, 0),  # that of the region inside is
+        ({"block": (0,), "head": ()}, 3, 1),
+    ],
+)
+def test_what_retaining_costs(regions: dict[str, tuple[int, ...]], num_replayed: int, num_substituted: int) -> None:
     graph = nested()
     plan = Plan(tuple(Recompute(path, keep_ops=kept) for path, kept in regions.items()))
-    expected_s = num_forward * 4 / 8 + num_replayed / 8 + len(regions) / 64
+    expected_s = num_replayed / 8 + num_substituted / 4 + len(regions) / 64
     told, played = simulate(graph, plan), EagerStep(graph, plan)
     assert told.watched_s == expected_s
     assert played.columns()["watched_s"] == expected_s
