@@ -119,8 +119,14 @@ class RandomStates:
         self._generators = _generators(devices, ())
         self._states = _states_of(self._generators)
 
-    def set(self) -> None:
+    def set(self) -> bool:
+        """Let the generators go on from here. False if that is after another seed than they have now."""
+        seeds = [generator.initial_seed() for generator in self._generators]
         _set_states(self._generators, self._states)
+        return seeds == [generator.initial_seed() for generator in self._generators]
+
+    def are_current(self) -> bool:
+        return _states_of(self._generators) == self._states
 
 
 # Bytes and numbers, which Python's garbage collector does not track: a copy of a state, or seed and offset.

@@ -293,13 +293,13 @@ class Frame:
         tensors = self._input_tensors()
         # What autograd has let go of since the forward is not needed.
         needed = [count > _UNUSED for count in _reference_counts(self._tokens)]
-        retained = self.retained
-        if retained is not None:
-            retained.begin_replay(needed)
-        collector = Collector(self._options, needed, self._stop(needed), retained)
+        # A gradient that the region itself computes asks for saves before the forward is over.
+        retained = self.retained if self._is_done else None
+        runs_to_end = retained is not None and retained.begin_replay(needed)
+        collector = Collector(self._options, needed, -1 if runs_to_end else self._stop(needed), retained)
         try:
             self._run_again(tensors, collector)
-            is_right = retained is None or retained.replay_done()
+            is_right = retained is None or retained.replay_done(saves_agree=self._agrees(collector))
         except Exception as error:
             if retained is None or not retained.may_have_caused(error):
                 raise
@@ -330,13 +330,13 @@ class Frame:
     def _run_again(self, tensors: list[Tensor], collector: Collector) -> Any:
         args, kwargs = self._arguments.build(tensors)
         modes: list[AbstractContextManager[Any]] = []
-        lost = self._state.lost()
-        if lost:  # more is in reach than is used: refuse only if the replay reads it
-            modes.append(_compat.ReadGuard([tensor for _, tensor in lost], self._refuse))
         if self._context is not None:
             modes.append(self._context)
         if collector.mode is not None:
             modes.append(collector.mode)
+        lost = self._state.lost()
+        if lost:  # more is in reach than is used: refuse only if the replay reads it, also for an op that does not run
+            modes.append(_compat.ReadGuard([tensor for _, tensor in lost], self._refuse))
         undo_state = self._state.restore()
         try:
             undo_environment = self._environment.restore()
@@ -397,12 +397,21 @@ class Frame:
                 path = self._arguments.path_of_tensor(index)
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
 
-    def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
-        """Raise if the replay saved other tensors than the forward did."""
+    def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
+        """What of the saves of a replay and of the forward is compared."""
         found, expected = collector.metadata, self._metadata
         if collector.is_stopped or not self._is_done:  # at least one of the two has only begun
             shared = min(len(found), len(expected))
             found, expected = found[:shared], expected[:shared]
+        return found, expected
+
+    def _agrees(self, collector: Collector) -> bool:
+        found, expected = self._compared(collector)
+        return found == expected
+
+    def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
+        """Raise if the replay saved other tensors than the forward did."""
+        found, expected = self._compared(collector)
         if found == expected:
             return
         is_missing = any(collector.needed[len(collector.tensors) :])
