@@ -842,7 +842,7 @@ def test_a_weight_that_is_no_parameter_is_changed_before_the_backward() -> None:
                 if step >= 2:
                     with torch.no_grad():
                         model[0].weight.mul_(2)  # type: ignore[operator]
-                    with pytest.raises(RuntimeError, match="in place|inplace"):
+                    with pytest.raises(RuntimeError, match=r"in place|inplace"):
                         loss.backward()
                 else:
                     loss.backward()
@@ -858,7 +858,7 @@ def test_a_parameter_is_changed_before_the_backward() -> None:
                     with torch.no_grad():
                         model[0].down.weight.mul_(2)
                         model[0].up.weight.mul_(2)
-                    with pytest.raises(RuntimeError, match="in place|inplace"):
+                    with pytest.raises(RuntimeError, match=r"in place|inplace"):
                         loss.backward()
                 else:
                     loss.backward()
