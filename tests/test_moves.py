@@ -298,8 +298,8 @@ def test_inputs_of_regions_move() -> None:
         assert_same(left_behind(model), expected)
 
 
-# Outputs that recomputed calls retain, from the second step on. Of a `Gated` the ops are: norm 0, t 1, addmm 2, two of chunk 3 (views), silu 4,
-# mul 5, and so on.
+# Outputs that recomputed calls retain, from the second step on. Of a `Gated` the ops are: norm 0, t 1, addmm 2, two of
+# chunk 3 (views), silu 4, mul 5, and so on.
 
 
 def held_elsewhere(paths: str, ops: range | tuple[int, ...], to: str = "host") -> Plan:

@@ -1070,3 +1070,18 @@ def test_a_weight_that_is_trained_later_and_a_buffer_written_in_the_forward() ->
             loss_of(model)(x).backward()
         model.load_state_dict(plain.state_dict())
         check_steps(handle, model)
+
+
+def test_a_region_inside_with_buffers() -> None:
+    """Copies that the engine makes of them are no ops of the region outside."""
+
+    class Normed(Block):
+        def __init__(self) -> None:
+            super().__init__(lambda block, x: x * F.gelu(block.up(block.norm(x)))[:, :16].sin())  # type: ignore[operator]
+            self.norm = nn.BatchNorm1d(16)
+
+    model = nn.Sequential(Normed(), nn.Linear(16, 16))
+    plan = Plan((*retains(model, "gelu").regions, Recompute("0.norm")))
+    check(model, plan)
+    with lowtide.apply(model, plan):
+        assert num_runs(model, torch.ops.aten.gelu.default) == [1, 0, 0]

@@ -1,4 +1,4 @@
-"""Programs with retained op outputs, each op alone and all of them: every step leaves behind what the plain one does."""
+"""Programs with retained op outputs, each op alone and all of them: every step leaves what the plain one leaves."""
 
 from __future__ import annotations
 
@@ -245,9 +245,7 @@ PROGRAMS: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "list": functools.partial(numbers, largest, lambda made: made.tolist()),
     "numpy": functools.partial(numbers, largest, lambda made: float(np.asarray(made.detach()))),
     "counts in a list": functools.partial(numbers, count, lambda made: made.tolist()[0]),
-    "counts to split at": functools.partial(
-        numbers, count, lambda made: torch.ones(99).tensor_split(made)[0].numel()
-    ),
+    "counts to split at": functools.partial(numbers, count, lambda made: torch.ones(99).tensor_split(made)[0].numel()),
 }
 
 

@@ -140,7 +140,8 @@ def _states_of(generators: tuple[torch.Generator, ...]) -> tuple[State, ...]:
 def _state_of(generator: torch.Generator) -> State:
     if generator.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         return generator.initial_seed(), generator.get_offset()
-    return generator.get_state().numpy().tobytes()
+    with _compat.without_modes():  # a fake tensor has no bytes
+        return generator.get_state().numpy().tobytes()
 
 
 def _set_states(generators: tuple[torch.Generator, ...], states: tuple[State, ...]) -> None:
