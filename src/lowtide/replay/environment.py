@@ -121,9 +121,14 @@ class RandomStates:
 
     def set(self) -> bool:
         """Let the generators go on from here. False if that is after another seed than they have now."""
-        seeds = [generator.initial_seed() for generator in self._generators]
+        seeds = self._seeds()
         _set_states(self._generators, self._states)
-        return seeds == [generator.initial_seed() for generator in self._generators]
+        return seeds == self._seeds()
+
+    def _seeds(self) -> list[int]:
+        pairs = zip(self._generators, self._states, strict=True)
+        # While a CUDA graph is captured there are only whole states, and nobody may ask for a seed.
+        return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
 
     def are_current(self) -> bool:
         return _states_of(self._generators) == self._states
