@@ -298,8 +298,8 @@ def test_inputs_of_regions_move() -> None:
         assert_same(left_behind(model), expected)
 
 
-# Outputs that recomputed calls hold. Of a `Gated` the ops are: norm 0, t 1, addmm 2, two of chunk 3 (views), silu 4,
-# mul 5, and so on.
+# Outputs that recomputed calls retain, from the second step on. Of a `Gated` the ops are: norm 0, t 1, addmm 2, two of
+# chunk 3 (views), silu 4, mul 5, and so on.
 
 
 def held_elsewhere(paths: str, ops: range | tuple[int, ...], to: str = "host") -> Plan:
@@ -315,17 +315,21 @@ def test_outputs_of_regions_move_and_are_not_made_again(to: str) -> None:
     model = nn.Sequential(*(Gated() for _ in range(3)))
     twin = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("012", (2,), to)) as handle:
+        model(data()).sum().backward()
+        assert handle.stats().moved_bytes == 0
+        model.zero_grad()
         output = model(data())
         assert handle.stats().stored_bytes == 3 * 32 * 32 * 4
         with RunsOf(torch.ops.aten.addmm.default) as products:
             output.sum().backward()
         assert products.count == 3, "of six, the second of each module"
         assert handle.stats().stored_bytes == 0
+        model.zero_grad()
         both(model, twin, lambda model: model(data()).square().mean().backward())
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-@pytest.mark.parametrize("ops", [(2,), (4, 5), tuple(range(40))], ids=["product", "gates", "all"])
+@pytest.mark.parametrize("ops", [(2, 5), (4, 8), tuple(range(40))], ids=["products", "gates", "all"])
 def test_whichever_outputs_move_the_step_is_the_same(ops: tuple[int, ...], precision: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), nn.Sequential(Gated(), nn.Dropout(0.5)), Gated())
@@ -339,14 +343,15 @@ def test_whichever_outputs_move_the_step_is_the_same(ops: tuple[int, ...], preci
 
     nested = held_elsewhere("12", ops)
     with lowtide.apply(model, replace(nested, regions=(*nested.regions, Recompute("1.0")))) as handle:
-        both(model, twin, step)
-        assert handle.stats().stored_bytes == 0
+        for _ in range(2):
+            both(model, twin, step)
+            assert handle.stats().stored_bytes == 0
         assert handle.stats().moved_bytes > 0
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])
-@pytest.mark.parametrize(("activation", "products"), [(torch.relu_, 1), (torch.relu, 0)])
-def test_an_output_written_to_after_it_left_is_made_again(activation: Any, products: int, to: str) -> None:
+@pytest.mark.parametrize(("activation", "products"), [(torch.relu_, 1), (nn.functional.gelu, 0)])
+def test_an_output_that_is_written_to_is_made_again(activation: Any, products: int, to: str) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -358,12 +363,13 @@ def test_an_output_written_to_after_it_left_is_made_again(activation: Any, produ
     model = nn.Sequential(Writes(), nn.Linear(16, 16))
     twin = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("0", (1,), to)) as handle:
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        for _ in range(2):
+            both(model, twin, lambda model: model(data()).square().mean().backward())
         output = model(data())
         with RunsOf(torch.ops.aten.addmm.default) as ran:
             output.sum().backward()
         assert ran.count == products
-        assert handle.stats().moved_bytes > 0
+        assert (handle.stats().moved_bytes > 0) == (products == 0)
         assert handle.stats().stored_bytes == 0
 
 
@@ -400,7 +406,8 @@ def test_outputs_written_to_through_other_tensors_are_made_again(way: str, to: s
     for op in range(12):
         plan = held_elsewhere("0", (op,), "host" if to == "device" else to)
         with lowtide.apply(model, replace(plan, moves=()) if to == "device" else plan):
-            both(model, twin, lambda model: model(data()).square().mean().backward())
+            for _ in range(2):
+                both(model, twin, lambda model: model(data()).square().mean().backward())
 
 
 class WritesOutside(nn.Module):
@@ -426,7 +433,8 @@ def test_views_are_not_held() -> None:
     twin = copy.deepcopy(model)
     for op in range(4):
         with lowtide.apply(model, Plan((Recompute("first", keep_ops=(op,)),))):
-            both(model, twin, lambda model: model(data()).square().mean().backward())
+            for _ in range(2):
+                both(model, twin, lambda model: model(data()).square().mean().backward())
 
 
 def test_an_output_of_several_tensors_moves_its_first() -> None:
@@ -438,6 +446,7 @@ def test_an_output_of_several_tensors_moves_its_first() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Drops(), nn.Linear(16, 16))
     twin = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("1", (0,))) as handle:
+        both(model, twin, lambda model: model(data()).square().mean().backward())
         output = model(data())
         assert handle.stats().stored_bytes == 32 * 16 * 4
         del output
@@ -462,7 +471,8 @@ def test_sparse_values_stay(plan: Plan) -> None:
     model = nn.Sequential(Sparse(), nn.Linear(16, 16))
     twin = copy.deepcopy(model)
     with lowtide.apply(model, plan) as handle:
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        for _ in range(2):
+            both(model, twin, lambda model: model(data()).square().mean().backward())
         assert handle.stats().moved_bytes > 0
 
 
@@ -471,23 +481,27 @@ def test_after_an_exception_no_output_is_left(where: str) -> None:
     model = nn.Sequential(nn.Sequential(Gated(), Breaks()), Gated())
     twin = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("01", (2, 4, 5))) as handle:
+        both(model, twin, lambda model: model(data()).square().mean().backward())
         model[0][1].breaks = where
         with contextlib.suppress(KeyError):
             model(data()).sum().backward()
             raise AssertionError("nothing broke")
         gc.collect()
+        assert handle.stats().moved_bytes > 0
         assert handle.stats().stored_bytes == 0
         model[0][1].breaks = None
         both(model, twin, lambda model: model(data()).square().mean().backward())
 
 
 def test_outputs_of_regions_leave_memory() -> None:
-    model, alive = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), nn.Linear(64, 64)), []
+    model, alive = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 64)), []
     model[0][0].register_forward_hook(
         lambda module, args, output: alive.append(weakref.ref(output.untyped_storage()))  # type: ignore[func-returns-value]
     )
     for moves, is_there in (((), True), ((Move("0", to="disk", op=1),), False)):
         with lowtide.apply(model, Plan((Recompute("0", keep_ops=(1,)),), moves)):
+            model(torch.randn(64, 64)).sum().backward()
+            alive.clear()
             output = model(torch.randn(64, 64))
             assert (alive[0]() is not None) == is_there
             output.sum().backward()
@@ -497,6 +511,7 @@ def test_outputs_of_regions_leave_memory() -> None:
 def test_outputs_of_regions_are_asked_for_when_the_backward_gets_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Gated(), Gated())
     with lowtide.apply(model, held_elsewhere("01", (2, 5))) as handle:
+        model(data()).sum().backward()
         (store,) = handle._stores()
         asked: list[list[int]] = []
         own = store._shelves.fetch_before
@@ -520,7 +535,8 @@ def test_where_others_have_hooks_outputs_stay() -> None:
         loss.backward()
 
     with lowtide.apply(model, held_elsewhere("01", (2, 5))) as handle:
-        both(model, twin, step)
+        for _ in range(2):
+            both(model, twin, step)
         assert handle.stats().moved_bytes == 0
 
 
@@ -628,6 +644,8 @@ def test_the_solver_moves_outputs_that_regions_hold() -> None:
     for call in blocks:
         made = enumerate(graph.ops[graph.calls[call].first : graph.calls[call].end])
         regions[call] = tuple(n for n, op in made if any(graph.values[v].bytes >= 1 << 16 for v in op.outputs))
+    missing = graph.retainable.missing(regions)
+    regions = {call: tuple(n for n in ops if n not in missing.get(call, ())) for call, ops in regions.items()}
     plan = Mover(graph, 1 << 30, 0).plan(regions, 1.0)
     moved, outputs = plan.moves_by_value(graph), plan.moved_outputs(graph)
     assert set(outputs) == set(blocks)
@@ -644,7 +662,8 @@ def test_the_solver_moves_outputs_that_regions_hold() -> None:
     step = functools.partial(step_of, job)
     expected = step()
     with lowtide.apply(job.model, plan) as handle:
-        assert_same(step(), expected)
+        for _ in range(2):
+            assert_same(step(), expected)
         assert handle.stats().moved_bytes > 0
 
 

@@ -118,6 +118,28 @@ def test_what_cannot_be_rounded_up_is_planned_for_as_it_is(caplog: pytest.LogCap
     assert [(r.planned_for, r.is_new) for r in handle.stats().replans] == [(((2, 20, 16),), True)]
 
 
+def test_a_plan_made_between_a_forward_and_its_backward() -> None:
+    """It may recompute modules inside a region of the plan before, and the other way around."""
+    plain = Tiny(most=64)
+    inputs = [torch.randn(2, length, 16) for length in (16, 20, 40, 16)]
+
+    def all_at_once(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        losses = [model(x).square().mean() for x in inputs]
+        for loss in losses:
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = all_at_once(copy.deepcopy(plain))
+    for share in (0.05, 0.5, 0.9):
+        model = copy.deepcopy(plain)
+        guess = lowtide.estimate(model, lambda x: model(x).square().mean(), inputs[0])  # noqa: B023
+        budget = int(guess.floor_bytes * (1 - share) + guess.peak_bytes * share)
+        with fitted(model, inputs[0], budget=budget) as handle:
+            assert same(all_at_once(model), expected)
+            assert handle.stats().replans
+
+
 def test_shapes_that_none_covers_have_a_plan_each() -> None:
     model = Tiny()
     wide, long = torch.randn(8, 8, 16), torch.randn(2, 32, 16)

@@ -124,10 +124,13 @@ def is_uninitialized(tensor: Tensor) -> bool:
 
 
 def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of many small tensors, in few kernels on an accelerator. Obsolete with public `foreach` functions."""
+    """Copies of many small tensors, in few kernels on an accelerator. No dispatch mode sees them being made.
+
+    Obsolete with public `foreach` functions.
+    """
     if not tensors:
         return []
-    with torch.no_grad():
+    with torch.no_grad(), without_modes():
         copies = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(copies, list(tensors))
     return copies
@@ -140,7 +143,7 @@ def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions:
     """
     if not tensors:
         return
-    with torch.no_grad():
+    with torch.no_grad(), without_modes():
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)

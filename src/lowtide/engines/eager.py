@@ -104,6 +104,7 @@ class PatchedModule:
     def __init__(self, name: str, module: nn.Module, recomputed: bool) -> None:
         self.name, self.module, self.recomputed = name, module, recomputed
         self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
+        self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it, for plans
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
         self.replay = self._replay  # bound once: what waits for the backward refers to it

@@ -78,16 +78,18 @@ class AppliedPlan(Applied):
         paths = dict.fromkeys([*(region.path for region in plan.regions), *counted_paths(plan, self.model)])
         regions: dict[str, dict[int, PlannedRegion]] = {}
         for region in plan.regions:
-            inner = [path for path in paths if path.startswith(f"{region.path}." if region.path else "") and path]
-            inner = [path for path in inner if path != region.path]
-            regions.setdefault(region.path, {})[region.nth] = PlannedRegion(region, inner)
+            regions.setdefault(region.path, {})[region.nth] = PlannedRegion(region)
         for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
             if path not in known:
                 known[path] = PatchedModule(path, modules[path], False)
+                known[path].replay = functools.partial(self._replay_alone, known[path])
                 self._regions.append(known[path])
                 self._patch(known[path])
                 self._turns[path] = Turn.for_module(path, modules[path])
             known[path].recomputed |= path in regions
+        for path, patched in known.items():  # those of earlier plans too: they look for a decision in any forward
+            prefix = f"{path}." if path else ""
+            patched.inner_paths = tuple(each for each in known if each.startswith(prefix) and each not in ("", path))
         self._all_moves += [] if moves is None else [moves]
         return Decisions(regions, moves)
 
@@ -190,9 +192,9 @@ class AppliedPlan(Applied):
             retained = decision.retained.call(module, args, kwargs, keeps)
         function = self._measured(region, forward, args)
         again: Callable[..., Any] = region.replay
-        if decision.inner_paths:  # which count calls and look for decisions of their own
+        if region.inner_paths:  # which count calls and look for decisions of their own
             function = functools.partial(self._run_inside, run, function)
-            again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(decision.inner_paths))
+            again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(region.inner_paths))
         turn = self._turns[region.name]
         if turn is not None:
             again = functools.partial(turn.during, again)
@@ -222,6 +224,11 @@ class AppliedPlan(Applied):
 
     def _run_inside(self, run: Run, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run_in(run.inside(), forward, args, kwargs)
+
+    def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
+        region.num_replays += 1
+        return self._run_in(Run(NOTHING).inside(), region.plain_forward(module), args, kwargs)
 
     def _replay_inside(
         self,

@@ -26,9 +26,8 @@ class PlannedRegion:
 
     hidden_from_replay = True
 
-    def __init__(self, region: Recompute, inner_paths: Iterable[str]) -> None:
+    def __init__(self, region: Recompute) -> None:
         self.retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops else None
-        self.inner_paths = tuple(inner_paths)  # modules inside it that the plan is about too
 
 
 @dataclass(frozen=True)

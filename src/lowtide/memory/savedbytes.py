@@ -29,11 +29,13 @@ class SavedBytes:
     def __enter__(self) -> None:
         outer, others, sizes = _compat.current_hooks(), self._others, self._sizes
 
+        @_compat.never_compiled
         def pack(tensor: Tensor) -> Any:
             if _compat.is_plain(tensor) and (storage := _compat.storage_id(tensor)) not in others:
                 sizes[storage] = (_compat.StorageReference(tensor), tensor.untyped_storage().nbytes())
             return KeptHere(tensor) if outer is None else outer[0](tensor)
 
+        @_compat.never_compiled
         def unpack(packed: Any) -> Tensor:
             return packed.restore() if outer is None else outer[1](packed)
 

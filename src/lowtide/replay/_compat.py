@@ -117,6 +117,43 @@ def gives_views(op: Any) -> bool:
     return getattr(op, "is_view", False)
 
 
+def has_dynamic_shape(op: Any) -> bool:
+    """Whether the shape of an op's output depends on values."""
+    return torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
+
+
+def tells_values(op: Any, args: Any, output: Any) -> bool:
+    """Whether Python may decide by values after an op ran: read from a tensor, from a shape, or from host memory.
+
+    Obsolete when torch tags every op that does.
+    """
+    if op is _INDEX:
+        return any(isinstance(index, Tensor) and index.dtype in _MASKS for index in args[1])
+    if op in _COPIES:
+        return output.device.type == "cpu" and any(isinstance(a, Tensor) and a.device.type != "cpu" for a in args)
+    known = _tells_values.get(id(op))
+    if known is None:
+        tags = getattr(op, "tags", ())
+        returns = getattr(getattr(op, "_schema", None), "returns", None)
+        _tells_values[id(op)] = known = (
+            torch.Tag.data_dependent_output in tags
+            or torch.Tag.dynamic_output_shape in tags
+            or returns is None  # an op that calls functions
+            or not all(_is_of_tensors(value.type) for value in returns)
+        )
+    return known
+
+
+def _is_of_tensors(kind: Any) -> bool:
+    return "Tensor" in str(kind)
+
+
+_tells_values: dict[int, bool] = {}  # by op, which lives as long as torch does and takes long to hash
+_INDEX = torch.ops.aten.index.Tensor
+_MASKS = (torch.bool, torch.uint8)
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
+
+
 def is_own(tensor: Tensor) -> bool:
     """Whether a tensor is all of its memory, and its numbers are there as they are: none to be conjugated or negated.
 

@@ -95,8 +95,20 @@ class RandomStates:
         self._generators = _generators(devices, ())
         self._states = list(map(_state_of, self._generators))
 
-    def set(self) -> None:
+    def set(self) -> bool:
+        """Let the generators go on from here. False if that is after another seed than they have now."""
+        seeds = self._seeds()
         _set_states(self._generators, self._states)
+        return seeds == self._seeds()
+
+    def _seeds(self) -> list[int]:
+        pairs = zip(self._generators, self._states, strict=True)
+        # While a CUDA graph is captured there are only whole states, and nobody may ask for a seed.
+        return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
+
+    def are_current(self) -> bool:
+        with _compat.without_modes():
+            return all(map(_is_same, map(_state_of, self._generators), self._states))
 
 
 State = Tensor | tuple[int, int]  # a copy, or seed and offset
@@ -104,10 +116,17 @@ State = Tensor | tuple[int, int]  # a copy, or seed and offset
 
 def _state_of(generator: torch.Generator) -> State:
     if generator is torch.default_generator or generator.device.type != "cuda":
-        return generator.get_state()
+        with _compat.without_modes():  # a fake tensor is no state
+            return generator.get_state()
     if torch.cuda.is_current_stream_capturing():
         return generator.get_state()
     return generator.initial_seed(), generator.get_offset()
+
+
+def _is_same(one: State, other: State) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one == other
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:

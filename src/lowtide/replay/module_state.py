@@ -237,7 +237,8 @@ class Snapshot:
                 if tensor.nbytes > _ALWAYS_COPIED_BYTES:
                     tree.learn(slot, is_written=True)
             elif runs_all and tree.is_written(slot) is None and _compat.has_values(tensor):
-                tree.learn(slot, is_written=not torch.equal(copied, tensor))
+                with _compat.without_modes():
+                    tree.learn(slot, is_written=not torch.equal(copied, tensor))
 
     def devices(self) -> set[torch.device]:
         return self.tree.devices

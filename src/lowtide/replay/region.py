@@ -339,13 +339,13 @@ class Frame:
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         args, kwargs = self._arguments.build(tensors)
         modes: list[AbstractContextManager[Any]] = []
-        lost = self._state.lost()
-        if lost:  # more is in reach than is used: refuse only if the replay reads it
-            modes.append(_compat.ReadGuard([tensor for _, tensor in lost], self._refuse))
         if self._context is not None:
             modes.append(self._context)
         if mode is not None:
             modes.append(mode)
+        lost = self._state.lost()
+        if lost:  # more is in reach than is used: refuse only if the replay reads it, also for an op that does not run
+            modes.append(_compat.ReadGuard([tensor for _, tensor in lost], self._refuse))
         undo_state = self._state.restore()
         try:
             undo_environment = self._environment.restore()
@@ -409,12 +409,21 @@ class Frame:
                 path = self._arguments.path_of_tensor(index)
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
 
-    def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
-        """Raise if the replay saved other tensors than the forward did."""
+    def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
+        """What of the saves of a replay and of the forward is compared."""
         found, expected = collector.metadata, self._metadata
         if collector.is_stopped or not self._is_done:  # at least one of the two has only begun
             shared = min(len(found), len(expected))
             found, expected = found[:shared], expected[:shared]
+        return found, expected
+
+    def _agrees(self, collector: Collector) -> bool:
+        found, expected = self._compared(collector)
+        return found == expected
+
+    def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
+        """Raise if the replay saved other tensors than the forward did."""
+        found, expected = self._compared(collector)
         if found == expected:
             return
         is_missing = any(collector.needed[len(collector.tensors) :])
@@ -466,13 +475,15 @@ class RetainingFrame(Frame):
         return super().unpack(index) if kept is None else kept
 
     def replay(self) -> None:
+        if not self._is_done:  # for a gradient that the region itself computes
+            return super().replay()
         self._check_arguments()
-        tensors, retained = self._input_tensors(), self._retained
-        needed = retained.begin_replay(self._needed())
-        collector: Collector = RetainingCollector(self._options, needed, self._stop(needed), retained)
+        tensors, needed, retained = self._input_tensors(), self._needed(), self._retained
+        stop = (-1, 0) if retained.begin_replay(needed) else self._stop(needed)
+        collector: Collector = RetainingCollector(self._options, needed, stop, retained)
         try:
             self._run_again(tensors, collector, retained.replay_mode(collector))
-            is_right = retained.replay_done()
+            is_right = retained.replay_done(saves_agree=self._agrees(collector))
         except Exception as error:
             if not retained.may_have_caused(error):
                 raise

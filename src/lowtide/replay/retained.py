@@ -8,14 +8,20 @@ that returns them when it comes to the ops that made them. Autograd builds its n
 A step may run otherwise than the one that was learned from, so every replay is checked:
 
 - Ops are counted; once another op runs than in the profile, nothing is taken any more.
-- The kept tensor must have the form that was learned, and the replay must save that very tensor at the same place.
-  Taken tensors carry a version number that autograd never reaches, so that they and their views are known again.
-- Random states go on from where the op left them, and no number may be drawn before that place.
+- The kept tensor must have the form that was learned, and after it was taken the replay must save that very tensor at
+  the same place. Taken tensors carry a version number that autograd never reaches, so that they and their views are
+  known again.
+- Between the two no op may tell Python a value (`item`, `nonzero`, a copy to the host): a branch that a wrong value
+  decided could save just that value, and the check would find nothing. (What Python reads from host memory without an
+  op, as `tolist` does, goes unseen.)
+- Random states go on from where the op left them: no number may be drawn between the op and its save, and no generator
+  seeded.
 - No op may write to a taken tensor.
 
-If one of these fails, what the replay collected is thrown away, it runs once more computing everything, and the profile
-is learned anew; after a few such failures the region keeps nothing. A kept save itself is always right, as it is the
-tensor that autograd saved.
+If one of these fails, or if the replay saves other tensors than the forward did, what it collected is thrown away, it
+runs once more computing everything, and the profile is learned anew. So it is where the forward already saves a tensor
+of another form than was learned. After a few such failures the region keeps nothing. A kept save itself is always
+right, as it is the tensor that autograd saved, unless it was written to since; then it is computed again.
 
 Kernels launched by hand may write to an output where no op and no version tells of it, and would do so again to a
 taken one. The learning replay looks for that by checksums; such outputs are never taken.
@@ -82,7 +88,7 @@ class RetainedOp:
     others: tuple[Any, ...]  # all parts, None for those that are saved
     build: Build
     is_random: bool
-    form: Any  # of the arguments, where the form of a saved view does not tell that of the output
+    form: Any  # of the arguments, where the forms of the saved tensors do not tell those of all parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,9 @@ class RetainedOps:
         if self._num_mistakes >= _MAX_MISTAKES:
             return None
         values = (*args, *kwargs.values()) if kwargs else args
-        shapes = tuple([(value.shape, value.dtype) for value in values if isinstance(value, Tensor)])
+        shapes = tuple(
+            [(value.shape, value.dtype, value.requires_grad) for value in values if isinstance(value, Tensor)]
+        )
         return RetainedCall(self, shapes, self._profiles.get(shapes), keeps, module)
 
     def learn(self, shapes: Any, profile: CaptureProfile) -> None:
@@ -137,9 +145,11 @@ class RetainedCall:
 
     __slots__ = (
         "_asked",
+        "_is_done",
         "_keeps",
         "_mode",
         "_module",
+        "_of_parameters",
         "_ops",
         "_profile",
         "_random",
@@ -157,9 +167,11 @@ class RetainedCall:
         module: nn.Module,
     ) -> None:
         self._ops, self._shapes, self._profile, self._keeps, self._module = ops, shapes, profile, keeps, module
+        self._of_parameters = frozenset() if profile is None else profile.of_parameters
         self._values: dict[int, KeptHere | KeptInStore] = {}  # by save
         self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd has asked for before there was a replay
+        self._is_done = False
         self._replayed = False
         self._mode: _Learning | _Taking | None = None
 
@@ -177,7 +189,7 @@ class RetainedCall:
             return
         is_it = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
         if not is_it or _compat.version_of(tensor) != part.version:
-            self._profile = None  # the forward runs otherwise; what is kept so far are saves all the same
+            self._forget()  # the forward runs otherwise; what is kept so far are saves all the same
             return
         op = self._profile.ops[part.op]
         if op.is_random and part.op not in self._random:
@@ -186,8 +198,13 @@ class RetainedCall:
         self._values[index] = keep(tensor)
 
     def forward_done(self, num_saves: int) -> None:
+        self._is_done = True
         if self._profile is not None and any(index >= num_saves for index in self._profile.by_save):
-            self._profile = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self._ops.forget(self._shapes)
+        self._profile = None
 
     # The backward.
 
@@ -196,25 +213,35 @@ class RetainedCall:
         kept = self._values.get(index)
         if kept is None:
             return None
+        if not kept.is_intact and index not in self._of_parameters:
+            del self._values[index]  # it is computed again; a parameter is not
+            self._asked.discard(index)
+            return None
         if self._replayed:
             del self._values[index]
         else:
             self._asked.add(index)  # a replay needs it once more
         return kept.restore()
 
-    def begin_replay(self, needed: list[bool]) -> list[bool]:
-        """Which saves a replay has to collect, of those that are needed: not what is kept."""
-        for index in self._values:
+    def begin_replay(self, needed: list[bool]) -> bool:
+        """Tell which saves the replay need not collect, as they are kept; and whether it has to run to its end."""
+        is_whole = all(needed)
+        for index in list(self._values):
             needed[index] = False
         if self._profile is not None and not self._values.keys() >= self._profile.by_save.keys():
-            self._profile = None  # a replay before this one has used them up
-        return needed
+            # A replay before this one has used them up, or they were written to.
+            self._profile, self._replayed = None, True
+        return self._is_learning and not (is_whole and not self._values)
+
+    @property
+    def _is_learning(self) -> bool:
+        return self._profile is None and not self._replayed
 
     def replay_mode(self, collector: Collector) -> Any:
         """What sees the ops of a replay: to learn if nothing is known, else to take outputs; None for neither."""
         if self._profile is not None:
             self._mode = _Taking(self, self._profile, collector)
-        elif not self._replayed and not self._values:
+        elif self._is_learning:
             self._mode = _Learning(self._ops, self._module)
         return self._mode
 
@@ -237,25 +264,28 @@ class RetainedCall:
     def random_states(self, op: Op) -> RandomStates | None:
         return self._random.get(op)
 
-    def replay_done(self) -> bool:
-        """Whether all that the replay took was what its ops make."""
+    def replay_done(self, *, saves_agree: bool) -> bool:
+        """Whether all that the replay took was what its ops make. `saves_agree`: with what the forward saved."""
         mode, self._mode = self._mode, None
         if isinstance(mode, _Learning):
-            self._ops.learn(self._shapes, mode.profile())
-        elif mode is not None and not mode.was_right():
+            if saves_agree:
+                self._ops.learn(self._shapes, mode.profile())
+        elif mode is not None and not (mode.was_right() and (saves_agree or not mode.taken)):
             return False
         self._end()
         return True
 
     def may_have_caused(self, error: Exception) -> bool:
         """Whether a replay may have failed because of what it took."""
+        if isinstance(error, _GivenUp):
+            return True
         taking = isinstance(self._mode, _Taking) and bool(self._mode.taken)
         return taking and not isinstance(error, torch.OutOfMemoryError)
 
     def give_up(self) -> None:
         """Take nothing in a replay any more."""
-        self._ops.forget(self._shapes)
-        self._mode = self._profile = None
+        self._forget()
+        self._mode = None
         self._end()
 
     def _end(self) -> None:
@@ -312,6 +342,7 @@ class _Learning(_Counting):
         self._found: dict[Op, tuple[RetainedOp, int, int]] = {}  # with numbers of parts to be saved and of draws
         self._by_save: dict[int, RetainedPart] = {}
         self._num_draws = 0
+        self._states: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._unseen = UnseenWrites() if ops.written_unseen is None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,9 +353,12 @@ class _Learning(_Counting):
         if type(op[0]) is not tuple:
             self._kinds.append(op[0])
         self._num_draws += _is_random(func)
+        if _compat.tells_values(func, args, output):
+            self._forget_ops({op for op, (found, num_parts, _) in self._found.items() if len(found.saves) < num_parts})
         if _may_write(func):
             self._forget(storages_in(facts_of(func).written_tensors(args, kwargs or {})))
-        elif position in self._ops.positions and not _compat.gives_views(func):
+        elif position in self._ops.positions and type(op[0]) is not tuple and not _compat.gives_views(func):
+            # (A cast of a weight is not taken: autocast would remember it for other regions.)
             self._add(op, position, func, args, kwargs, output)
         return output
 
@@ -336,7 +370,7 @@ class _Learning(_Counting):
             return
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             return
-        if len(full) != len(parts) and _is_foreign(func):
+        if len(full) != len(parts) and (_is_foreign(func) or _compat.has_dynamic_shape(func)):
             return  # what else it gives may be another thing each time
         for number, part in full.items():
             geometry, num_bytes = _geometry_of(part), part.untyped_storage().nbytes()
@@ -348,13 +382,19 @@ class _Learning(_Counting):
         others = tuple(None if number in full else part for number, part in enumerate(parts))
         form = _form_of(args), _form_of(kwargs)
         self._found[op] = RetainedOp(position, {}, others, build, _is_random(func), form), len(full), self._num_draws
+        if _is_random(func):
+            self._states[op] = RandomStates([part.device for part in full.values()])
 
     def _forget(self, storages: set[int]) -> None:
         """An output that is written to later is not what its op made."""
-        for part, _ in [self._made.pop(storage) for storage in storages & self._made.keys()]:
-            self._found.pop(part.op, None)
-        for index in [at for at, part in self._by_save.items() if part.op not in self._found]:
-            del self._by_save[index]
+        self._forget_ops({self._made[storage][0].op for storage in storages & self._made.keys()})
+
+    def _forget_ops(self, ops: set[Op]) -> None:
+        if not ops:
+            return
+        self._found = {op: found for op, found in self._found.items() if op not in ops}
+        self._made = {storage: made for storage, made in self._made.items() if made[0].op not in ops}
+        self._by_save = {index: part for index, part in self._by_save.items() if part.op not in ops}
 
     def saved(self, index: int, tensor: Tensor) -> None:
         if self._unseen is not None:
@@ -368,8 +408,10 @@ class _Learning(_Counting):
         if part is None or tensor.dtype is not part.dtype or _compat.version_of(tensor) != part.version:
             return
         op, _, num_draws = self._found[part.op]
-        # Random states are captured where the output is saved: nothing may have drawn numbers since.
-        if tensor.is_conj() or tensor.is_neg() or (op.is_random and num_draws != self._num_draws):
+        if tensor.is_conj() or tensor.is_neg():
+            return
+        # Random states are captured where the output is saved: they must still be what the op has left.
+        if op.is_random and (num_draws != self._num_draws or not self._states[part.op].are_current()):
             return
         op.saves.setdefault(part.number, index)
         self._by_save[index] = replace(part, saved=_geometry_of(tensor))
@@ -385,7 +427,10 @@ class _Learning(_Counting):
         }
         by_save = {index: part for index, part in self._by_save.items() if part.op in whole}
         turned = {part.op for part in by_save.values() if part.saved != part.made}
-        ops = {op: found if op in turned else replace(found, form=None) for op, found in whole.items()}
+        ops = {
+            op: found if op in turned or len(found.saves) != len(found.others) else replace(found, form=None)
+            for op, found in whole.items()
+        }
         return CaptureProfile(self._kinds, ops, by_save, frozenset(self._of_parameters))
 
 
@@ -397,6 +442,7 @@ class _Taking(_Counting):
         self._call, self._profile, self._collector = call, profile, collector
         self._kinds = iter(profile.kinds)
         self._is_astray = self._is_wrong = False
+        self._unconfirmed: set[int] = set()  # saves of taken outputs that the replay has not come to yet
         self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts by number
         self._last_state = -1  # the last save at which a random state was captured that the replay went on from
 
@@ -415,6 +461,8 @@ class _Taking(_Counting):
             if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
                 self._give_up()  # the tensor kept in the forward has been written to, or is another
         output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._unconfirmed and _compat.tells_values(func, args, output):
+            self._give_up()
         if self.taken:
             _compat.pass_mark_on(func, args, output)
         return output
@@ -424,6 +472,8 @@ class _Taking(_Counting):
         stop = self._collector.stop
         if op in self.taken or (stop >= 0 and max(found.saves.values()) > stop):
             return False
+        if min(found.saves.values()) < len(self._collector.metadata):
+            self._give_up()  # what is kept was saved before there was this op
         if found.form is not None and found.form != (_form_of(args), _form_of(kwargs)):
             return False
         return all(self._call.value(index).is_intact for index in found.saves.values())
@@ -433,7 +483,8 @@ class _Taking(_Counting):
         with _compat.without_modes():
             random = self._call.random_states(op)
             if random is not None:
-                random.set()
+                if not random.set():
+                    self._give_up()  # the forward has seeded a generator before the state was captured
                 self._last_state = max(self._last_state, min(found.saves.values()))
             for number, index in found.saves.items():
                 tensor = self._call.fetch(index)
@@ -441,6 +492,7 @@ class _Taking(_Counting):
                 made = tensor if part.saved == part.made else tensor.as_strided(*part.made)
                 parts[number] = _compat.marked(made)
         self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in found.saves}
+        self._unconfirmed.update(found.saves.values())
         return found.build(parts)
 
     def _give_up(self) -> None:
@@ -453,13 +505,14 @@ class _Taking(_Counting):
             # The mark tells it from a tensor that was there before, such as an input of the region.
             is_it = part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
             self._is_wrong = not (is_it and _compat.is_marked(tensor))
+            self._unconfirmed.discard(index)
 
     def was_right(self) -> bool:
         for index, tensor in enumerate(self._collector.tensors):
             if tensor is not None and _compat.is_marked(tensor):
                 _compat.set_version(tensor, 0)
                 self._collector.versions[index] = 0
-        return not self._is_wrong
+        return not (self._is_wrong or self._unconfirmed)
 
 
 class UnseenWrites:
