@@ -329,7 +329,7 @@ def test_outputs_of_regions_move_and_are_not_made_again(to: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-@pytest.mark.parametrize("ops", [(2, 5), (4, 8), tuple(range(40))], ids=["products", "gates", "all"])
+@pytest.mark.parametrize("ops", [(2, 5), (4, 7), tuple(range(40))], ids=["products", "gates", "all"])
 def test_whichever_outputs_move_the_step_is_the_same(ops: tuple[int, ...], precision: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), nn.Sequential(Gated(), nn.Dropout(0.5)), Gated())

@@ -1085,3 +1085,25 @@ def test_a_region_inside_with_buffers() -> None:
     check(model, plan)
     with lowtide.apply(model, plan):
         assert num_runs(model, torch.ops.aten.gelu.default) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("to", [None, "host", "disk"])
+def test_queries_keys_and_values_of_one_product(to: str | None) -> None:
+    """Each is a third of its output; all of it is moved, and brought back once."""
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        query, key, value = block.packed(x).chunk(3, dim=-1)  # type: ignore[operator]
+        return query.exp() * key.sin() * value.tanh() * x
+
+    model = stack(body)
+    model[0].packed = nn.Linear(16, 48)
+    plan = retains(model, "addmm")
+    if to is not None:
+        plan = Plan(plan.regions, tuple(Move("0", to=to, op=op) for op in plan.regions[0].keep_ops))
+    check(model, plan, [data(64) for _ in range(4)])
+    with lowtide.apply(model, plan) as handle:
+        assert num_runs(model, torch.ops.aten.addmm.default, batch=64) == [1, 0, 0]
+        loss = model(data(64)).sum()
+        assert handle.stats().stored_bytes == (0 if to is None else 64 * 48 * 4)
+        loss.backward()
+        assert handle.stats().stored_bytes == 0

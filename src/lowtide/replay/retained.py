@@ -156,6 +156,7 @@ class RetainedCall:
         "_replayed",
         "_shapes",
         "_values",
+        "_whole",
     )
 
     def __init__(
@@ -169,6 +170,7 @@ class RetainedCall:
         self._ops, self._shapes, self._profile, self._keeps, self._module = ops, shapes, profile, keeps, module
         self._of_parameters = frozenset() if profile is None else profile.of_parameters
         self._values: dict[int, KeptHere | KeptInStore] = {}  # by save
+        self._whole: dict[int, RetainedPart] = {}  # saves that are kept as their op made them
         self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd has asked for before there was a replay
         self._is_done = False
@@ -194,8 +196,12 @@ class RetainedCall:
         op = self._profile.ops[part.op]
         if op.is_random and part.op not in self._random:
             self._random[part.op] = RandomStates([tensor.device])
-        keep = self._keeps.get(op.position, KeptHere) if part.number == min(op.saves) else KeptHere
-        self._values[index] = keep(tensor)
+        keep = self._keeps.get(op.position) if part.number == min(op.saves) else None
+        if keep is None:
+            self._values[index] = KeptHere(tensor)
+        else:  # a view alone would leave the rest behind (the queries of a product that makes keys and values too)
+            self._values[index] = keep(_as(tensor, part.saved, part.made))
+            self._whole[index] = part
 
     def forward_done(self, num_saves: int) -> None:
         self._is_done = True
@@ -221,7 +227,8 @@ class RetainedCall:
             del self._values[index]
         else:
             self._asked.add(index)  # a replay needs it once more
-        return kept.restore()
+        part = self._whole.get(index)
+        return kept.restore() if part is None else _as(kept.restore(), part.made, part.saved)
 
     def begin_replay(self, needed: list[bool]) -> bool:
         """Tell which saves the replay need not collect, as they are kept; and whether it has to run to its end."""
@@ -253,13 +260,13 @@ class RetainedCall:
     def value(self, index: int) -> KeptHere | KeptInStore:
         return self._values[index]
 
-    def fetch(self, index: int) -> Tensor:
-        """A kept save, for the replay. One that comes from a store is here until autograd asks for it."""
+    def fetch(self, index: int, part: RetainedPart) -> Tensor:
+        """A kept output as its op made it, for the replay. From a store, it is here until autograd asks for it."""
         kept = self._values[index]
         tensor = kept.restore()
         if isinstance(kept, KeptInStore):
             self._values[index] = KeptHere(tensor)
-        return tensor
+        return tensor if index in self._whole else _as(tensor, part.saved, part.made)
 
     def random_states(self, op: Op) -> RandomStates | None:
         return self._random.get(op)
@@ -487,10 +494,7 @@ class _Taking(_Counting):
                     self._give_up()  # the forward has seeded a generator before the state was captured
                 self._last_state = max(self._last_state, min(found.saves.values()))
             for number, index in found.saves.items():
-                tensor = self._call.fetch(index)
-                part = self._profile.by_save[index]
-                made = tensor if part.saved == part.made else tensor.as_strided(*part.made)
-                parts[number] = _compat.marked(made)
+                parts[number] = _compat.marked(self._call.fetch(index, self._profile.by_save[index]))
         self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in found.saves}
         self._unconfirmed.update(found.saves.values())
         return found.build(parts)
@@ -594,6 +598,14 @@ _BOOKKEEPING = frozenset(map(id, _compat.BOOKKEEPING_OPS))
 
 def _geometry_of(tensor: Tensor) -> Geometry:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def _as(tensor: Tensor, present: Geometry, wanted: Geometry) -> Tensor:
+    """Another view of the memory of a tensor that had the geometry `present` in the forward."""
+    if present == wanted:
+        return tensor
+    shape, stride, offset = wanted
+    return tensor.as_strided(shape, stride, int(tensor.storage_offset()) + offset - present[2])
 
 
 def storages_in(values: Any) -> set[int]:
