@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay.module_state import snapshot_of
+from lowtide.replay.module_state import PythonState, code_names, contents_of, drawn_from, fill, snapshot_of
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
@@ -37,6 +37,7 @@ class Reach:
         self.modules: dict[nn.Module, bool] = {}
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.states: list[PythonState] = []
         self.cells: list[tuple[types.CellType, Any]] = []
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         if isinstance(function, nn.Module):  # by far the most common
@@ -98,9 +99,11 @@ class Reach:
             self._add(contents, depth, False)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(default, depth, False)
-        for name in _names(function.__code__):
+        names = code_names(function.__code__)
+        for name in names:
             if name in function.__globals__:
                 value = function.__globals__[name]
+                self.states += drawn_from(value, names)
                 if not isinstance(value, _SKIPPED):
                     self.globals.append((function.__globals__, name, value))
                     self._add(value, depth, False)
@@ -117,16 +120,6 @@ _SKIPPED = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Names that code, and functions made inside it, may look up in globals."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return frozenset(names)
-
-
 class FunctionState:
     """Everything in a function's reach, from just before its forward to its last replay."""
 
@@ -140,6 +133,7 @@ class FunctionState:
             "_is_done",
             "_runs_all",
             "_snapshots",
+            "_states",
             "_versions",
         ),
         *("_watched",),
@@ -156,6 +150,8 @@ class FunctionState:
         self._watched = [tensor for tensor in reach.tensors if not _is_small_state(tensor)]
         self._copies, self._versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
         self._cells, self._globals = reach.cells, reach.globals
+        states = list({id(state): state for state in reach.states}.values())
+        self._states = [(state, contents_of(state)) for state in states]
 
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self._watched}.union(*(each.devices() for each in self._snapshots))
@@ -192,12 +188,15 @@ class FunctionState:
             if (live := place.get(name, _ABSENT)) is not value
         ]
         values, versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
+        states = [state for state, _ in self._states]
+        present = list(map(contents_of, states))
         undo_modules = [snapshot.restore() for snapshot in self._snapshots]
 
         def undo() -> None:
             for undo_module in reversed(undo_modules):
                 undo_module()
             _compat.overwrite_all(self._copied, values, versions)
+            fill(states, present)
             for cell, live in cells:
                 if live is _ABSENT:
                     del cell.cell_contents
@@ -216,6 +215,7 @@ class FunctionState:
             for place, name, value in self._globals:
                 place[name] = value
         _compat.overwrite_all(self._copied, self._copies, self._versions[: len(self._copied)])
+        fill(states, [state for _, state in self._states])
         return undo
 
 

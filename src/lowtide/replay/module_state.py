@@ -19,10 +19,12 @@ it shares with the call before, copies included, so that modules which change no
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import random
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,8 +41,9 @@ _MAX_ATTRIBUTES = 100  # of an object; larger ones (a trainer, say) are read as 
 _ABSENT: Any = object()
 _LOST = -1  # no tensor has this version
 _INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-# Written by kernels that do not count versions, also by a norm that the first forwards skip.
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_COUNTER = "num_batches_tracked"
+# Written by kernels that do not count versions. Where there is a counter, its version tells of them.
+_STATISTICS = frozenset({"running_mean", "running_var", _COUNTER})
 
 Names = dict[str, Any]  # the dict behind a module's parameters, buffers or attributes
 
@@ -63,6 +66,7 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
         self.modules = _all_modules(root)
+        self._known = set(map(id, self.modules))
         self._children = _compat.child_ids(self.modules)
         self.slots: list[Slot] = []
         self._names: list[Names] = []
@@ -71,12 +75,15 @@ class ModuleTree:
             if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
                 continue
             attributes = vars(module)
-            for names in (parameters, buffers, attributes):
+            for names in (parameters, buffers, _compat.children(module), attributes):
                 self._names.append(names)
                 self.slots += [Slot(names, key, module) for key in names if key not in _INTERNAL_NAMES]
         self._pairs = [(slot.names, slot.key) for slot in self.slots]
         self._sizes = list(map(len, self._names))
         self.devices = {value.device for value in self.read() if isinstance(value, Tensor)}
+        code = [code_facts(type(module)) for module in self.modules]
+        self.hides_writes = any(each.hides_writes for each in code)
+        self.outside = list({id(state): state for each in code for state in each.states}.values())
         self.last: Snapshot | None = None  # of the last call, if that left everything as it was
         # Whether a forward was seen to write a tensor, by its names, key and training flag.
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
@@ -85,13 +92,19 @@ class ModuleTree:
         """Whether the modules below the root, and the names in them, are still the same."""
         return list(map(len, self._names)) == self._sizes and _compat.child_ids(self.modules) == self._children
 
+    def covers(self, snapshot: Snapshot) -> bool:
+        """Whether all names of a snapshot exist, and all modules that containers hold are known."""
+        return snapshot is self.last or (
+            id(_ABSENT) not in snapshot.ids and all(id(module) in self._known for module in snapshot.modules)
+        )
+
     def read(self) -> list[Any]:
         """What all names are bound to now."""
         return [names.get(key, _ABSENT) for names, key in self._pairs]
 
-    def new_slots(self) -> list[Slot]:
-        """Names that have come to be since."""
-        if list(map(len, self._names)) == self._sizes:
+    def new_slots(self, values: list[Any]) -> list[Slot]:
+        """Names that have come to be since, given what `read` finds now."""
+        if list(map(len, self._names)) == self._sizes and id(_ABSENT) not in map(id, values):
             return []
         known = {(id(names), key) for names, key in self._pairs}
         owners = {id(names): slot.owner for slot in self.slots for names in (slot.names,)}
@@ -112,6 +125,10 @@ class ModuleTree:
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
         """Whether a replay may need this tensor's value from before the forward."""
+        if isinstance(tensor, nn.Parameter):  # not an activation's size, so copied only for a reason
+            is_written = self.is_written(slot)
+            is_candidate = is_written is None and not tensor.requires_grad and tensor.nbytes <= _ALWAYS_COPIED_BYTES
+            return (is_written or is_candidate) and _compat.is_copyable(tensor)
         if not _is_copyable_state(tensor):
             return False
         return tensor.nbytes <= _ALWAYS_COPIED_BYTES or self.is_written(slot) is not False
@@ -120,7 +137,19 @@ class ModuleTree:
         """Whether forwards write the tensor of this name; None while no forward has run."""
         if slot.key in _STATISTICS:
             return slot.owner.training
+        if slot.key == "weight" and getattr(slot.owner, "max_norm", None) is not None:
+            return True  # an embedding that scales its rows before it reads them
         return self._is_written.get(_habit(slot))
+
+    def may_hide_writes(self, slot: Slot | None, tensor: Tensor) -> bool:
+        """Whether a forward may write a tensor without a new version: statistics of a norm, or nobody knows yet."""
+        if isinstance(tensor, nn.Parameter):
+            return False
+        if slot is None:
+            return self.hides_writes
+        if slot.key in _STATISTICS and slot.names.get(_COUNTER) is not None:
+            return slot.owner.training
+        return self.hides_writes or self.is_written(slot) is not False
 
     def learn(self, slot: Slot, *, is_written: bool) -> None:
         self._is_written[_habit(slot)] = is_written
@@ -135,13 +164,16 @@ class Snapshot:
 
     __slots__ = (
         *("_contents", "_containers", "_copies", "_copied", "_copied_versions", "_is_volatile", "_may_hide_writes"),
-        *("_generators", "_tree", "_values", "ids", "versions", "watched"),
+        *("_generators", "_tree", "_values", "ids", "modules", "versions", "watched"),
     )
 
     def __init__(self, tree: ModuleTree, values: list[Any], ids: list[int]) -> None:
         self._tree, self._values, self.ids = tree, values, ids
-        self._containers, self._generators, loose = _reachable(values)
-        self._contents = list(map(_contents, self._containers))
+        found = _reachable(values)
+        self._containers, self._generators, loose = found.containers, found.generators, found.tensors
+        self.modules = found.modules
+        self._containers += tree.outside
+        self._contents = list(map(contents_of, self._containers))
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
         watched: dict[int, tuple[Slot | None, Tensor]] = {}  # has no copy: must not change until the replay
         for slot, value in zip(tree.slots, values, strict=True):
@@ -151,8 +183,7 @@ class Snapshot:
             is_small = _is_copyable_state(value) and value.nbytes <= _ALWAYS_COPIED_BYTES
             (copied if is_small else watched).setdefault(id(value), (None, value))
         self._copied = list(copied.values())
-        # Written without a new version, or nobody knows yet.
-        self._may_hide_writes = [slot is not None and tree.is_written(slot) is not False for slot, _ in self._copied]
+        self._may_hide_writes = [tree.may_hide_writes(slot, tensor) for slot, tensor in self._copied]
         self._copies = _compat.clone_all([tensor for _, tensor in self._copied])
         self._copied_versions = _compat.versions_of([tensor for _, tensor in self._copied])
         self.watched = list(watched.values())
@@ -165,7 +196,7 @@ class Snapshot:
         """Whether contents and values are still these, given that the names are."""
         return (
             not self._is_volatile
-            and (not self._containers or all(map(_is_same, map(_contents, self._containers), self._contents)))
+            and (not self._containers or all(map(_is_same, map(contents_of, self._containers), self._contents)))
             and (not self._copied or _versions(self._copied) == self._copied_versions)
             and _versions(self.watched) == self.versions
         )
@@ -175,21 +206,42 @@ class Snapshot:
 
         `runs_all` tells that the forward surely runs the whole root, so that what it leaves alone can be relied on.
         """
-        tree = self._tree
+        tree, state = self._tree, self
         if self._copied:
             self._learn_writes(runs_all)
-        versions, state = _versions(self.watched), self
-        if versions != self.versions:
-            for index, (slot, tensor) in enumerate(self.watched):
-                # A forward may renorm its own weight (Embedding with max_norm); the replay makes the same of it.
-                if versions[index] != self.versions[index] and not isinstance(tensor, nn.Parameter):
+            state = self._without_unwritten_parameters()
+        versions = _versions(state.watched)
+        if versions != state.versions:
+            for index, (slot, _) in enumerate(state.watched):
+                if versions[index] != state.versions[index]:
                     versions[index] = _LOST
-                    if slot is not None:
+                    if slot is not None:  # the next forward has a copy
                         tree.learn(slot, is_written=True)
-            state = copy.copy(self)  # calls before this one may share it
+            state = copy.copy(state)  # calls before this one may share it
             state.versions = versions
-        is_same = state is self and list(map(id, tree.read())) == self.ids and self.still_holds()
-        tree.last = self if is_same else None
+            tree.last = None
+        else:
+            is_same = list(map(id, tree.read())) == state.ids and state.still_holds()
+            tree.last = state if is_same else None
+        return state
+
+    def _without_unwritten_parameters(self) -> Snapshot:
+        """This, with parameters watched again that were copied in case the forward writes them, and were not."""
+        versions = _versions(self._copied)
+        is_dropped = [
+            isinstance(tensor, nn.Parameter) and now == before
+            for (_, tensor), now, before in zip(self._copied, versions, self._copied_versions, strict=True)
+        ]
+        if not any(is_dropped):
+            return self
+        state = copy.copy(self)
+        state.watched = [*self.watched, *itertools.compress(self._copied, is_dropped)]
+        state.versions = [*self.versions, *itertools.compress(versions, is_dropped)]
+        is_kept = [not each for each in is_dropped]
+        state._copied = list(itertools.compress(self._copied, is_kept))
+        state._copies = list(itertools.compress(self._copies, is_kept))
+        state._copied_versions = list(itertools.compress(self._copied_versions, is_kept))
+        state._may_hide_writes = list(itertools.compress(self._may_hide_writes, is_kept))
         return state
 
     def _learn_writes(self, runs_all: bool) -> None:
@@ -197,7 +249,10 @@ class Snapshot:
         for (slot, tensor), copied, version in zip(self._copied, self._copies, self._copied_versions, strict=True):
             if slot is None or tree.is_written(slot):
                 continue
-            if _compat.version_of(tensor) != version:
+            if isinstance(tensor, nn.Parameter):
+                if runs_all or _compat.version_of(tensor) != version:
+                    tree.learn(slot, is_written=_compat.version_of(tensor) != version)
+            elif _compat.version_of(tensor) != version:
                 # A version tells of such writes, so a small tensor needs no copy in every call.
                 if tensor.nbytes > _ALWAYS_COPIED_BYTES:
                     tree.learn(slot, is_written=True)
@@ -224,30 +279,39 @@ class Snapshot:
     def restore(self) -> Callable[[], None]:
         """Put everything back to this; call the result to have all as it is now."""
         tree = self._tree
-        new_slots, present = tree.new_slots(), tree.read()
+        present = tree.read()
+        new_slots = tree.new_slots(present)
         new_values = [slot.names[slot.key] for slot in new_slots]
-        contents = list(map(_contents, self._containers))
+        contents = list(map(contents_of, self._containers))
+        is_changed = [now != before for now, before in zip(_versions(self._copied), self._copied_versions, strict=True)]
+        counted = {
+            id(slot.names)
+            for (slot, _), is_new in zip(self._copied, is_changed, strict=True)
+            if is_new and slot is not None and slot.key == _COUNTER
+        }
         changed = [
             index
-            for index, ((_, tensor), version) in enumerate(zip(self._copied, self._copied_versions, strict=True))
-            if self._may_hide_writes[index] or _compat.version_of(tensor) != version
+            for index, (slot, _) in enumerate(self._copied)
+            if is_changed[index]
+            or self._may_hide_writes[index]
+            or (slot is not None and slot.key in _STATISTICS and id(slot.names) in counted)
         ]
         tensors = [self._copied[index][1] for index in changed]
         values, versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
 
         def undo() -> None:
             _compat.overwrite_all(tensors, values, versions)
-            for slot in tree.new_slots():
+            for slot in tree.new_slots(tree.read()):
                 slot.names.pop(slot.key, None)
             for slot, value in zip(new_slots, new_values, strict=True):
                 slot.names[slot.key] = value
             _bind(tree, present)
-            _fill(self._containers, contents)
+            fill(self._containers, contents)
 
         for slot in new_slots:
             slot.names.pop(slot.key, None)
         _bind(tree, self._values)
-        _fill(self._containers, self._contents)
+        fill(self._containers, self._contents)
         _compat.overwrite_all(
             tensors, [self._copies[index] for index in changed], [self._copied_versions[index] for index in changed]
         )
@@ -260,23 +324,24 @@ _trees: weakref.WeakKeyDictionary[nn.Module, ModuleTree] = weakref.WeakKeyDictio
 def snapshot_of(root: nn.Module) -> Snapshot:
     """What the modules from `root` on hold now."""
     tree = _trees.get(root)
-    if tree is None or not tree.is_current():
-        _trees[root] = tree = ModuleTree(root, tree)
+    if tree is not None and tree.is_current():
+        snapshot = tree.snapshot()
+        if tree.covers(snapshot):
+            return snapshot
+    _trees[root] = tree = ModuleTree(root, tree)
     return tree.snapshot()
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:
-    """`root` and all below it, also those that an attribute holds in a plain list or dict."""
+    """`root` and all below it, also those in containers and objects that an attribute holds."""
     found = _compat.submodules(root)
     known = set(map(id, found))
     for module in found:  # grows while it is walked
-        for value in vars(module).values():
-            if isinstance(value, list | tuple | dict) and value:
-                for part in value.values() if isinstance(value, dict) else value:
-                    if isinstance(part, nn.Module) and id(part) not in known:
-                        more = [each for each in _compat.submodules(part) if id(each) not in known]
-                        known.update(map(id, more))
-                        found += more
+        held = [value for key, value in vars(module).items() if key not in _INTERNAL_NAMES]
+        for part in _reachable(held).modules:
+            more = [each for each in _compat.submodules(part) if id(each) not in known]
+            known.update(map(id, more))
+            found += more
     return found
 
 
@@ -304,20 +369,106 @@ def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
     return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))
 
 
+# What the code of a class tells of its forwards.
+
+PythonState = random.Random | np.random.RandomState
+
+
+class CodeFacts(NamedTuple):
+    """What code calls, as far as the names in it tell: a guess that costs copies where it is wrong."""
+
+    hides_writes: bool  # it hands statistics to a norm's kernel, which writes them without a new version
+    states: tuple[PythonState, ...]  # the generators of Python or numpy it draws from
+
+
+_facts: weakref.WeakKeyDictionary[type, CodeFacts] = weakref.WeakKeyDictionary()
+
+
+def code_facts(kind: type) -> CodeFacts:
+    """The facts of all methods of a class, and of the functions that they name."""
+    if kind not in _facts:
+        _facts[kind] = _read_code(kind)
+    return _facts[kind]
+
+
+def _read_code(kind: type) -> CodeFacts:
+    if kind.__module__ == nn.BatchNorm1d.__module__:  # its counter tells of its writes
+        return CodeFacts(False, ())
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)] if nn.Module in kind.__mro__ else kind.__mro__
+    members = (getattr(member, "__func__", member) for base in bases for member in vars(base).values())
+    functions = [member for member in members if isinstance(member, types.FunctionType)]
+    hides_writes = False
+    states: dict[int, PythonState] = {}
+    for function in functions:  # grows while it is walked
+        names = code_names(function.__code__)
+        hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
+        for value in (*_read_globals(function, names), *_cell_contents(function)):
+            states.update((id(state), state) for state in drawn_from(value, names))
+            is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
+            if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
+                functions.append(value)
+    return CodeFacts(hides_writes, tuple(states.values()))
+
+
+def _read_globals(function: types.FunctionType, names: frozenset[str]) -> list[Any]:
+    return [function.__globals__[name] for name in names if name in function.__globals__]
+
+
+def _cell_contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+@functools.lru_cache(maxsize=4096)
+def code_names(code: types.CodeType) -> frozenset[str]:
+    """Names that code, and functions made inside it, may look up in globals or on objects."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= code_names(constant)
+    return frozenset(names)
+
+
+def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:
+    """The process-wide generators that a global leads to."""
+    owner = getattr(value, "__self__", None) if callable(value) else None
+    if value is random or owner is _PYTHON_STATE:
+        yield _PYTHON_STATE
+    if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
+        yield _NUMPY_STATE
+
+
+_MAX_FUNCTIONS = 500  # of a class and what it calls
+_NORM_KERNELS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_PYTHON_STATE: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_NUMPY_STATE: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]
+
 # Containers: objects that change without a name being bound.
 
 _COPIED_STATE = (random.Random, np.random.Generator, np.random.RandomState, np.ndarray, bytearray)
 _INERT = (
-    *(nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(str, bytes, int, float, complex, bool, type(None), tuple, frozenset, torch.Generator),
 )
 
 
-def _reachable(values: list[Any]) -> tuple[list[Any], list[torch.Generator], list[Tensor]]:
-    """Containers and objects that some values hold, each once; the generators and the tensors in them."""
+class _Reachable(NamedTuple):
+    """What some values lead to, each once."""
+
+    containers: list[Any]  # and objects
+    generators: list[torch.Generator]
+    tensors: list[Tensor]  # in containers
+    modules: list[nn.Module]  # in containers
+
+
+def _reachable(values: list[Any]) -> _Reachable:
     containers: dict[int, Any] = {}
     generators: dict[int, torch.Generator] = {}
     tensors: dict[int, Tensor] = {}
+    modules: dict[int, nn.Module] = {}
 
     def look(value: Any, depth: int) -> None:
         if isinstance(value, torch.Generator):
@@ -328,6 +479,9 @@ def _reachable(values: list[Any]) -> tuple[list[Any], list[torch.Generator], lis
         elif isinstance(value, Tensor):
             if depth:
                 tensors[id(value)] = value
+        elif isinstance(value, nn.Module):
+            if depth:
+                modules[id(value)] = value
         elif not isinstance(value, _INERT) and id(value) not in containers and depth <= _MAX_DEPTH:
             if _is_container(value):
                 containers[id(value)] = value
@@ -336,7 +490,8 @@ def _reachable(values: list[Any]) -> tuple[list[Any], list[torch.Generator], lis
 
     for value in values:
         look(value, 0)
-    return list(containers.values()), list(generators.values()), list(tensors.values())
+    found = (containers, generators, tensors, modules)
+    return _Reachable(*(list(each.values()) for each in found))  # type: ignore[arg-type]
 
 
 def _is_container(value: Any) -> bool:
@@ -347,20 +502,20 @@ def _is_container(value: Any) -> bool:
     kind = type(value)
     if kind.__module__.partition(".")[0] in ("torch", "numpy") or getattr(kind, "hidden_from_replay", False):
         return False
-    return 0 < len(getattr(value, "__dict__", ())) <= _MAX_ATTRIBUTES
+    return 0 < len(_attributes(value)) <= _MAX_ATTRIBUTES
 
 
 def _parts(container: Any) -> Iterator[Any]:
     if isinstance(container, _COPIED_STATE):
         return iter(())
-    contents = _contents(container)
+    contents = contents_of(container)
     return iter(contents if isinstance(container, _SEQUENCES) else contents[1])
 
 
 _SEQUENCES = (list, deque, set)
 
 
-def _contents(container: Any) -> Any:
+def contents_of(container: Any) -> Any:
     """What a container holds, not to be changed with it. Compare with `_is_same`."""
     if isinstance(container, _SEQUENCES):
         return tuple(container)
@@ -372,8 +527,32 @@ def _contents(container: Any) -> Any:
         return container.get_state()
     if isinstance(container, np.ndarray | bytearray):
         return container.copy()
-    names = container if isinstance(container, dict) else vars(container)
+    names = container if isinstance(container, dict) else _attributes(container)
     return tuple(names), tuple(names.values())
+
+
+def _attributes(value: Any) -> Names:
+    """What an object holds by name, in its `__dict__` and in its slots."""
+    attributes: Names = getattr(value, "__dict__", _NO_NAMES)
+    slots = _slots(type(value))
+    if not slots:
+        return attributes
+    return {**attributes, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+_NO_NAMES: Names = {}
+
+
+_slot_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = _slot_names.get(kind)
+    if names is None:
+        members = [item for base in kind.__mro__ if "__slots__" in vars(base) for item in vars(base).items()]
+        names = tuple(name for name, member in members if isinstance(member, types.MemberDescriptorType))
+        _slot_names[kind] = names
+    return names
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -383,12 +562,12 @@ def _is_same(one: Any, other: Any) -> bool:
     return len(one) == len(other) and list(map(id, one)) == list(map(id, other))
 
 
-def _fill(containers: list[Any], contents: list[Any]) -> None:
+def fill(containers: list[Any], contents: list[Any]) -> None:
     """Give containers these contents, where they have others."""
     for container, wanted in zip(containers, contents, strict=True):
         if isinstance(container, _COPIED_STATE):
             _set_copied_state(container, wanted)
-        elif not _is_same(_contents(container), wanted):
+        elif not _is_same(contents_of(container), wanted):
             _set_contents(container, wanted)
 
 
@@ -406,15 +585,27 @@ def _set_copied_state(container: Any, state: Any) -> None:
 
 
 def _set_contents(container: Any, contents: Any) -> None:
+    """Through the methods of the base class: those of a subclass may do something else (`Counter.update` adds)."""
     if isinstance(container, list):
-        container[:] = contents
+        list.__setitem__(container, slice(None), contents)
     elif isinstance(container, deque):
-        container.clear()
-        container.extend(contents)
+        deque.clear(container)
+        deque.extend(container, contents)
     elif isinstance(container, set):
-        container.clear()
-        container.update(contents)
+        set.clear(container)
+        set.update(container, contents)
+    elif isinstance(container, dict):
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # which has an order of its own
+        kind.clear(container)
+        for key, value in zip(*contents, strict=True):
+            kind.__setitem__(container, key, value)
     else:
-        names = container if isinstance(container, dict) else vars(container)
-        names.clear()
-        names.update(zip(*contents, strict=True))
+        wanted, slots = dict(zip(*contents, strict=True)), _slots(type(container))
+        for name in slots:
+            if name in wanted:
+                object.__setattr__(container, name, wanted.pop(name))
+            elif hasattr(container, name):
+                object.__delattr__(container, name)
+        if hasattr(container, "__dict__"):
+            vars(container).clear()
+            vars(container).update(wanted)
