@@ -46,9 +46,6 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 _INDEX_BITS = 20  # of a token; the rest is the number of the autograd node that saved the tensor
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
-# Nodes that save a tensor before the kernel fills it: a replay that stopped at this save would leave it unfilled.
-# tests/replay/test_early_stop.py finds them among all of torch's ops.
-_FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 _replays = threading.local()
 _lock_making = threading.Lock()
@@ -325,7 +322,7 @@ class Frame:
         # one that asks first, unless the region has outputs that this backward does not start from.
         if node is None or _compat.sequence_of(node) + 1 != self._tokens[last] >> _INDEX_BITS:
             return -1
-        return -1 if node.name() in _FILLS_LATER else last
+        return -1 if _compat.fills_later(node) else last
 
     def _run_again(self, tensors: list[Tensor], collector: Collector) -> Any:
         args, kwargs = self._arguments.build(tensors)
