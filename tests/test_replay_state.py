@@ -292,3 +292,37 @@ def test_a_weight_that_the_forward_writes_is_refused_once_and_exact_from_then_on
         found = torch.autograd.grad(lowtide.checkpoint(checkpointed, x).sum(), [x, *checkpointed.parameters()])
         assert_same(expected, found)
         assert_same(plain.state_dict(), checkpointed.state_dict())
+
+
+class Counting(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def change(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return h * self.calls
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by Dynamo, of an intermediate
+@pytest.mark.parametrize("how", ["debug", "compiled", "compiled apply"])
+def test_state_is_restored_where_the_replay_is_that_of_torch(how: str) -> None:
+    """With `debug=True`, and where an attribute that is set breaks a compiled graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Counting())
+    model = copy.deepcopy(plain)
+
+    def run(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(model[1], model[0](x), debug=how == "debug")
+
+    if how == "compiled apply":
+        lowtide.apply(model, lowtide.RecomputeAll(), regions="1")
+        step: Any = torch.compile(model, backend="eager")
+    else:
+        step = torch.compile(run, backend="eager") if how == "compiled" else run
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+        assert_same(expected, torch.autograd.grad(step(x).square().sum(), list(model.parameters())))
+        assert_same(attributes_of(plain), attributes_of(model))
