@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay.module_state import PythonState, code_names, contents_of, drawn_from, fill, snapshot_of
+from lowtide.replay.code_facts import PythonState, code_names, drawn_from
+from lowtide.replay.module_state import contents_of, fill, snapshot_of
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
