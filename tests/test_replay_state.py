@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -326,3 +327,4 @@ def test_state_is_restored_where_the_replay_is_that_of_torch(how: str) -> None:
         expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
         assert_same(expected, torch.autograd.grad(step(x).square().sum(), list(model.parameters())))
         assert_same(attributes_of(plain), attributes_of(model))
+    logging.getLogger("LoggingTensor").setLevel(logging.NOTSET)  # torch's debug leaves it at INFO
