@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import ActivationStore
 from lowtide.memory.meter import cpu_allocation_totals
+from lowtide.solvers.places import Places
 from stepping import Runner, assert_exact, plainly
 
 
@@ -378,3 +379,28 @@ def test_sparse_buffers_in_modules_are_no_trouble() -> None:
 def test_budgets_beside_a_store_are_refused() -> None:
     with pytest.raises(ValueError, match="to the store itself"):
         lowtide.offload(ActivationStore(), host="1GiB")
+
+
+def test_noise_that_is_saved_before_it_is_drawn_is_refused() -> None:
+    layer = nn.RReLU(0.1, 0.9)
+    x = torch.randn(8, 8, requires_grad=True)
+    with lowtide.offload(host="1GiB", min_bytes=0):
+        loss = layer(x * 2).sum()
+    with pytest.raises(lowtide.StoreError, match="saves its noise before the forward draws it"):
+        loss.backward()
+    with lowtide.offload(host="1GiB", min_bytes=0):  # the cure that the error names
+        torch.manual_seed(0)
+        loss = lowtide.checkpoint(layer, x * 2).sum()
+    (found,) = torch.autograd.grad(loss, x)
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(layer(x * 2).sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_plans_never_move_noise_that_is_saved_before_it_is_drawn() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8))
+    graph = lowtide.trace(model, lambda x: model(x).sum(), torch.randn(4, 8))
+    noise = [save.value for save in graph.saves if "rrelu" in graph.ops[save.made].name]
+    assert noise
+    assert not any(map(Places(graph).can_move, noise))
+    assert any(Places(graph).can_move(save.value) for save in graph.saves)

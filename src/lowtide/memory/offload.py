@@ -51,12 +51,13 @@ class KeptHere:
 class KeptInStore:
     """What autograd keeps in place of a tensor in a store. When the graph lets go of it, so does the store."""
 
-    __slots__ = ("_key", "_store", "_watch")
+    __slots__ = ("_key", "_sequence", "_store", "_watch")
 
     def __init__(self, tensor: Tensor, store: ActivationStore, codec: str | EllipsisType | None = ...) -> None:
         self._store: ActivationStore | None = None
         self._key: Hashable = ("saved", next(_serial))
         self._watch = _compat.VersionWatch(tensor)
+        self._sequence = _compat.sequence_number()  # one more than that of the node that saves the tensor
         store.put_saved(self._key, tensor, self._watch, codec)
         self._store = store
 
@@ -68,6 +69,12 @@ class KeptInStore:
     def restore(self) -> Tensor:
         if not self.is_intact:
             raise _changed()
+        node = _compat.running_node()
+        if node is not None and _compat.fills_later(node) and _compat.sequence_of(node) + 1 == self._sequence:
+            raise StoreError(
+                f"{node.name()} saves its noise before the forward draws it, so the copy in the store is not what the "
+                "backward needs. Run this layer (nn.RReLU) outside of offload, or in lowtide.checkpoint."
+            )
         assert self._store is not None
         value = self._store.get(self._key)
         if isinstance(value, Missing):

@@ -36,6 +36,7 @@ __all__ = [
     "bare_kernels",
     "is_op",
     "is_plain",
+    "never_compiled",
     "set_version",
     "storage_id",
     "torch_checkpoint",

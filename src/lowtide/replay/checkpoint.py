@@ -19,7 +19,7 @@ from lowtide.memory.offload import SavedInStore
 from lowtide.memory.store import ActivationStore
 from lowtide.replay import _compat
 from lowtide.replay.arguments import Arguments
-from lowtide.replay.function_state import module_of
+from lowtide.replay.function_state import FunctionState, module_of
 from lowtide.replay.region import Hooks, Options, ReplaysCounted, run
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
@@ -67,6 +67,7 @@ def checkpoint(
         # Dynamo knows torch's function by identity, and reads `context_fn` only as something made while tracing.
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = functools.partial(context_fn)
+        function = functools.partial(_with_state, [], function)
         return _compat.torch_checkpoint(
             function, *args, use_reentrant=bool(use_reentrant), debug=debug, early_stop=early_stop, **kwargs
         )
@@ -97,7 +98,7 @@ def checkpoint(
         if context_fn is not noop_context_fn:
             raise ValueError("debug=True is incompatible with non-default context_fn")
         return _compat.torch_checkpoint(
-            ReplaysCounted(function),
+            ReplaysCounted(functools.partial(_with_state, [], function)),
             *args,
             use_reentrant=False,
             determinism_check="none" if determinism_check == "none" else "default",
@@ -123,6 +124,26 @@ def checkpoint(
     if contexts is not None and not any(type(value) not in _compat.PLAIN_TYPES for value in _tensors(args, kwargs)):
         _check_policy_is_used(contexts[0])  # under a subclass other ops run than the policy is asked about
     return output
+
+
+@_compat.never_compiled
+def _with_state(captured: list[FunctionState], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """For torch's own checkpoint, `function` with replays that find what the first call found.
+
+    Traced, this is the function. It runs where a graph breaks at a region that changes attributes.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    if not captured:
+        state = FunctionState(function)
+        output = function(*args, **kwargs)
+        captured.append(state.forward_done(runs_all=True))
+        return output
+    undo = captured[0].restore()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        undo()
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.replay.code_facts import PythonState, code_names, drawn_from
+from lowtide.replay.containers import copy_of, fill
 from lowtide.replay.module_state import snapshot_of
 
 _MAX_DEPTH = 4
@@ -48,6 +50,7 @@ class Reach:
         self.modules: dict[nn.Module, bool] = {}
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.states: list[PythonState] = []
         self.cells: list[tuple[types.CellType, Any]] = []
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         if isinstance(function, nn.Module):  # by far the most common
@@ -109,9 +112,11 @@ class Reach:
             self._add(contents, depth, False)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(default, depth, False)
-        for name in _names(function.__code__):
+        names = code_names(function.__code__)
+        for name in names:
             if name in function.__globals__:
                 value = function.__globals__[name]
+                self.states += drawn_from(value, names)
                 if not isinstance(value, _SKIPPED):
                     self.globals.append((function.__globals__, name, value))
                     self._add(value, depth, False)
@@ -128,16 +133,6 @@ _SKIPPED = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Names that code, and functions made inside it, may look up in globals."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return frozenset(names)
-
-
 class FunctionState:
     """Everything in a function's reach, from just before its forward to its last replay."""
 
@@ -151,6 +146,7 @@ class FunctionState:
             "_is_done",
             "_runs_all",
             "_snapshots",
+            "_states",
             "_versions",
         ),
         *("_watched",),
@@ -167,6 +163,8 @@ class FunctionState:
         self._watched = [tensor for tensor in reach.tensors if not _is_small_state(tensor)]
         self._copies, self._versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
         self._cells, self._globals = reach.cells, reach.globals
+        states = list({id(state): state for state in reach.states}.values())
+        self._states = [(state, copy_of(state)) for state in states]
 
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self._watched}.union(*(each.devices() for each in self._snapshots))
@@ -203,12 +201,15 @@ class FunctionState:
             if (live := place.get(name, _ABSENT)) is not value
         ]
         values, versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
+        present = [(state, copy_of(state)) for state, _ in self._states]
         undo_modules = [snapshot.restore() for snapshot in self._snapshots]
 
         def undo() -> None:
             for undo_module in reversed(undo_modules):
                 undo_module()
             _compat.overwrite_all(self._copied, values, versions)
+            for state, contents in present:
+                fill(state, contents)
             for cell, live in cells:
                 if live is _ABSENT:
                     del cell.cell_contents
@@ -227,6 +228,8 @@ class FunctionState:
             for place, name, value in self._globals:
                 place[name] = value
         _compat.overwrite_all(self._copied, self._copies, self._versions[: len(self._copied)])
+        for state, contents in self._states:
+            fill(state, contents)
         return undo
 
 

@@ -20,30 +20,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
-import random
-import types
 import weakref
-from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.replay.code_facts import code_facts
+from lowtide.replay.containers import Containers, reachable
 
 _ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward is known to write them
-_MAX_DEPTH = 4  # of containers in containers
-_MAX_PARTS = 10_000  # of a container; longer ones are read as they are at the replay
-_MAX_ATTRIBUTES = 100  # of an object; larger ones (a trainer, say) are read as they are too
 _ABSENT: Any = object()
 _LOST = -1  # no tensor has this version
 _INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-# Written by kernels that do not count versions, also by a norm that the first forwards skip.
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_COUNTER = "num_batches_tracked"
+# Written by kernels that do not count versions. Where there is a counter, its version tells of them.
+_STATISTICS = frozenset({"running_mean", "running_var", _COUNTER})
 
 Names = dict[str, Any]  # the dict behind a module's parameters, buffers or attributes
 
@@ -74,7 +71,8 @@ class ModuleTree:
         self._dicts: list[Names] = []
         self._flagged: list[nn.Module] = []  # modules of which only the training flag is read
         flags: list[Slot] = []
-        for module in _all_modules(root):
+        modules = _all_modules(root)
+        for module in modules:
             parameters, buffers = _compat.module_tensors(module)
             if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
                 continue
@@ -90,7 +88,11 @@ class ModuleTree:
         self.slots += flags
         self._sizes = list(map(len, self._dicts))
         values = self.read()
-        self._modules = _ids_of_modules(values)
+        self._children = _ids_of_modules(values)
+        self._modules = set(map(id, modules))
+        code = [code_facts(type(module)) for module in modules]
+        self.hides_writes = any(each.hides_writes for each in code)
+        self.outside = list({id(state): state for each in code for state in each.states}.values())
         self.devices = {value.device for value in values if isinstance(value, Tensor)}
         self.last: Snapshot | None = None  # of the last call
         self.calls: Any = None  # what calls of the root share: see `region`
@@ -126,12 +128,17 @@ class ModuleTree:
         values, last = self.read(), self.last
         if last is not None and all(map(operator.is_, values, last.values)) and last.still_holds():
             return last
-        if list(chain.from_iterable(self._dicts)) != self._keys or _ids_of_modules(values) != self._modules:
+        if list(chain.from_iterable(self._dicts)) != self._keys or _ids_of_modules(values) != self._children:
             return None
-        return Snapshot(self, values)
+        snapshot = Snapshot(self, values)
+        return snapshot if snapshot.modules <= self._modules else None
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
         """Whether a replay may need this tensor's value from before the forward."""
+        if isinstance(tensor, nn.Parameter):  # not an activation's size, so copied only for a reason
+            is_written = self.is_written(slot)
+            is_candidate = is_written is None and not tensor.requires_grad and tensor.nbytes <= _ALWAYS_COPIED_BYTES
+            return (is_written or is_candidate) and _compat.is_copyable(tensor)
         if not _is_copyable_state(tensor):
             return False
         return tensor.nbytes <= _ALWAYS_COPIED_BYTES or self.is_written(slot) is not False
@@ -140,7 +147,19 @@ class ModuleTree:
         """Whether forwards write the tensor of this name; None while no forward has run."""
         if slot.key in _STATISTICS:
             return slot.owner.training
+        if slot.key == "weight" and getattr(slot.owner, "max_norm", None) is not None:
+            return True  # an embedding that scales its rows before it reads them
         return self._is_written.get(_habit(slot))
+
+    def may_hide_writes(self, slot: Slot | None, tensor: Tensor) -> bool:
+        """Whether a forward may write a tensor without a new version: statistics of a norm, or nobody knows yet."""
+        if isinstance(tensor, nn.Parameter):
+            return False
+        if slot is None:
+            return self.hides_writes
+        if slot.key in _STATISTICS and slot.names.get(_COUNTER) is not None:
+            return slot.owner.training
+        return self.hides_writes or self.is_written(slot) is not False
 
     def learn(self, slot: Slot, *, is_written: bool) -> None:
         self._is_written[_habit(slot)] = is_written
@@ -167,32 +186,47 @@ class Snapshot:
     """What a tree's names were bound to at one moment, the contents of containers, and the values of small tensors."""
 
     __slots__ = (
-        *("_containers", "_copies", "_copied", "_copied_versions", "_is_volatile", "_may_hide_writes"),
-        *("_generators", "_watched_tensors", "tree", "values", "versions", "watched"),
+        "_containers",
+        "_copied",
+        "_copied_versions",
+        "_copies",
+        "_generators",
+        "_is_volatile",
+        "_may_hide_writes",
+        "_watched_tensors",
+        "modules",
+        "tree",
+        "values",
+        "versions",
+        "watched",
     )
 
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
-        own = [value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in _INTERNAL_NAMES]
-        containers, self._generators, loose = _reachable(own)
+        found = reachable(
+            value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in _INTERNAL_NAMES
+        )
+        self._generators, self.modules = found.generators, set(map(id, found.modules))
+        containers = [*found.containers, *tree.outside]
         self._containers = Containers(containers) if containers else None
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
         watched: dict[int, tuple[Slot | None, Tensor]] = {}  # has no copy: must not change until the replay
         for slot, value in zip(tree.slots, values, strict=True):
             if isinstance(value, Tensor) and not _compat.is_uninitialized(value):
                 (copied if tree.is_copied(slot, value) else watched).setdefault(id(value), (slot, value))
-        for value in loose:
+        for value in found.tensors:
             is_small = _is_copyable_state(value) and value.nbytes <= _ALWAYS_COPIED_BYTES
             (copied if is_small else watched).setdefault(id(value), (None, value))
         self._copied = list(copied.values())
-        # Written without a new version, or nobody knows yet.
-        self._may_hide_writes = [slot is not None and tree.is_written(slot) is not False for slot, _ in self._copied]
+        self._may_hide_writes = [tree.may_hide_writes(slot, tensor) for slot, tensor in self._copied]
         self._copies = _compat.clone_all([tensor for _, tensor in self._copied])
         self._copied_versions = _compat.versions_of([tensor for _, tensor in self._copied])
-        self.watched = [found for found in watched.values() if not found[1].is_inference()]
-        self._watched_tensors = [tensor for _, tensor in self.watched]
-        self.versions = self._versions()
+        self._watch([each for each in watched.values() if not each[1].is_inference()])
         self._is_volatile = any(self._may_hide_writes)
+
+    def _watch(self, watched: list[tuple[Slot | None, Tensor]]) -> None:
+        self.watched, self._watched_tensors = watched, [tensor for _, tensor in watched]
+        self.versions = self._versions()
 
     def still_holds(self) -> bool:
         """Whether contents and values are still these, given that the names are."""
@@ -211,20 +245,40 @@ class Snapshot:
 
         `runs_all` tells that the forward surely runs the whole root, so that what it leaves alone can be relied on.
         """
-        tree = self.tree
+        tree, state = self.tree, self
         if self._copied:
             self._learn_writes(runs_all)
-        versions, state = self._versions(), self
-        if versions != self.versions:
-            for index, (slot, tensor) in enumerate(self.watched):
-                # A forward may renorm its own weight (Embedding with max_norm); the replay makes the same of it.
-                if versions[index] != self.versions[index] and not isinstance(tensor, nn.Parameter):
+            state = self._without_unwritten_parameters()
+        versions = state._versions()
+        if versions != state.versions:
+            for index, (slot, _) in enumerate(state.watched):
+                if versions[index] != state.versions[index]:
                     versions[index] = _LOST
-                    if slot is not None:
+                    if slot is not None:  # the next forward has a copy
                         tree.learn(slot, is_written=True)
-            state = copy.copy(self)  # calls before this one may share it
+            state = copy.copy(state)  # calls before this one may share it
             state.versions = versions
-        tree.last = state if state is self else None
+            tree.last = None
+        else:
+            tree.last = state
+        return state
+
+    def _without_unwritten_parameters(self) -> Snapshot:
+        """This, with parameters watched again that were copied in case the forward writes them, and were not."""
+        versions = _compat.versions_of([tensor for _, tensor in self._copied])
+        is_dropped = [
+            isinstance(tensor, nn.Parameter) and now == before
+            for (_, tensor), now, before in zip(self._copied, versions, self._copied_versions, strict=True)
+        ]
+        if not any(is_dropped):
+            return self
+        state, is_kept = copy.copy(self), [not each for each in is_dropped]
+        state._watch([*self.watched, *itertools.compress(self._copied, is_dropped)])
+        state.versions = [*self.versions, *itertools.compress(versions, is_dropped)]
+        state._copied = list(itertools.compress(self._copied, is_kept))
+        state._copies = list(itertools.compress(self._copies, is_kept))
+        state._copied_versions = list(itertools.compress(self._copied_versions, is_kept))
+        state._may_hide_writes = list(itertools.compress(self._may_hide_writes, is_kept))
         return state
 
     def _learn_writes(self, runs_all: bool) -> None:
@@ -232,7 +286,11 @@ class Snapshot:
         for (slot, tensor), copied, version in zip(self._copied, self._copies, self._copied_versions, strict=True):
             if slot is None or tree.is_written(slot):
                 continue
-            if _compat.version_of(tensor) != version:
+            is_changed = _compat.version_of(tensor) != version
+            if isinstance(tensor, nn.Parameter):
+                if runs_all or is_changed:
+                    tree.learn(slot, is_written=is_changed)
+            elif is_changed:
                 # A version tells of such writes, so a small tensor needs no copy in every call.
                 if tensor.nbytes > _ALWAYS_COPIED_BYTES:
                     tree.learn(slot, is_written=True)
@@ -274,10 +332,19 @@ class Snapshot:
         """Give tensors their values back, where they have been written since."""
         if not self._copied:
             return _nothing
+        now = _compat.versions_of([tensor for _, tensor in self._copied])
+        is_changed = [one != other for one, other in zip(now, self._copied_versions, strict=True)]
+        counted = {
+            id(slot.names)
+            for (slot, _), is_new in zip(self._copied, is_changed, strict=True)
+            if is_new and slot is not None and slot.key == _COUNTER
+        }
         changed = [
             index
-            for index, ((_, tensor), version) in enumerate(zip(self._copied, self._copied_versions, strict=True))
-            if self._may_hide_writes[index] or _compat.version_of(tensor) != version
+            for index, (slot, _) in enumerate(self._copied)
+            if is_changed[index]
+            or self._may_hide_writes[index]
+            or (slot is not None and slot.key in _STATISTICS and id(slot.names) in counted)
         ]
         tensors = [self._copied[index][1] for index in changed]
         values, versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
@@ -301,17 +368,15 @@ def snapshot_of(root: nn.Module) -> Snapshot:
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:
-    """`root` and all below it, also those that an attribute holds in a plain list or dict."""
+    """`root` and all below it, also those in containers and objects that an attribute holds."""
     found = _compat.submodules(root)
     known = set(map(id, found))
     for module in found:  # grows while it is walked
-        for value in vars(module).values():
-            if isinstance(value, list | tuple | dict) and value:
-                for part in value.values() if isinstance(value, dict) else value:
-                    if isinstance(part, nn.Module) and id(part) not in known:
-                        more = [each for each in _compat.submodules(part) if id(each) not in known]
-                        known.update(map(id, more))
-                        found += more
+        held = (value for key, value in vars(module).items() if key not in _INTERNAL_NAMES)
+        for part in reachable(held).modules:
+            more = [each for each in _compat.submodules(part) if id(each) not in known]
+            known.update(map(id, more))
+            found += more
     return found
 
 
@@ -362,138 +427,3 @@ def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
 def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
     """FSDP2 exchanges sharded and whole parameters around every forward; a replay leaves that to it."""
     return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))
-
-
-# Containers: objects that change without a name being bound.
-
-_COPIED_STATE = (random.Random, np.random.Generator, np.random.RandomState, np.ndarray, bytearray)
-_INERT = (
-    *(nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-    *(str, bytes, int, float, complex, bool, type(None), tuple, frozenset, torch.Generator),
-)
-
-
-def _reachable(values: list[Any]) -> tuple[list[Any], list[torch.Generator], list[Tensor]]:
-    """Containers and objects that some values hold, each once; the generators and the tensors in them."""
-    containers: dict[int, Any] = {}
-    generators: dict[int, torch.Generator] = {}
-    tensors: dict[int, Tensor] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Generator):
-            generators[id(value)] = value
-        elif isinstance(value, tuple) and depth <= _MAX_DEPTH:
-            for part in value:
-                look(part, depth + 1)
-        elif isinstance(value, Tensor):
-            if depth:
-                tensors[id(value)] = value
-        elif not isinstance(value, _INERT) and id(value) not in containers and depth <= _MAX_DEPTH:
-            if _is_container(value):
-                containers[id(value)] = value
-                for part in _parts(value):
-                    look(part, depth + 1)
-
-    for value in values:
-        look(value, 0)
-    return list(containers.values()), list(generators.values()), list(tensors.values())
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, list | dict | set | deque):
-        return len(value) <= _MAX_PARTS
-    if isinstance(value, _COPIED_STATE):
-        return getattr(value, "nbytes", 0) <= _ALWAYS_COPIED_BYTES
-    kind = type(value)
-    if kind.__module__.partition(".")[0] in ("torch", "numpy") or getattr(kind, "hidden_from_replay", False):
-        return False
-    return 0 < len(getattr(value, "__dict__", ())) <= _MAX_ATTRIBUTES
-
-
-def _parts(container: Any) -> Any:
-    """What a container holds, to look into."""
-    if isinstance(container, _COPIED_STATE):
-        return ()
-    return container if isinstance(container, _SEQUENCES) else _names(container).values()
-
-
-_SEQUENCES = (list, deque, set)
-
-
-def _names(container: Any) -> dict[Any, Any]:
-    return container if isinstance(container, dict) else vars(container)
-
-
-class Containers:
-    """Some containers and objects, and what they hold at one moment.
-
-    Whether they still hold it is asked for every call, so that is done by a few calls of C functions.
-    """
-
-    def __init__(self, containers: list[Any]) -> None:
-        self._containers = containers
-        self._states = [each for each in containers if isinstance(each, _COPIED_STATE)]  # without parts to compare
-        self._sequences = [each for each in containers if isinstance(each, _SEQUENCES)]
-        self._dicts = [_names(each) for each in containers if not isinstance(each, (*_COPIED_STATE, *_SEQUENCES))]
-        self._parts, self._sizes = self._read(), self._lengths()
-        self._contents = self._copy()
-
-    def _read(self) -> list[Any]:
-        """All parts of all containers, and the keys of dicts."""
-        flatten = chain.from_iterable
-        return list(chain(flatten(self._dicts), flatten(map(dict.values, self._dicts)), flatten(self._sequences)))
-
-    def _lengths(self) -> list[int]:
-        return [*map(len, self._dicts), *map(len, self._sequences)]
-
-    def _copy(self) -> list[Any]:
-        return [*map(_state_copy, self._states), *map(tuple, self._sequences), *map(dict, self._dicts)]
-
-    def are_unchanged(self) -> bool:
-        if self._states or self._lengths() != self._sizes:
-            return False
-        return all(map(operator.is_, self._read(), self._parts))
-
-    def restore(self) -> Callable[[], None]:
-        """Give all containers what they held; call the result to have them as they are now."""
-        if self.are_unchanged():
-            return self._restore_if_changed
-        present = self._copy()
-        self._fill(self._contents)
-        return functools.partial(self._fill, present)
-
-    def _restore_if_changed(self) -> None:
-        if not self.are_unchanged():
-            self._fill(self._contents)
-
-    def _fill(self, contents: list[Any]) -> None:
-        containers = (*self._states, *self._sequences, *self._dicts)
-        for container, wanted in zip(containers, contents, strict=True):
-            if isinstance(container, _COPIED_STATE):
-                _set_copied_state(container, wanted)
-            elif isinstance(container, list):
-                container[:] = wanted
-            else:
-                container.clear()
-                (container.extend if isinstance(container, deque) else container.update)(wanted)
-
-
-def _state_copy(container: Any) -> Any:
-    if isinstance(container, random.Random):
-        return container.getstate()
-    if isinstance(container, np.random.Generator):
-        return container.bit_generator.state
-    return container.get_state() if isinstance(container, np.random.RandomState) else container.copy()
-
-
-def _set_copied_state(container: Any, state: Any) -> None:
-    if isinstance(container, random.Random):
-        container.setstate(state)
-    elif isinstance(container, np.random.Generator):
-        container.bit_generator.state = state
-    elif isinstance(container, np.random.RandomState):
-        container.set_state(state)
-    elif isinstance(container, np.ndarray):
-        container[...] = state
-    else:
-        container[:] = state

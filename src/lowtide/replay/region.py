@@ -49,9 +49,6 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # Added to the number of a save to make its token: an integer of its own, whose reference count tells whether autograd
 # still holds it. (Python shares small integers.)
 _FIRST_TOKEN = 1 << 20
-# Nodes that save a tensor before the kernel fills it: a replay that stopped at this save would leave it unfilled.
-# tests/replay/test_early_stop.py finds them among all of torch's ops.
-_FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 _replays = threading.local()
 _replaying: dict[int, int] = {}  # threads, by the id of the frame that each replays
@@ -328,7 +325,7 @@ class Frame:
         while last >= 0 and not needed[last]:
             last -= 1
         node = _compat.running_node()
-        if last < 0 or not self._options.early_stop or node is None or node.name() in _FILLS_LATER:
+        if last < 0 or not self._options.early_stop or node is None or _compat.fills_later(node):
             return -1, 0
         return last, _compat.sequence_of(node) - self._sequence
 

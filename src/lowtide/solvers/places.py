@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowtide.graph import StepGraph
+from lowtide.graph import Save, StepGraph
 from lowtide.plans import Move
 from lowtide.solvers.chain import Regions
 
 # Bytes: smaller copies cost more in launches than they free. In a step with large values even more so.
 _SMALLEST, _SMALLEST_AMONG_LARGE, _LARGE = 1 << 16, 1 << 20, 1 << 28
+# Ops that save a tensor before they fill it: what is copied out at the save is not what the backward reads.
+_FILL_LATER = frozenset({"aten.rrelu_with_noise.default", "aten.rrelu_with_noise_.default"})
 
 
 class Places:
@@ -34,10 +36,14 @@ class Places:
         graph, facts = self._graph, self._graph.values[value]
         if facts.kind != "activation" or facts.born < 0:
             return False
-        if any(graph.save_places[save][0] < 0 for save in self._saves.get(value, ())):
+        saves = self._saves.get(value, ())
+        if any(graph.save_places[save][0] < 0 or self._is_filled_later(graph.saves[save]) for save in saves):
             return False
         kinds = {graph.values[given].kind for given in graph.ops[facts.born].inputs}
         return not kinds or not kinds <= {"parameter", "buffer"}
+
+    def _is_filled_later(self, save: Save) -> bool:
+        return self._graph.ops[save.made].name in _FILL_LATER
 
     def everywhere(self, ways: Mapping[int, tuple[str, str]], regions: Regions) -> tuple[Move, ...]:
         """Moves of values, each by its way (where to, and the codec), that name every place in which one is held."""

@@ -1,0 +1,224 @@
+"""Objects that change without a name being bound: lists, dicts, sets, deques, other objects, random states, arrays.
+
+What attributes hold of them is found once per set of values; whether they still hold the same parts is asked for every
+call, and answered by a few calls of C functions. Objects without parts that have an identity (Python's and numpy's
+random states, arrays, objects with `__slots__`) are copied for every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MAX_DEPTH = 4  # of containers in containers
+_MAX_PARTS = 10_000  # of a container; longer ones are read as they are at the replay
+_MAX_ATTRIBUTES = 100  # of an object; larger ones (a trainer, say) are read as they are too
+_MAX_ARRAY_BYTES = 256 * 1024  # likewise
+
+_RANDOM_STATES = (random.Random, np.random.Generator, np.random.RandomState)
+_ARRAYS = (np.ndarray, bytearray)
+_SEQUENCES = (list, deque, set)
+_INERT = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(str, bytes, int, float, complex, bool, type(None), tuple, frozenset, torch.Generator),
+)
+
+
+class Reachable(NamedTuple):
+    """What some values lead to through containers and objects, each once."""
+
+    containers: list[Any]
+    generators: list[torch.Generator]
+    tensors: list[Tensor]  # in containers
+    modules: list[nn.Module]  # in containers
+
+
+def reachable(values: Iterable[Any]) -> Reachable:
+    containers: dict[int, Any] = {}
+    generators: dict[int, torch.Generator] = {}
+    tensors: dict[int, Tensor] = {}
+    modules: dict[int, nn.Module] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Generator):
+            generators[id(value)] = value
+        elif isinstance(value, tuple) and depth <= _MAX_DEPTH:
+            for part in value:
+                look(part, depth + 1)
+        elif isinstance(value, Tensor):
+            if depth:
+                tensors[id(value)] = value
+        elif isinstance(value, nn.Module):
+            if depth:
+                modules[id(value)] = value
+        elif not isinstance(value, _INERT) and id(value) not in containers and depth <= _MAX_DEPTH:
+            if _is_container(value):
+                containers[id(value)] = value
+                for part in _parts(value):
+                    look(part, depth + 1)
+
+    for value in values:
+        look(value, 0)
+    return Reachable(
+        list(containers.values()), list(generators.values()), list(tensors.values()), list(modules.values())
+    )
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, _SEQUENCES) or isinstance(value, dict):
+        return len(value) <= _MAX_PARTS
+    if isinstance(value, _RANDOM_STATES):
+        return True
+    if isinstance(value, _ARRAYS):
+        return (value.nbytes if isinstance(value, np.ndarray) else len(value)) <= _MAX_ARRAY_BYTES
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in ("torch", "numpy") or getattr(kind, "hidden_from_replay", False):
+        return False
+    return 0 < len(_attributes(value)) <= _MAX_ATTRIBUTES
+
+
+def _parts(container: Any) -> Iterable[Any]:
+    if isinstance(container, _SEQUENCES):
+        return container
+    if isinstance(container, (*_RANDOM_STATES, *_ARRAYS)):
+        return ()
+    return (container if isinstance(container, dict) else _attributes(container)).values()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds by name, in its `__dict__` and in its slots."""
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = _slots(type(value))
+    if not slots:
+        return attributes
+    return {**attributes, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+_slot_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = _slot_names.get(kind)
+    if names is None:
+        members = [item for base in kind.__mro__ if "__slots__" in vars(base) for item in vars(base).items()]
+        names = tuple(name for name, member in members if isinstance(member, types.MemberDescriptorType))
+        _slot_names[kind] = names
+    return names
+
+
+class Containers:
+    """Some containers and what they hold at one moment."""
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._sequences = [each for each in containers if isinstance(each, _SEQUENCES)]
+        self._dicts: list[dict[Any, Any]] = []
+        self._copied: list[Any] = []
+        for each in containers:
+            if isinstance(each, dict):
+                self._dicts.append(each)
+            elif isinstance(each, (*_RANDOM_STATES, *_ARRAYS)) or (
+                not isinstance(each, _SEQUENCES) and _slots(type(each))
+            ):
+                self._copied.append(each)
+            elif not isinstance(each, _SEQUENCES):
+                self._dicts.append(vars(each))
+        self._parts, self._sizes = self._read(), self._lengths()
+        self._contents = self._copy()
+
+    def _read(self) -> list[Any]:
+        """All parts of all containers, and the keys of dicts."""
+        flatten = chain.from_iterable
+        return list(chain(flatten(self._dicts), flatten(map(dict.values, self._dicts)), flatten(self._sequences)))
+
+    def _lengths(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._sequences)]
+
+    def _copy(self) -> list[Any]:
+        return [*map(copy_of, self._copied), *map(tuple, self._sequences), *map(_items, self._dicts)]
+
+    def are_unchanged(self) -> bool:
+        if self._copied or self._lengths() != self._sizes:
+            return False
+        return all(map(operator.is_, self._read(), self._parts))
+
+    def restore(self) -> Callable[[], None]:
+        """Give all containers what they held; call the result to have them as they are now."""
+        if self.are_unchanged():
+            return self._restore_if_changed
+        present = self._copy()
+        self._fill(self._contents)
+        return functools.partial(self._fill, present)
+
+    def _restore_if_changed(self) -> None:
+        if not self.are_unchanged():
+            self._fill(self._contents)
+
+    def _fill(self, contents: list[Any]) -> None:
+        for container, wanted in zip((*self._copied, *self._sequences, *self._dicts), contents, strict=True):
+            fill(container, wanted)
+
+
+def _items(names: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(names.items())
+
+
+def copy_of(container: Any) -> Any:
+    """What an object without parts to compare holds, not to be changed with it. `fill` puts it back."""
+    if isinstance(container, random.Random):
+        return container.getstate()
+    if isinstance(container, np.random.Generator):
+        return container.bit_generator.state
+    if isinstance(container, np.random.RandomState):
+        return container.get_state()
+    return container.copy() if isinstance(container, _ARRAYS) else dict(_attributes(container))
+
+
+def fill(container: Any, wanted: Any) -> None:
+    """Give a container these contents, by methods of its base class: `Counter.update`, say, adds."""
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), wanted)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, wanted)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, wanted)
+    elif isinstance(container, dict):
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # which has an order of its own
+        kind.clear(container)
+        for key, value in wanted:
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, random.Random):
+        container.setstate(wanted)
+    elif isinstance(container, np.random.Generator):
+        container.bit_generator.state = wanted
+    elif isinstance(container, np.random.RandomState):
+        container.set_state(wanted)
+    elif isinstance(container, np.ndarray):
+        container[...] = wanted
+    elif isinstance(container, bytearray):
+        container[:] = wanted
+    else:
+        _set_attributes(container, dict(wanted))
+
+
+def _set_attributes(container: Any, wanted: dict[str, Any]) -> None:
+    for name in _slots(type(container)):
+        if name in wanted:
+            object.__setattr__(container, name, wanted.pop(name))
+        elif hasattr(container, name):
+            object.__delattr__(container, name)
+    if hasattr(container, "__dict__"):
+        vars(container).clear()
+        vars(container).update(wanted)
