@@ -285,7 +285,10 @@ def test_the_peak_falls_as_predicted_with_held_outputs_on_the_host() -> None:
 
 
 def _products(graph: lowtide.StepGraph, path: str) -> tuple[int, ...]:
-    """Those of a module's ops that are matrix products."""
-    call = graph.calls[graph.calls_by_path[path][0]]
+    """Those of a module's ops that are matrix products, and whose outputs autograd saves there."""
+    index = graph.calls_by_path[path][0]
+    call = graph.calls[index]
     ops = range(call.end - call.first)
-    return tuple(op for op in ops if "mm" in graph.ops[call.first + op].name and graph.ops[call.first + op].outputs)
+    found = [op for op in ops if "mm" in graph.ops[call.first + op].name and graph.ops[call.first + op].outputs]
+    missing = graph.retainable.missing({index: tuple(found)}).get(index, ())
+    return tuple(op for op in found if op not in missing)
