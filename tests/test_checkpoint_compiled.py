@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import lowtide
-from lowtide import _compat
+from lowtide.replay import _compat
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -34,6 +34,8 @@ def some_plans(graph: StepGraph, search: Search, seed: int) -> list[Regions]:
             if outermost[call] == call and not graph.arrays.has_inside(call, regions):
                 more = [op - ops.start for op in ops if pricing.may_keep[op] and rng.random() < 0.15]
                 regions[call] = tuple(sorted({*regions[call], *more}))
+        for call, missing in graph.retainable.missing(regions).items():  # no hook sees these outputs
+            regions[call] = tuple(op for op in regions[call] if op not in missing)
     return found
 
 

@@ -197,7 +197,8 @@ def use(text: str) -> None:
     assert StepGraph.from_json(graph.to_json()) == graph
     str(lowtide.simulate(graph))
     for path, calls in graph.calls_by_path.items():
-        lowtide.simulate(graph, Plan(tuple(Recompute(path, nth) for nth in range(len(calls)))))
+        regions = (Recompute(path, nth) for nth, call in enumerate(calls) if call not in graph.unreplayable)
+        lowtide.simulate(graph, Plan(tuple(regions)))
 
 
 ANYTHING = st.recursive(

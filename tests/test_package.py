@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A layer may import from layers before it. Names are first path components below the package.
 TORCH_FREE = ["errors", "units", "graph", "codings", "plans", "lives", "copies", "compiledstep", "eagerlives"]
 TORCH_FREE += ["eagerstep", "simulator", "policies", "solvers", "reports"]
-LAYERS = [*TORCH_FREE, "_compat", "memory", "tracing", "engines", "__init__"]
+LAYERS = [*TORCH_FREE, "_compat", "memory", "replay", "tracing", "engines", "__init__"]
 # What a reader of a plan calls on it, `plan.report()`, is imported when it is called: it sits above the plan.
 REPORTED_ON = ["plans", "solvers"]
 PUBLIC_ONLY = ["cli", "demo", "hosts"]

@@ -37,7 +37,7 @@ from lowtide.policies import (
     plan_recomputation,
 )
 from lowtide.replay.checkpoint import checkpoint
-from lowtide.replay.region import is_recomputing
+from lowtide.replay.recomputing import is_recomputing
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.solving import solve
 from lowtide.solvers.sweeping import Frontier, sweep

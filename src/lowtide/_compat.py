@@ -11,52 +11,14 @@ import gc
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as dynamo_frames
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def find_torch_checkpoint() -> Callable[..., Any]:
-    """torch's own `checkpoint`, also where another library has put a function of its own in its place.
-
-    Such libraries keep torch's: as another attribute of the module (Unsloth, ms-swift), or as what their function
-    wraps, closes over or is a partial of. If it is not found, the function that is there is returned.
-    """
-    names = vars(torch_checkpoint_module)
-    candidates, seen = [names["checkpoint"], *names.values()], set()
-    for candidate in candidates:  # grows
-        if id(candidate) in seen or not isinstance(candidate, FunctionType | functools.partial):
-            continue
-        seen.add(id(candidate))
-        if _is_torch_checkpoint(candidate):
-            return candidate
-        cells = getattr(candidate, "__closure__", None) or ()
-        candidates += [cell.cell_contents for cell in cells if cell != CellType()]
-        candidates += [getattr(candidate, name, None) for name in ("__wrapped__", "func")]
-    return names["checkpoint"]  # type: ignore[no-any-return]
-
-
-def _is_torch_checkpoint(function: Any) -> bool:
-    """Whether a function is the one that torch defines, under decorators of torch's and nobody else's."""
-    chain = [function]
-    while hasattr(chain[-1], "__wrapped__"):
-        chain.append(chain[-1].__wrapped__)
-    spaces = [getattr(each, "__globals__", {}) for each in chain]
-    is_defined_there = spaces[-1] is vars(torch_checkpoint_module) and chain[-1].__name__ == "checkpoint"
-    return is_defined_there and all(str(space.get("__name__")).startswith("torch.") for space in spaces)
-
-
-# Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
-torch_checkpoint = find_torch_checkpoint()
-TorchCheckpointError = torch_checkpoint_module.CheckpointError
 
 
 # `torch.compiler.disable` without importing the compiler, which takes longer than all of lowtide, until the first call.
@@ -177,21 +139,6 @@ BOOKKEEPING_OPS = frozenset(
 )
 
 
-class ReadGuard(TorchDispatchMode):
-    """Calls `refuse(tensor)` for the first of `tensors` (or an alias) that an op is given."""
-
-    def __init__(self, tensors: Sequence[Tensor], refuse: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._guarded = {storage_id(tensor): tensor for tensor in tensors if is_plain(tensor)}
-        self._refuse = refuse
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and is_plain(value) and storage_id(value) in self._guarded:
-                self._refuse(self._guarded[storage_id(value)])
-        return func(*args, **(kwargs or {}))
-
-
 def sequence_number() -> int:
     """The number the next autograd node will get. Obsolete with a public one."""
     return torch._C._autograd._get_sequence_nr()
@@ -274,38 +221,6 @@ def is_sharded(tensor: Tensor) -> bool:
     """Whether a sharding runtime (FSDP2, TP) manages this tensor and swaps it in and out on its own."""
     dtensor = sys.modules.get("torch.distributed.tensor")
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
-
-
-class _Keep(torch.autograd.Function):
-    """Saves its inputs as autograd saves tensors, so that hooks outside (offload, an outer region) see them."""
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("kept inputs are read, never differentiated")
-
-
-def save_tensors(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """Keep tensors as an autograd node would, so that saved-tensor hooks see them; call the result to have them back.
-
-    Without hooks they are simply held: who calls this checks versions itself.
-    """
-    if current_hooks() is None:
-        return lambda: tensors
-    # Autograd refuses to save inference tensors; nothing can change or differentiate them, so they are held too.
-    saved = [tensor for tensor in tensors if not tensor.is_inference()]
-    keeper = _Keep.apply(torch.empty(0, requires_grad=True), *saved)
-
-    def unpack() -> list[Tensor]:
-        unpacked = iter(keeper.grad_fn.saved_tensors)
-        return [tensor if tensor is not None else next(unpacked) for tensor in held]
-
-    held = [tensor if tensor.is_inference() else None for tensor in tensors]
-    return unpack
 
 
 def current_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

@@ -1,16 +1,13 @@
 """A step as the eager engine runs it, played op by op.
 
-A region's saves are dropped in the forward and its inputs held; the first time the backward asks for a dropped save
-the region is replayed, up to the last of them, each op allocating anew. Its inputs stay held until autograd lets go of
-the last of its saves, as another replay might come. Regions inside regions are replayed from inside the outer one's
-replay. Saves that carry an output that the region retains are not dropped: they hold it as saves outside of regions do,
-and the region holds it besides, until its replay has ended. Saved values that move leave on one copy engine as soon as
-they are saved and return on another, in the order the backward asks for them. A retained output moves alike; all of a
-region's are back when its replay begins.
+A region's saves are dropped in the forward and its inputs held until autograd lets go of the last of its saves. The
+first time the backward asks for a dropped save the region is replayed, up to the last of them, each op allocating anew;
+regions inside of it from inside its replay. Saves that carry a retained output are not dropped: they hold it as saves
+outside of regions do, and the region holds it besides, until its replay has ended. Saved values that move leave on one
+copy engine and return on another, in the order the backward asks; retained outputs are back when the replay begins.
 
-A value with a codec is encoded when it is first saved, on the compute's own time, and from then on saves hold what was
-encoded: on the device, or on its way to the host and back. Each read decodes it anew, and what it decodes lives as long
-as the reader needs it; a replay's decoded inputs live at least as long as the replay.
+A value with a codec is encoded when it is first saved, on the compute's own time, and saves hold what was encoded. Each
+read decodes it anew, for as long as the reader needs it; a replay's decoded inputs live as long as the replay.
 """
 
 from __future__ import annotations

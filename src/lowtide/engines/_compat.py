@@ -31,8 +31,7 @@ from lowtide._compat import (
     versions_of,
     without_modes,
 )
-from lowtide.replay._compat import storages_of, taken_apart
-from lowtide.tracing._compat import parts_of
+from lowtide.replay._compat import parts_of, storages_of, taken_apart
 from lowtide.tracing.records import tensors_in
 
 __all__ = [

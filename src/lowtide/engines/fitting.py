@@ -15,7 +15,7 @@ from lowtide.engines.matching import with_parameters
 from lowtide.engines.peakcheck import BudgetWatch
 from lowtide.engines.planned import AppliedPlan, apply_plan
 from lowtide.engines.replanning import Limits, Planner
-from lowtide.engines.shapes import Shapes, shapes_of, watched_inputs
+from lowtide.engines.shapes import Shapes, recalled, remembered, shapes_of, watched_inputs
 from lowtide.errors import InfeasibleBudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.memory.exclusive import one_at_a_time
@@ -176,7 +176,7 @@ class Refitter:
         verify: bool,
     ) -> None:
         self._loss_fn, self._optimizer = loss_fn, optimizer
-        self._examples = map_tensors(_remembered, examples)
+        self._examples = map_tensors(remembered, examples)
         self._devices = [tensor.device for tensor in tensors_in(examples)]
         self._budget, self._limits, self._verify = budget, limits, verify
 
@@ -196,7 +196,7 @@ class Refitter:
         handle.remove()
         try:
             devices = iter(self._devices)
-            examples = [args] if args else map_tensors(lambda kept: _recalled(kept, next(devices)), self._examples)
+            examples = [args] if args else map_tensors(lambda kept: recalled(kept, next(devices)), self._examples)
             _fit(
                 model,
                 loss_fn or self._loss_fn,
@@ -213,23 +213,6 @@ class Refitter:
             handle.put_back()
             handle.switch_cache_off(model)
             raise
-
-
-def _remembered(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
-        return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _recalled(kept: Tensor, device: torch.device) -> Tensor:
-    """A tensor like the one that was remembered. Random states are as before."""
-    if not kept.is_meta:
-        return kept.to(device, copy=True)
-    if device.type == "meta":
-        return kept
-    generator = torch.Generator(device).manual_seed(0)
-    made = torch.randn(kept.shape, dtype=kept.dtype, device=device, generator=generator)
-    return made.requires_grad_(kept.requires_grad)
 
 
 def _finished(

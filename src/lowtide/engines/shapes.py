@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lowtide.engines import _compat
 from lowtide.engines.runs import Decisions
@@ -249,3 +250,21 @@ def _elements(planned: Planned) -> int:
 
 def _smallest(planned: list[Planned]) -> Planned | None:
     return min(planned, key=_elements, default=None)
+
+
+def remembered(tensor: Tensor) -> Tensor:
+    """What is kept of a tensor to make one like it later: shape and type, and whole numbers on the host."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def recalled(kept: Tensor, device: torch.device) -> Tensor:
+    """A tensor like the one that was remembered. Random states are as before."""
+    if not kept.is_meta:
+        return kept.to(device, copy=True)
+    if device.type == "meta":
+        return kept
+    generator = torch.Generator(device).manual_seed(0)
+    made = torch.randn(kept.shape, dtype=kept.dtype, device=device, generator=generator)
+    return made.requires_grad_(kept.requires_grad)

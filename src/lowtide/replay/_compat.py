@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -22,12 +23,10 @@ from lowtide._compat import (
     never_compiled,
     set_version,
     storage_id,
-    torch_checkpoint,
     under_functorch,
     version_of,
     without_modes,
 )
-from lowtide.tracing._compat import parts_of
 
 __all__ = [
     "BOOKKEEPING_OPS",
@@ -39,7 +38,6 @@ __all__ = [
     "never_compiled",
     "set_version",
     "storage_id",
-    "torch_checkpoint",
     "under_functorch",
     "version_of",
     "without_modes",
@@ -203,3 +201,98 @@ def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | Non
         for entry in (entries.values() if isinstance(entries, dict) else entries)
     )
     return mode.policy_fn, [str(key[0] if isinstance(key, tuple) else key) for key in mode.storage], saved
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a tensor's bytes: itself, or what a wrapper subclass wraps, all the way down."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+    if tensor.layout is not torch.strided:
+        parts = {
+            torch.sparse_coo: ("_indices", "_values"),
+            torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+        }.get(tensor.layout, ())
+        with _disable_current_modes():
+            return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return [tensor]
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """`inner_tensors`, quickly."""
+    if (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ):
+        return (tensor,)
+    return inner_tensors(tensor)
+
+
+def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
+    """Of an op: namespace, name, which arguments it writes to, whether it draws random numbers, whether it is a view.
+
+    Obsolete when `OpOverload` shows its schema publicly.
+    """
+    schema = op._schema
+    written = frozenset(
+        index for index, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
+    )
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return op.namespace, str(op), written, is_random, bool(op.is_view)
+
+
+def op_argument_names(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def find_torch_checkpoint() -> Callable[..., Any]:
+    """torch's own `checkpoint`, also where another library has put a function of its own in its place.
+
+    Such libraries keep torch's: as another attribute of the module (Unsloth, ms-swift), or as what their function
+    wraps, closes over or is a partial of. If it is not found, the function that is there is returned.
+    """
+    names = vars(torch_checkpoint_module)
+    candidates, seen = [names["checkpoint"], *names.values()], set()
+    for candidate in candidates:  # grows
+        if id(candidate) in seen or not isinstance(candidate, FunctionType | functools.partial):
+            continue
+        seen.add(id(candidate))
+        if _is_torch_checkpoint(candidate):
+            return candidate
+        cells = getattr(candidate, "__closure__", None) or ()
+        candidates += [cell.cell_contents for cell in cells if cell != CellType()]
+        candidates += [getattr(candidate, name, None) for name in ("__wrapped__", "func")]
+    return names["checkpoint"]  # type: ignore[no-any-return]
+
+
+def _is_torch_checkpoint(function: Any) -> bool:
+    """Whether a function is the one that torch defines, under decorators of torch's and nobody else's."""
+    chain = [function]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    spaces = [getattr(each, "__globals__", {}) for each in chain]
+    is_defined_there = spaces[-1] is vars(torch_checkpoint_module) and chain[-1].__name__ == "checkpoint"
+    return is_defined_there and all(str(space.get("__name__")).startswith("torch.") for space in spaces)
+
+
+# Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
+torch_checkpoint = find_torch_checkpoint()
+TorchCheckpointError = torch_checkpoint_module.CheckpointError
+
+
+class ReadGuard(TorchDispatchMode):
+    """Calls `refuse(tensor)` for the first of `tensors` (or an alias) that an op is given."""
+
+    def __init__(self, tensors: Sequence[Tensor], refuse: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._guarded = {storage_id(tensor): tensor for tensor in tensors if is_plain(tensor)}
+        self._refuse = refuse
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and is_plain(value) and storage_id(value) in self._guarded:
+                self._refuse(self._guarded[storage_id(value)])
+        return func(*args, **(kwargs or {}))

@@ -318,3 +318,31 @@ class Fingerprint:
         slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
         parts = {**attributes, **{name: getattr(value, name) for name in slots}}
         return id(value), tuple((name, self._read(part, depth + 1, seen)) for name, part in parts.items())
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif hasattr(tree, "__dataclass_fields__"):
+        for name in tree.__dataclass_fields__:
+            yield from tensors_in(getattr(tree, name, None))
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The tensor without its history: changed in place later, it would come to hold the graph that holds it."""
+    if is_held_itself(tensor):
+        return tensor
+    alias = tensor.detach()
+    return alias.requires_grad_() if tensor.requires_grad else alias
+
+
+def is_held_itself(tensor: Tensor) -> bool:
+    """Parameters are not activations, and autograd saves no inference tensors; neither gets a history."""
+    return isinstance(tensor, nn.Parameter) or tensor.is_inference()

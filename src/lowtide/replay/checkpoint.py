@@ -19,8 +19,10 @@ from lowtide.memory.offload import SavedInStore
 from lowtide.memory.store import ActivationStore
 from lowtide.replay import _compat
 from lowtide.replay.arguments import Arguments
+from lowtide.replay.collector import Options
 from lowtide.replay.function_state import FunctionState, module_of
-from lowtide.replay.region import Hooks, Options, ReplaysCounted, run
+from lowtide.replay.recomputing import ReplaysCounted
+from lowtide.replay.region import Hooks, run
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.errors import CheckpointError
+from lowtide.replay._compat import TorchCheckpointError
 from lowtide.replay.arguments import Path
 
 _MAX_MISMATCHES = 3
 
 
-class ReplayError(CheckpointError, _compat.TorchCheckpointError):
+class ReplayError(CheckpointError, TorchCheckpointError):
     """`lowtide.CheckpointError`, caught as well by code that waits for torch's."""
 
 

@@ -25,37 +25,21 @@ import operator
 import weakref
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.replay.bindings import ABSENT, INTERNAL_NAMES, Names, Slot, bind, nothing
 from lowtide.replay.code_facts import code_facts
 from lowtide.replay.containers import Containers, reachable
 
 _ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward is known to write them
-_ABSENT: Any = object()
 _LOST = -1  # no tensor has this version
-_INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _COUNTER = "num_batches_tracked"
 # Written by kernels that do not count versions. Where there is a counter, its version tells of them.
 _STATISTICS = frozenset({"running_mean", "running_var", _COUNTER})
-
-Names = dict[str, Any]  # the dict behind a module's parameters, buffers or attributes
-
-
-class Slot(NamedTuple):
-    """A name that code may read a value from."""
-
-    names: Names
-    key: str
-    owner: nn.Module
-
-    def describe(self, tensor: Tensor) -> str:
-        kind = "attribute" if self.names is vars(self.owner) else "buffer"
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
-        return f"{kind} {self.key!r} of {type(self.owner).__name__}"
 
 
 class ModuleTree:
@@ -89,7 +73,7 @@ class ModuleTree:
         self._sizes = list(map(len, self._dicts))
         values = self.read()
         self._children = _ids_of_modules(values)
-        self._modules = set(map(id, modules))
+        self._known_modules = set(map(id, modules))
         code = [code_facts(type(module)) for module in modules]
         self.hides_writes = any(each.hides_writes for each in code)
         self.outside = list({id(state): state for each in code for state in each.states}.values())
@@ -105,7 +89,7 @@ class ModuleTree:
 
     def read_by_name(self) -> list[Any]:
         """The same, slowly and whatever has happened."""
-        return [slot.names.get(slot.key, _ABSENT) for slot in self.slots]
+        return [slot.names.get(slot.key, ABSENT) for slot in self.slots]
 
     def has_same_names(self) -> bool:
         return list(map(len, self._dicts)) == self._sizes
@@ -131,7 +115,7 @@ class ModuleTree:
         if list(chain.from_iterable(self._dicts)) != self._keys or _ids_of_modules(values) != self._children:
             return None
         snapshot = Snapshot(self, values)
-        return snapshot if snapshot.modules <= self._modules else None
+        return snapshot if snapshot.modules <= self._known_modules else None
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
         """Whether a replay may need this tensor's value from before the forward."""
@@ -204,7 +188,7 @@ class Snapshot:
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
         found = reachable(
-            value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in _INTERNAL_NAMES
+            value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in INTERNAL_NAMES
         )
         self._generators, self.modules = found.generators, set(map(id, found.modules))
         containers = [*found.containers, *tree.outside]
@@ -317,8 +301,8 @@ class Snapshot:
 
     def restore(self) -> Callable[[], None]:
         """Put everything back to this; call the result to have all as it is now."""
-        undo_names = _bind(self.tree, self.values)
-        undo_containers = _nothing if self._containers is None else self._containers.restore()
+        undo_names = bind(self.tree, self.values)
+        undo_containers = nothing if self._containers is None else self._containers.restore()
         undo_tensors = self._overwrite()
 
         def undo() -> None:
@@ -331,7 +315,7 @@ class Snapshot:
     def _overwrite(self) -> Callable[[], None]:
         """Give tensors their values back, where they have been written since."""
         if not self._copied:
-            return _nothing
+            return nothing
         now = _compat.versions_of([tensor for _, tensor in self._copied])
         is_changed = [one != other for one, other in zip(now, self._copied_versions, strict=True)]
         counted = {
@@ -372,7 +356,7 @@ def _all_modules(root: nn.Module) -> list[nn.Module]:
     found = _compat.submodules(root)
     known = set(map(id, found))
     for module in found:  # grows while it is walked
-        held = (value for key, value in vars(module).items() if key not in _INTERNAL_NAMES)
+        held = (value for key, value in vars(module).items() if key not in INTERNAL_NAMES)
         for part in reachable(held).modules:
             more = [each for each in _compat.submodules(part) if id(each) not in known]
             known.update(map(id, more))
@@ -382,48 +366,3 @@ def _all_modules(root: nn.Module) -> list[nn.Module]:
 
 def _is_copyable_state(tensor: Tensor) -> bool:
     return not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and _compat.is_copyable(tensor)
-
-
-def _nothing() -> None:
-    """For the common case that there is nothing to put back."""
-
-
-def _bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
-    """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
-    if tree.has_same_names() and all(map(operator.is_, tree.read(), values)):
-        return functools.partial(_bind_if_changed, tree, values)
-    tree.last = None  # it would keep values alive that nothing else holds
-    new_slots = [slot for slot in tree.new_slots() if slot.key not in _INTERNAL_NAMES]
-    present, new_values = tree.read_by_name(), [slot.names.pop(slot.key) for slot in new_slots]
-    _bind_each(tree, values)
-
-    def undo() -> None:
-        _bind_each(tree, present)
-        for slot, value in zip(new_slots, new_values, strict=True):
-            slot.names[slot.key] = value
-
-    return undo
-
-
-def _bind_if_changed(tree: ModuleTree, values: list[Any]) -> None:
-    if not (tree.has_same_names() and all(map(operator.is_, tree.read(), values))):
-        _bind_each(tree, values)
-
-
-def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
-    for slot in tree.new_slots():
-        if slot.key not in _INTERNAL_NAMES:
-            del slot.names[slot.key]
-    for slot, value in zip(tree.slots, values, strict=True):
-        live = slot.names.get(slot.key, _ABSENT)
-        if live is value or slot.key in _INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
-            continue
-        if value is _ABSENT:
-            slot.names.pop(slot.key, None)
-        else:
-            slot.names[slot.key] = value
-
-
-def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
-    """FSDP2 exchanges sharded and whole parameters around every forward; a replay leaves that to it."""
-    return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError
-from lowtide.memory.checksums import checksum
 from lowtide.replay import divergence
-from lowtide.replay.arguments import Arguments, Fingerprint
+from lowtide.replay._compat import ReadGuard, TorchCheckpointError
+from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself
+from lowtide.replay.collector import DEFAULT_OPTIONS, Collector, Options, Stop
 from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
 from lowtide.replay.module_state import Snapshot, snapshot_of
+from lowtide.replay.recomputing import one_deeper
 
 if TYPE_CHECKING:
     from lowtide.replay.retained import RetainedCall
@@ -48,63 +50,10 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 # Added to the number of a save to make its token: an integer of its own, whose reference count tells whether autograd
 # still holds it. (Python shares small integers.)
-_FIRST_TOKEN = 1 << 20
+FIRST_TOKEN = 1 << 20
 
-_replays = threading.local()
 _replaying: dict[int, int] = {}  # threads, by the id of the frame that each replays
 _requires_grad, _device = operator.attrgetter("requires_grad"), operator.attrgetter("device")
-
-
-def is_recomputing() -> bool:
-    """True while this thread replays a checkpointed region, and only then.
-
-    >>> import lowtide
-    >>> lowtide.is_recomputing()
-    False
-    """
-    return replay_depth() > 0
-
-
-def replay_depth() -> int:
-    """How many replays this thread is in: one inside another where a replay asks for what another region saved."""
-    return getattr(_replays, "depth", 0)
-
-
-class ReplaysCounted:
-    """A function whose second and later calls count as replays: for torch's own checkpoint."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._has_run = function, False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_run:
-            self._has_run = True
-            return self._function(*args, **kwargs)
-        _replays.depth = replay_depth() + 1
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            _replays.depth -= 1
-
-
-class _Stop(BaseException):
-    """Ends a replay that has all it needs. Not an `Exception`, which code in the region may catch."""
-
-
-class Options(NamedTuple):
-    """How a region is run. `determinism_check` is as in torch, and may be "values" too."""
-
-    preserve_rng_state: bool = True
-    determinism_check: str = "default"
-    early_stop: bool = True
-
-    @property
-    def metadata_of(self) -> Callable[[Tensor], Any]:
-        """What must be the same of a saved tensor and its recomputation."""
-        return metadata_and_value_of if self.determinism_check == "values" else metadata_of
-
-
-DEFAULT_OPTIONS = Options()
 
 
 @_compat.never_compiled
@@ -129,11 +78,8 @@ def run(
     - `contexts`: entered around the forward and around each replay.
     """
     arguments, tensors = Arguments.take(args, kwargs)
-    context = None if contexts is None else contexts[1]
-    if retained is None:
-        frame = Frame(function, module, replay, options, context, arguments)
-    else:
-        frame = RetainingFrame(function, module, replay, options, context, arguments).retaining(retained)
+    kind = Frame if retained is None else retained.frame
+    frame = kind(function, module, replay, options, None if contexts is None else contexts[1], arguments)
     frame.begin(tensors, input_hooks or _compat.current_hooks())
     with saved_tensors_hooks(frame, frame), nullcontext() if contexts is None else contexts[0]:
         output = function(*args, **kwargs)
@@ -163,29 +109,13 @@ class Frame:
     and returns a token, called with a token it brings the tensor back.
     """
 
+    # fmt: off
     __slots__ = (
-        "_arguments",
-        "_context",
-        "_environment",
-        "_fingerprints",
-        "_function",
-        "_held",
-        "_input_versions",
-        "_is_done",
-        "_metadata",
-        "_metadata_of",
-        "_module",
-        "_mutated_path",
-        "_options",
-        "_recomputed",
-        "_replay_function",
-        "_requires_grad",
-        "_sequence",
-        "_state",
-        "_tokens",
-        "_unpack_input",
-        "_versions",
+        "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions",
+        "_is_done", "_metadata", "_metadata_of", "_module", "_mutated_path", "_options", "_recomputed",
+        "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_versions",
     )
+    # fmt: on
 
     def __init__(
         self,
@@ -221,12 +151,12 @@ class Frame:
         self._input_versions = _compat.versions_of(tensors)
         self._requires_grad = list(map(_requires_grad, tensors))
         if hooks is None:
-            self._held: list[Any] = list(map(_alias, tensors))
+            self._held: list[Any] = list(map(alias_of, tensors))
             self._unpack_input: Callable[[Any], Tensor] | None = None
         else:
             pack, self._unpack_input = hooks
             with torch.no_grad():
-                self._held = [tensor if _is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
+                self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
         if module is not None and arguments.callables is None:
             self._state: Snapshot | FunctionState = snapshot_of(module)
         else:
@@ -242,11 +172,11 @@ class Frame:
     @_compat.never_compiled
     def __call__(self, saved: Any) -> Any:  # twice per saved tensor: nothing here may cost a microsecond
         if type(saved) is not int:
-            token = len(self._tokens) + _FIRST_TOKEN
+            token = len(self._tokens) + FIRST_TOKEN
             self._tokens.append(token)
             self._metadata.append(self._metadata_of(saved))
             return token
-        index = saved - _FIRST_TOKEN
+        index = saved - FIRST_TOKEN
         if index < len(self._recomputed):
             tensor = self._recomputed[index]
             if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
@@ -342,25 +272,23 @@ class Frame:
             modes.append(mode)
         lost = self._state.lost()
         if lost:  # more is in reach than is used: refuse only if the replay reads it, also for an op that does not run
-            modes.append(_compat.ReadGuard([tensor for _, tensor in lost], self._refuse))
+            modes.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
         undo_state = self._state.restore()
         try:
             undo_environment = self._environment.restore()
-            _replays.depth = replay_depth() + 1
             collector.begin()
             try:
-                with torch.enable_grad(), saved_tensors_hooks(collector.pack, _as_it_is), _all(modes):
+                with one_deeper(), torch.enable_grad(), saved_tensors_hooks(collector.pack, _as_it_is), _all(modes):
                     if self._replay_function is not None:
                         return self._replay_function(self._module, *args, **kwargs)
                     assert self._function is not None
                     return self._function(*args, **kwargs)
             finally:
-                _replays.depth -= 1
                 undo_environment()
-        except _Stop:
+        except Stop:
             if not collector.is_stopped:
                 raise
-        except _compat.TorchCheckpointError as error:
+        except TorchCheckpointError as error:
             if isinstance(error, divergence.ReplayError):
                 raise
             raise divergence.inner_checkpoint(self.name, error) from None
@@ -377,7 +305,7 @@ class Frame:
             return self._held
         found = []
         for index, (held, requires_grad) in enumerate(zip(self._held, self._requires_grad, strict=True)):
-            if isinstance(held, Tensor) and _is_held_itself(held):
+            if isinstance(held, Tensor) and is_held_itself(held):
                 tensor = held
             else:
                 try:
@@ -401,7 +329,7 @@ class Frame:
         if self._unpack_input is None and _compat.versions_of(self._held) == self._input_versions:
             return
         for index, (held, version) in enumerate(zip(self._held, self._input_versions, strict=True)):
-            is_ours = self._unpack_input is None or (isinstance(held, Tensor) and _is_held_itself(held))
+            is_ours = self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held))
             if is_ours and _compat.version_of(held) != version:
                 path = self._arguments.path_of_tensor(index)
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
@@ -447,104 +375,6 @@ class Frame:
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
 
-class RetainingFrame(Frame):
-    """A frame that keeps some of the saves, which carry op outputs that its replay need not compute."""
-
-    __slots__ = ("_retained",)
-
-    def retaining(self, retained: RetainedCall) -> RetainingFrame:
-        self._retained = retained
-        return self
-
-    @_compat.never_compiled
-    def __call__(self, saved: Any) -> Any:
-        packed = super().__call__(saved)
-        if type(saved) is not int:
-            self._retained.saved(packed - _FIRST_TOKEN, saved)
-        return packed
-
-    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        super().forward_done(args, kwargs, tensors)
-        self._retained.forward_done(len(self._tokens))
-
-    def unpack(self, index: int) -> Tensor:
-        kept = self._retained.take(index)
-        return super().unpack(index) if kept is None else kept
-
-    def replay(self) -> None:
-        if not self._is_done:  # for a gradient that the region itself computes
-            return super().replay()
-        self._check_arguments()
-        tensors, needed, retained = self._input_tensors(), self._needed(), self._retained
-        stop = (-1, 0) if retained.begin_replay(needed) else self._stop(needed)
-        collector: Collector = RetainingCollector(self._options, needed, stop, retained)
-        try:
-            self._run_again(tensors, collector, retained.replay_mode(collector))
-            is_right = retained.replay_done(saves_agree=self._agrees(collector))
-        except Exception as error:
-            if not retained.may_have_caused(error):
-                raise
-            is_right = False
-        if not is_right:
-            # What the replay took was not what its ops make. Computing everything is always right.
-            retained.give_up()
-            collector = Collector(self._options, needed, self._stop(needed))
-            self._run_again(tensors, collector)
-        self._finish(collector, tensors)
-
-
-class Collector:
-    """The pack hook of one replay: it keeps the saves that are needed."""
-
-    __slots__ = (
-        *("_all_needed", "_metadata_of", "_sequence", "_stop_node", "is_stopped", "metadata", "needed", "stop"),
-        *("tensors", "versions"),
-    )
-
-    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int]) -> None:
-        self._metadata_of = options.metadata_of
-        self.needed, self._all_needed = needed, all(needed)
-        self.stop, self._stop_node = stop
-        self._sequence = 0
-        self.metadata: list[Any] = []
-        self.tensors: list[Tensor | None] = []
-        self.versions: list[int] = []
-        self.is_stopped = False
-
-    def begin(self) -> None:
-        self._sequence = _compat.sequence_number()
-
-    @_compat.never_compiled
-    def pack(self, tensor: Tensor) -> Tensor:
-        index = len(self.metadata)
-        self.metadata.append(self._metadata_of(tensor))
-        # Detached: a tensor with its history would keep the replay's graph alive, and what hangs on it.
-        saved = tensor.detach()
-        is_needed = self._all_needed or (index < len(self.needed) and self.needed[index])
-        self.tensors.append(saved if is_needed else None)
-        self.versions.append(_compat.version_of_saved(tensor))
-        if index == self.stop and _compat.sequence_number() - self._sequence - 1 == self._stop_node:
-            self.is_stopped = True
-            raise _Stop
-        return saved  # for a gradient that the region itself computes
-
-
-class RetainingCollector(Collector):
-    __slots__ = ("_retained",)
-
-    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int], retained: RetainedCall) -> None:
-        super().__init__(options, needed, stop)
-        self._retained = retained
-
-    @_compat.never_compiled
-    def pack(self, tensor: Tensor) -> Tensor:
-        index = len(self.metadata)
-        try:
-            return super().pack(tensor)
-        finally:
-            self._retained.saved_again(index, tensor)
-
-
 @_compat.never_compiled
 def _as_it_is(packed: Tensor) -> Tensor:
     return packed
@@ -559,55 +389,9 @@ def _all(modes: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any
     return stack
 
 
-_UNUSED = next(map(sys.getrefcount, [(2**70)]))  # of a token that autograd does not hold
+_UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # of a token that autograd does not hold
 
 
 @_compat.disable_dynamo  # compiled autograd traces the hook
 def _unpack(frame: Frame, index: int) -> Tensor:
     return frame.unpack(index)
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The tensor without its history: changed in place later, it would come to hold the graph that holds it."""
-    if _is_held_itself(tensor):
-        return tensor
-    alias = tensor.detach()
-    return alias.requires_grad_() if tensor.requires_grad else alias
-
-
-def _is_held_itself(tensor: Tensor) -> bool:
-    """Parameters are not activations, and autograd saves no inference tensors; neither gets a history."""
-    return isinstance(tensor, nn.Parameter) or tensor.is_inference()
-
-
-# What is compared of a saved tensor and its recomputation. One tuple for all tensors that are alike, so that a region
-# holds references and no objects.
-_METADATA: dict[Any, Any] = {}
-_MAX_METADATA = 4096
-
-
-_facts_of = operator.attrgetter("shape", "dtype", "device")
-
-
-@_compat.never_compiled
-def metadata_of(tensor: Tensor) -> Any:
-    """Shape, dtype and device."""
-    try:
-        return _METADATA[_facts_of(tensor)]
-    except (KeyError, TypeError):  # not seen before, or of a shape in symbols
-        return _new_metadata(tensor)
-
-
-@_compat.never_compiled
-def metadata_and_value_of(tensor: Tensor) -> Any:
-    """The same with a checksum."""
-    return (*metadata_of(tensor), checksum(tensor))
-
-
-def _new_metadata(tensor: Tensor) -> Any:
-    metadata = _facts_of(tensor)
-    if type(tensor) in _compat.PLAIN_TYPES and all(type(size) is int for size in tensor.shape):
-        if len(_METADATA) >= _MAX_METADATA:
-            _METADATA.clear()
-        _METADATA[metadata] = metadata
-    return metadata

@@ -113,5 +113,7 @@ class Lowering:
             if call < 0 or self._graph.arrays.has_inside(call, regions):
                 continue
             number = op - self._graph.calls[call].first
-            found += [(call, number)] if number not in regions[call] else []
+            more = {**regions, call: (*regions[call], number)}
+            if number not in regions[call] and call not in self._graph.retainable.missing(more):
+                found.append((call, number))
         return found

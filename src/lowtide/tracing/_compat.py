@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,15 +31,19 @@ from lowtide._compat import (
     version_of,
     without_modes,
 )
+from lowtide.replay._compat import inner_tensors, op_facts, parts_of
 
 __all__ = [
     "BOOKKEEPING_OPS",
     "PLAIN_TYPES",
     "accelerator",
     "generator_id",
+    "inner_tensors",
     "is_plain",
     "is_uninitialized",
     "module_tensors",
+    "op_facts",
+    "parts_of",
     "profiler_is_active",
     "sequence_number",
     "set_version",
@@ -169,56 +173,6 @@ def allocator_meter(device: torch.device) -> Callable[[], tuple[int, int]] | Non
         return counted["current"], counted["peak"]
 
     return read
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's bytes: itself, or what a wrapper subclass wraps, all the way down."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
-    if tensor.layout is not torch.strided:
-        parts = {
-            torch.sparse_coo: ("_indices", "_values"),
-            torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-        }.get(tensor.layout, ())
-        with _disable_current_modes():
-            return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return [tensor]
-
-
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """`inner_tensors`, quickly."""
-    if (
-        type(tensor) in PLAIN_TYPES
-        and tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    ):
-        return (tensor,)
-    return inner_tensors(tensor)
-
-
-def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
-    """Of an op: namespace, name, which arguments it writes to, whether it draws random numbers, whether it is a view.
-
-    Obsolete when `OpOverload` shows its schema publicly.
-    """
-    schema = op._schema
-    written = frozenset(
-        index for index, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
-    )
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return op.namespace, str(op), written, is_random, bool(op.is_view)
-
-
-def has_dynamic_shape(op: Any) -> bool:
-    """Whether the shape of an op's output depends on numbers in its inputs. Obsolete like `op_facts`."""
-    return torch.Tag.dynamic_output_shape in op.tags
-
-
-def op_argument_names(op: Any) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
 
 
 def is_op(target: Any) -> bool:

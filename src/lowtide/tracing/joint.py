@@ -19,9 +19,9 @@ from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.graph.fusing import inlined
 from lowtide.graph.needs import is_own_kernel, recompute_s
 from lowtide.graph.structures import with_structures
+from lowtide.replay.opfacts import facts_of
 from lowtide.tracing import _compat
 from lowtide.tracing.modulestacks import ModuleStacks
-from lowtide.tracing.opfacts import facts_of
 
 # Views by what they do, though not by their schemas.
 _UNSAID_VIEWS = ("aten._unsafe_view.default",)

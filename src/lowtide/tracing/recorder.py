@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import TraceError
+from lowtide.replay.opfacts import facts_of
 from lowtide.tracing import _compat
 from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
 from lowtide.tracing.faking import as_kernels_lay_out
-from lowtide.tracing.opfacts import facts_of
 from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, tensors_in
 from lowtide.tracing.shadows import Shadows
 
@@ -57,30 +57,23 @@ class Recorder(_compat.DispatchMode):
         self.values: list[RawValue] = []
         self.saves: list[RawSave] = []
         self.calls: list[RawCall] = []
-        self.num_forward = -1
-        self.notes: list[str] = []
+        self.num_forward, self.notes = -1, list[str]()
         self.marks: list[tuple[Any, Any]] = []
-        self._names = names
-        self._clock = clock or Clock()
-        self._before_write = before_write
+        self._names, self._clock, self._before_write = names, clock or Clock(), before_write
         self._meter = meter  # bytes allocated now, and the most since it was last read
-        self._shadows = shadows
+        self._shadows, self.block_bytes = shadows, block_bytes
         self._mark = mark  # a name for each op in the profiler's trace
-        self.block_bytes = block_bytes
         self._by_storage: dict[int, int] = {}
         self._polled: dict[int, RawValue] = {}  # values that Python may still hold
         self._in_use: dict[int, list[RawSave]] = {}  # saves that the backward has read and may still be using
         self._open_calls: list[int] = []
-        self._thread = threading.get_ident()
-        self._changes = ArgumentChanges()
         self._op_of_node: dict[int, int] = {}
-        self._is_over = False
+        self._changes, self._thread, self._is_over = ArgumentChanges(), threading.get_ident(), False
 
     def path_of(self, call: int) -> str:
         return self.calls[call].path if call >= 0 else ""
 
     # Values.
-
     def know(self, tensor: Tensor, kind: str, name: str) -> None:
         """A tensor that is there before the step."""
         for part in _compat.inner_tensors(tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.memory.units import stands_for_storage
+from lowtide.replay.arguments import tensors_in as tensors_in
 from lowtide.tracing import _compat
 
 
@@ -115,18 +116,3 @@ class Clock:
     seconds: Callable[[list[tuple[Any, Any]]], list[float]] = field(
         default=lambda marks: [after - before for before, after in marks]
     )
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors_in(item)
-    elif hasattr(tree, "__dataclass_fields__"):
-        for name in tree.__dataclass_fields__:
-            yield from tensors_in(getattr(tree, name, None))

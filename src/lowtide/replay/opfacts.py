@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.tracing import _compat
-from lowtide.tracing.records import tensors_in
+from lowtide.replay import _compat
+from lowtide.replay.arguments import tensors_in
 
 _INDEX_OPS = frozenset(
     "topk sort argsort argmax argmin multinomial nonzero unique _unique2 unique_dim unique_consecutive kthvalue".split()

@@ -1,0 +1,357 @@
+"""The dispatch modes of replays whose region retains op outputs: one learns where they are saved, one takes them.
+
+`retained` says when which of them runs, and what is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.replay import _compat
+from lowtide.replay.arguments import tensors_in
+from lowtide.replay.collector import Collector
+from lowtide.replay.environment import RandomStates
+from lowtide.replay.opfacts import OWN_NAMESPACES, facts_of
+from lowtide.replay.recomputing import replay_depth
+from lowtide.replay.unseen_writes import Op, UnseenWrites
+
+if TYPE_CHECKING:
+    from lowtide.replay.retained import RetainedCall, RetainedOps
+
+Geometry = tuple[torch.Size, tuple[int, ...], int]  # shape, stride and offset
+Build = Callable[[list[Any]], Any]
+_Fact = TypeVar("_Fact")
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedPart:
+    """A tensor of an op's output: as autograd saves it, and as the op made it."""
+
+    op: Op
+    number: int  # among the parts of the output
+    saved: Geometry
+    made: Geometry
+    dtype: torch.dtype
+    version: int
+    storage_bytes: int
+
+    def is_like(self, tensor: Tensor) -> bool:
+        return (
+            _compat.is_plain(tensor)
+            and tensor.dtype is self.dtype
+            and _geometry_of(tensor) == self.saved
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedOp:
+    """An op whose output is kept: its position, where each part is saved, and the parts that are never saved."""
+
+    position: int
+    saves: dict[int, int]  # the save of a part, by the part's number
+    others: tuple[Any, ...]  # all parts, None for those that are saved
+    build: Build
+    is_random: bool
+    form: Any  # of the arguments, where the forms of the saved tensors do not tell those of all parts
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureProfile:
+    """What a replay that computed everything has taught."""
+
+    kinds: list[Any]  # of the ops that ran, but for casts of weights
+    ops: dict[Op, RetainedOp]
+    by_save: dict[int, RetainedPart]
+    of_parameters: frozenset[int]  # saves of parameters: kept as well, as they cost nothing and a replay stops earlier
+
+
+class GivenUp(Exception):
+    """Ends a replay that is run once more."""
+
+
+class _Counting(_compat.DispatchMode):
+    """Counts the ops of a replay, so that they are known again.
+
+    Casts of weights are counted by weight: a weight that autocast had cast before the forward came to the region is
+    cast once more in the replay. Ops of replays that begin inside this one are none of the region's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[Any, int] = {}
+        self.num_ops = 0
+        self._depth = 0
+
+    def __enter__(self) -> Any:
+        self._depth = replay_depth()
+        return super().__enter__()
+
+    def count(self, func: Any, args: Any) -> Op | None:
+        """The op that is about to run; None for one that computes nothing, or is none of the region's."""
+        kind: Any = id(func)  # an op lives as long as torch does, and takes long to hash
+        if kind in _BOOKKEEPING or replay_depth() != self._depth:
+            return None
+        if _compat.is_cast_of_weight(func, args):
+            kind = kind, id(args[0])
+        self.num_ops += 1
+        self._seen[kind] = count = self._seen.get(kind, 0) + 1
+        return kind, count
+
+
+class Learning(_Counting):
+    """Computes everything, and finds out at which saves the outputs of some ops appear."""
+
+    def __init__(self, ops: RetainedOps, module: nn.Module) -> None:
+        super().__init__()
+        self._ops = ops
+        self._parameter_storages = storages_in(list(module.parameters()))
+        self._of_parameters: set[int] = set()
+        self._kinds: list[Any] = []
+        self._made: dict[int, tuple[RetainedPart, _compat.StorageReference]] = {}  # parts as they are made, by storage
+        self._found: dict[Op, tuple[RetainedOp, int, int]] = {}  # with numbers of parts to be saved and of draws
+        self._by_save: dict[int, RetainedPart] = {}
+        self._num_draws = 0
+        self._states: dict[Op, RandomStates] = {}  # after ops that draw random numbers
+        self._unseen = UnseenWrites() if ops.written_unseen is None else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, position = self.count(func, args), self.num_ops - 1
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if op is None:
+            return output
+        if type(op[0]) is not tuple:
+            self._kinds.append(op[0])
+        self._num_draws += _is_random(func)
+        if _compat.tells_values(func, args, output):
+            self._forget_ops({op for op, (found, num_parts, _) in self._found.items() if len(found.saves) < num_parts})
+        if _may_write(func):
+            self._forget(storages_in(facts_of(func).written_tensors(args, kwargs or {})))
+        elif position in self._ops.positions and type(op[0]) is not tuple and not _compat.gives_views(func):
+            # (A cast of a weight is not taken: autocast would remember it for other regions.)
+            self._add(op, position, func, args, kwargs, output)
+        return output
+
+    def _add(self, op: Op, position: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        parts, build = _compat.taken_apart(output)
+        tensors = {number: part for number, part in enumerate(parts) if isinstance(part, Tensor)}
+        full = {number: part for number, part in tensors.items() if part.numel()}
+        if not full or not all(map(_compat.is_plain, tensors.values())):
+            return
+        if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
+            return
+        if len(full) != len(parts) and (_is_foreign(func) or _compat.has_dynamic_shape(func)):
+            return  # what else it gives may be another thing each time
+        for number, part in full.items():
+            geometry, num_bytes = _geometry_of(part), part.untyped_storage().nbytes()
+            made = RetainedPart(op, number, geometry, geometry, part.dtype, _compat.version_of(part), num_bytes)
+            reference = _compat.StorageReference(part)
+            self._made[reference.id] = made, reference
+        if self._unseen is not None:
+            self._unseen.made(op, list(full.values()))
+        others = tuple(None if number in full else part for number, part in enumerate(parts))
+        form = _form_of(args), _form_of(kwargs)
+        self._found[op] = RetainedOp(position, {}, others, build, _is_random(func), form), len(full), self._num_draws
+        if _is_random(func):
+            self._states[op] = RandomStates([part.device for part in full.values()])
+
+    def _forget(self, storages: set[int]) -> None:
+        """An output that is written to later is not what its op made."""
+        self._forget_ops({self._made[storage][0].op for storage in storages & self._made.keys()})
+
+    def _forget_ops(self, ops: set[Op]) -> None:
+        if not ops:
+            return
+        self._found = {op: found for op, found in self._found.items() if op not in ops}
+        self._made = {storage: made for storage, made in self._made.items() if made[0].op not in ops}
+        self._by_save = {index: part for index, part in self._by_save.items() if part.op not in ops}
+
+    def saved(self, index: int, tensor: Tensor) -> None:
+        if self._unseen is not None:
+            self._unseen.look(storages_in(tensor))
+        if not _compat.is_plain(tensor):
+            return
+        storage = _compat.storage_id(tensor)
+        if storage in self._parameter_storages:
+            self._of_parameters.add(index)
+        part, _ = self._made.get(storage, (None, None))
+        if part is None or tensor.dtype is not part.dtype or _compat.version_of(tensor) != part.version:
+            return
+        op, _, num_draws = self._found[part.op]
+        if tensor.is_conj() or tensor.is_neg():
+            return
+        # Random states are captured where the output is saved: they must still be what the op has left.
+        if op.is_random and (num_draws != self._num_draws or not self._states[part.op].are_current()):
+            return
+        op.saves.setdefault(part.number, index)
+        self._by_save[index] = replace(part, saved=_geometry_of(tensor))
+
+    def profile(self) -> CaptureProfile:
+        if self._unseen is not None:
+            self._ops.written_unseen = self._unseen.ops()
+        unseen = self._ops.written_unseen or ()
+        whole = {
+            op: found
+            for op, (found, num_parts, _) in self._found.items()
+            if len(found.saves) == num_parts and op not in unseen
+        }
+        by_save = {index: part for index, part in self._by_save.items() if part.op in whole}
+        turned = {part.op for part in by_save.values() if part.saved != part.made}
+        ops = {
+            op: found if op in turned or len(found.saves) != len(found.others) else replace(found, form=None)
+            for op, found in whole.items()
+        }
+        return CaptureProfile(self._kinds, ops, by_save, frozenset(self._of_parameters))
+
+
+class Taking(_Counting):
+    """Returns kept outputs in place of the ops that made them, each once."""
+
+    def __init__(self, call: RetainedCall, profile: CaptureProfile, collector: Collector) -> None:
+        super().__init__()
+        self._call, self._profile, self._collector = call, profile, collector
+        self._kinds = iter(profile.kinds)
+        self._is_astray = self._is_wrong = False
+        self._unconfirmed: set[int] = set()  # saves of taken outputs that the replay has not come to yet
+        self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts by number
+        self._last_state = -1  # the last save at which a random state was captured that the replay went on from
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = self.count(func, args)
+        if op is not None:
+            if not self._is_astray and type(op[0]) is not tuple:
+                self._is_astray = next(self._kinds, None) != op[0]
+            found = None if self._is_astray else self._profile.ops.get(op)
+            if found is not None and self._may_take(op, found, args, kwargs):
+                return self._take(op, found)
+            if _is_random(func) and len(self._collector.metadata) <= self._last_state:
+                self._give_up()  # the forward drew numbers before the state was captured
+        if self.taken and _may_write(func):
+            storages = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
+            if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
+                self._give_up()  # the tensor kept in the forward has been written to, or is another
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._unconfirmed and _compat.tells_values(func, args, output):
+            self._give_up()
+        if self.taken:
+            _compat.pass_mark_on(func, args, output)
+        return output
+
+    def _may_take(self, op: Op, found: RetainedOp, args: Any, kwargs: Any) -> bool:
+        # What is saved after the replay has stopped would not be checked.
+        stop = self._collector.stop
+        if op in self.taken or (stop >= 0 and max(found.saves.values()) > stop):
+            return False
+        if min(found.saves.values()) < len(self._collector.metadata):
+            self._give_up()  # what is kept was saved before there was this op
+        if found.form is not None and found.form != (_form_of(args), _form_of(kwargs)):
+            return False
+        return all(self._call.value(index).is_intact for index in found.saves.values())
+
+    def _take(self, op: Op, found: RetainedOp) -> Any:
+        parts = list(found.others)
+        with _compat.without_modes():
+            random = self._call.random_states(op)
+            if random is not None:
+                if not random.set():
+                    self._give_up()  # the forward has seeded a generator before the state was captured
+                self._last_state = max(self._last_state, min(found.saves.values()))
+            for number, index in found.saves.items():
+                parts[number] = _compat.marked(self._call.fetch(index, self._profile.by_save[index]))
+        self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in found.saves}
+        self._unconfirmed.update(found.saves.values())
+        return found.build(parts)
+
+    def _give_up(self) -> None:
+        self._is_wrong = True
+        raise GivenUp
+
+    def saved(self, index: int, tensor: Tensor) -> None:
+        part = self._profile.by_save.get(index)
+        if part is not None and part.op in self.taken and not self._is_wrong:
+            # The mark tells it from a tensor that was there before, such as an input of the region.
+            is_it = part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
+            self._is_wrong = not (is_it and _compat.is_marked(tensor))
+            self._unconfirmed.discard(index)
+
+    def was_right(self) -> bool:
+        for index, tensor in enumerate(self._collector.tensors):
+            if tensor is not None and _compat.is_marked(tensor):
+                _compat.set_version(tensor, 0)
+                self._collector.versions[index] = 0
+        return not (self._is_wrong or self._unconfirmed)
+
+
+def _asked_once(find: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
+    """A fact about ops, found once for each and kept by its id: ops live as long as torch does, and hash slowly."""
+    known: dict[int, _Fact] = {}
+
+    @functools.wraps(find)
+    def ask(func: Any) -> _Fact:
+        fact = known.get(id(func))
+        if fact is None:
+            known[id(func)] = fact = find(func)
+        return fact
+
+    return ask
+
+
+def _is_foreign(func: Any) -> bool:
+    """Whether an op is not one of torch's own, and may do more than it says."""
+    return getattr(func, "namespace", None) not in OWN_NAMESPACES
+
+
+@_asked_once
+def _is_random(func: Any) -> bool:
+    """Whether an op draws random numbers, or may do so."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or _is_foreign(func)
+
+
+@_asked_once
+def _may_write(func: Any) -> bool:
+    """Whether an op may write to arguments: also a norm to its statistics, which its schema does not say."""
+    if not _compat.is_op_with_schema(func):
+        return False
+    return _compat.writes(func) or bool(facts_of(func).written_in_training)
+
+
+_BOOKKEEPING = frozenset(map(id, _compat.BOOKKEEPING_OPS))
+
+
+def _geometry_of(tensor: Tensor) -> Geometry:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def as_geometry(tensor: Tensor, present: Geometry, wanted: Geometry) -> Tensor:
+    """Another view of the memory of a tensor that had the geometry `present` in the forward."""
+    if present == wanted:
+        return tensor
+    shape, stride, offset = wanted
+    return tensor.as_strided(shape, stride, int(tensor.storage_offset()) + offset - present[2])
+
+
+def storages_in(values: Any) -> set[int]:
+    return {storage for tensor in tensors_in(values) for storage in _compat.storages_of(tensor)}
+
+
+def _form_of(value: Any) -> Any:
+    """What of an argument decides on the form of an output: all but the numbers in tensors."""
+    kind = type(value)
+    if kind in _compat.PLAIN_TYPES and value.layout is torch.strided:
+        return value.shape, value.stride(), value.dtype, value.device
+    if kind in (tuple, list):
+        return tuple(map(_form_of, value))
+    if kind is dict:
+        return tuple((name, _form_of(each)) for name, each in value.items())
+    return value if kind in _CONSTANTS else object()  # equal to no other: the op has to run
+
+
+_CONSTANTS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
