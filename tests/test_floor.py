@@ -41,7 +41,7 @@ def some_plans(graph: StepGraph, search: Search, seed: int) -> list[Regions]:
 
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_no_plan_is_below_the_floor(kind: str) -> None:
-    """The search is no proof: in one generated graph of forty, outputs retained in several regions at once get lower."""
+    """The search is no proof: in one generated graph of forty, outputs retained in several regions get lower."""
     num_tried = 0
     below: dict[int, float] = {}  # graphs with a plan below the floor, and by how much
     for seed in range(40):

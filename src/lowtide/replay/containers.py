@@ -50,26 +50,25 @@ def reachable(values: Iterable[Any]) -> Reachable:
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}
 
-    def look(value: Any, depth: int) -> None:
+    # A stack, as a nested function that calls itself would be a cycle that holds tensors.
+    waiting = [(value, 0) for value in values]
+    while waiting:
+        value, depth = waiting.pop()
         if isinstance(value, torch.Generator):
             generators[id(value)] = value
-        elif isinstance(value, tuple) and depth <= _MAX_DEPTH:
-            for part in value:
-                look(part, depth + 1)
         elif isinstance(value, Tensor):
             if depth:
                 tensors[id(value)] = value
         elif isinstance(value, nn.Module):
             if depth:
                 modules[id(value)] = value
-        elif not isinstance(value, _INERT) and id(value) not in containers and depth <= _MAX_DEPTH:
-            if _is_container(value):
-                containers[id(value)] = value
-                for part in _parts(value):
-                    look(part, depth + 1)
-
-    for value in values:
-        look(value, 0)
+        elif depth > _MAX_DEPTH or id(value) in containers:
+            continue
+        elif isinstance(value, tuple):
+            waiting += [(part, depth + 1) for part in value]
+        elif not isinstance(value, _INERT) and _is_container(value):
+            containers[id(value)] = value
+            waiting += [(part, depth + 1) for part in _parts(value)]
     return Reachable(
         list(containers.values()), list(generators.values()), list(tensors.values()), list(modules.values())
     )

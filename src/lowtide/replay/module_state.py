@@ -175,6 +175,8 @@ class Snapshot:
         "_copied_versions",
         "_copies",
         "_generators",
+        "_holds_others",
+        "_is_passing",
         "_is_volatile",
         "_may_hide_writes",
         "_watched_tensors",
@@ -207,6 +209,12 @@ class Snapshot:
         self._copied_versions = _compat.versions_of([tensor for _, tensor in self._copied])
         self._watch([each for each in watched.values() if not each[1].is_inference()])
         self._is_volatile = any(self._may_hide_writes)
+        others = [
+            (slot, value) for slot, value in (*self._copied, *self.watched) if not isinstance(value, nn.Parameter)
+        ]
+        self._holds_others = bool(others)
+        # Swapped in for one forward, by `functional_call` say.
+        self._is_passing = any(s is not None and _compat.module_tensors(s.owner)[0] is s.names for s, _ in others)
 
     def _watch(self, watched: list[tuple[Slot | None, Tensor]]) -> None:
         self.watched, self._watched_tensors = watched, [tensor for _, tensor in watched]
@@ -244,8 +252,15 @@ class Snapshot:
             state.versions = versions
             tree.last = None
         else:
-            tree.last = state
+            tree.last = state if state._may_be_shared() else None
         return state
+
+    def _may_be_shared(self) -> bool:
+        """Whether the next call may find the same. Kept otherwise, this would keep tensors alive that nobody needs."""
+        if not self._holds_others:
+            return True
+        is_same = not self._is_passing and self.tree.has_same_names()
+        return is_same and all(map(operator.is_, self.tree.read(), self.values)) and self.still_holds()
 
     def _without_unwritten_parameters(self) -> Snapshot:
         """This, with parameters watched again that were copied in case the forward writes them, and were not."""
