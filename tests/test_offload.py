@@ -404,3 +404,14 @@ def test_plans_never_move_noise_that_is_saved_before_it_is_drawn() -> None:
     assert noise
     assert not any(map(Places(graph).can_move, noise))
     assert any(Places(graph).can_move(save.value) for save in graph.saves)
+
+
+def test_rrelu_in_place_on_a_view_is_refused() -> None:
+    """There the node that runs in the backward is not that of the op, and does not tell what was saved."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.RReLU(inplace=True))
+    x = torch.randn(2, 3, 8)  # so that the product is a view
+    with pytest.raises(lowtide.StoreError, match="before it draws it"), lowtide.offload(min_bytes=0):
+        model(x)
+    with lowtide.offload(min_bytes=0):
+        loss = model.eval()(x).sum()
+    loss.backward()

@@ -338,3 +338,53 @@ def test_state_is_restored_where_the_replay_is_that_of_torch(how: str) -> None:
         expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
         assert_same(expected, torch.autograd.grad(step(x).square().sum(), list(model.parameters())))
         assert_same(attributes_of(plain), attributes_of(model))
+
+
+class _Energy(nn.Module):
+    """Takes a gradient in its forward, and then writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = torch.tanh(self.linear(x)).square().sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return x - 0.1 * gradient + self.mean.clone()
+
+
+def test_a_replay_in_the_middle_of_a_forward_undoes_what_the_forward_has_not_written_yet() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), _Energy(), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 8)
+    regions = tuple(map(lowtide.plans.Recompute, ("", "1")))
+    with lowtide.apply(model, lowtide.Plan(regions=regions)):
+        for _ in range(3):
+            for each in (plain, model):
+                each(x).square().sum().backward()
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad)
+
+
+def test_a_replay_of_ones_own_checkpoint_in_the_middle_of_a_forward_has_the_same_regions() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), _Energy())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return lowtide.checkpoint(self.inner, x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Checkpointed(), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 8)
+    paths = ("1.inner.0", "1.inner.1.linear", "2")
+    with lowtide.apply(model, lowtide.Plan(regions=tuple(map(lowtide.plans.Recompute, paths)))):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad)

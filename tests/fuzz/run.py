@@ -25,7 +25,7 @@ from fuzz.judge import Verdict, generic, judge, reference_of
 from fuzz.programs import Spec, random_spec
 from fuzz.shrink import shrink
 
-ENGINES = ("apply", "fit", "compiled")
+ENGINES = ("apply", "one", "fit", "compiled")  # "one": one of those of "apply", for many programs in little time
 _CHUNK = 5  # programs that one task of a process runs
 
 
@@ -44,7 +44,9 @@ def _run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str]) -> l
     first = reference_of(spec)
     if isinstance(first, str):
         return [Verdict(spec, "skipped", "plain", first)]
-    chosen = random_engines(spec, facts) if "apply" in engines else []
+    chosen = random_engines(spec, facts) if {"apply", "one"} & set(engines) else []
+    if "one" in engines and chosen:
+        chosen = [chosen[seed % len(chosen)]]
     chosen += fit_engines() if "fit" in engines else []
     chosen += compiled_engines() if "compiled" in engines else []
     return [judge(replace(spec, engine=engine), facts) for engine in chosen]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowtide import _compat
+from lowtide.errors import StoreError
 
 
 class ModuleTensors:
@@ -46,4 +47,10 @@ class ModuleTensors:
 
 @_compat.disable_dynamo
 def _look(module_tensors: ModuleTensors, module: nn.Module) -> None:
+    if isinstance(module, nn.RReLU) and module.inplace and module.training:
+        # On a view autograd wraps its node, and what is saved cannot be told from that of other in-place ops.
+        raise StoreError(
+            "nn.RReLU(inplace=True) saves its noise before it draws it, so a copy in a store would hold nothing. "
+            "Use inplace=False in lowtide.checkpoint, or run it outside of lowtide.offload."
+        )
     module_tensors.look(module)

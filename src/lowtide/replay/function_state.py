@@ -192,7 +192,7 @@ class FunctionState:
                 found.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
         return found
 
-    def restore(self) -> Callable[[], None]:
+    def restore(self, *, is_done: bool = True) -> Callable[[], None]:
         """Put everything back to what the forward found; call the result to have all as it is now."""
         cells = [(cell, live) for cell, contents in self._cells if (live := _contents(cell)) is not contents]
         names = [
@@ -202,7 +202,7 @@ class FunctionState:
         ]
         values, versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
         present = [(state, copy_of(state)) for state, _ in self._states]
-        undo_modules = [snapshot.restore() for snapshot in self._snapshots]
+        undo_modules = [snapshot.restore(is_done=is_done) for snapshot in self._snapshots]
 
         def undo() -> None:
             for undo_module in reversed(undo_modules):

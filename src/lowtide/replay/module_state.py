@@ -314,11 +314,14 @@ class Snapshot:
             if before != after
         ]
 
-    def restore(self) -> Callable[[], None]:
-        """Put everything back to this; call the result to have all as it is now."""
+    def restore(self, *, is_done: bool = True) -> Callable[[], None]:
+        """Put everything back to this; call the result to have all as it is now.
+
+        If the forward `is_done`, a replay writes only what it has written.
+        """
         undo_names = bind(self.tree, self.values)
         undo_containers = nothing if self._containers is None else self._containers.restore()
-        undo_tensors = self._overwrite()
+        undo_tensors = self._overwrite(is_done)
 
         def undo() -> None:
             undo_tensors()
@@ -327,7 +330,7 @@ class Snapshot:
 
         return undo
 
-    def _overwrite(self) -> Callable[[], None]:
+    def _overwrite(self, is_done: bool) -> Callable[[], None]:
         """Give tensors their values back, where they have been written since."""
         if not self._copied:
             return nothing
@@ -341,7 +344,8 @@ class Snapshot:
         changed = [
             index
             for index, (slot, _) in enumerate(self._copied)
-            if is_changed[index]
+            if not is_done
+            or is_changed[index]
             or self._may_hide_writes[index]
             or (slot is not None and slot.key in _STATISTICS and id(slot.names) in counted)
         ]

@@ -188,6 +188,10 @@ class Frame:
         """The forward is over: note what it changed, and share with the last call of the module what is the same."""
         self._is_done = True
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
+        versions = _compat.versions_of(tensors)
+        if versions != self._input_versions:
+            changed = map(operator.ne, versions, self._input_versions)
+            self._mutated_path = self._arguments.path_of_tensor(list(changed).index(True))
         self._state = state = self._state.forward_done(runs_all=True)
         if isinstance(state, Snapshot):
             last = state.tree.calls
@@ -273,7 +277,7 @@ class Frame:
         lost = self._state.lost()
         if lost:  # more is in reach than is used: refuse only if the replay reads it, also for an op that does not run
             modes.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
-        undo_state = self._state.restore()
+        undo_state = self._state.restore(is_done=self._is_done)
         try:
             undo_environment = self._environment.restore()
             collector.begin()
