@@ -261,7 +261,8 @@ def _run_under(running: Running, program: Program, reference: Reference) -> str:
             live = num_live_tensors()
         elif step == NUM_PLANNED - 1:
             # A region keeps one copy of small tensors that its forward leaves alone, from when it knows that.
-            num_copies = sum(1 for _ in program.model.buffers())
+            frozen = [each for each in program.model.parameters() if not each.requires_grad]
+            num_copies = len(frozen) + sum(1 for _ in program.model.buffers())
             _check_growth(live + max(0, reference.growth) + num_copies)
     return remark
 

@@ -117,6 +117,13 @@ def overwritten_activation(function: Callable[..., Any], position: int, metadata
     )
 
 
+def changes_its_input(function: Callable[..., Any]) -> ReplayError:
+    return ReplayError(
+        f"{describe(function)} changes one of its inputs in place, so a replay cannot start from what it was given.\n"
+        "Use the out-of-place form (inplace=False), or leave this region uncheckpointed."
+    )
+
+
 def inner_checkpoint(function: Callable[..., Any], torch_error: Exception) -> ReplayError:
     """The error of a checkpoint of torch's own inside of a region."""
     return ReplayError(f"{_trim(str(torch_error))}\nregion: {describe(function)}")

@@ -13,8 +13,7 @@ Regions nest. The inputs of a region inside of another are saves of the outer on
 lets the outer one run first, and each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other
 saved-tensor hooks around a region get its inputs in the same way.
 
-(torch.utils.checkpoint was the alternative, and was used before. It keeps several objects per saved tensor, looks at
-positional tensors only, and has no decision per save; its bookkeeping cost about as much as the replay itself.)
+(torch.utils.checkpoint was the alternative. It keeps several objects per saved tensor and has no decision per save.)
 """
 
 from __future__ import annotations
@@ -296,6 +295,10 @@ class Frame:
             if isinstance(error, divergence.ReplayError):
                 raise
             raise divergence.inner_checkpoint(self.name, error) from None
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):  # an input is a leaf in the replay
+                raise divergence.changes_its_input(self.name) from error
+            raise
         finally:
             undo_state()
 
@@ -345,10 +348,6 @@ class Frame:
             shared = min(len(found), len(expected))
             found, expected = found[:shared], expected[:shared]
         return found, expected
-
-    def _agrees(self, collector: Collector) -> bool:
-        found, expected = self._compared(collector)
-        return found == expected
 
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
         """Raise if the replay saved other tensors than the forward did."""

@@ -291,7 +291,8 @@ class RetainingFrame(region.Frame):
         collector: Collector = RetainingCollector(self._options, needed, stop, retained)
         try:
             self._run_again(tensors, collector, retained.replay_mode(collector))
-            is_right = retained.replay_done(saves_agree=self._agrees(collector))
+            found, expected = self._compared(collector)
+            is_right = retained.replay_done(saves_agree=found == expected)
         except Exception as error:
             if not retained.may_have_caused(error):
                 raise
