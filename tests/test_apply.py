@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -454,3 +456,40 @@ def test_torchs_wrapper_is_refused() -> None:
     model = nn.Sequential(checkpoint_wrapper(Block()), checkpoint_wrapper(Block()))
     with pytest.raises(lowtide.LowtideError, match="checkpoint_wrapper already"):
         lowtide.apply(model, EveryN(2))
+
+
+def test_a_patched_forward_looks_like_the_one_it_replaces() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+            """Scales."""
+            return x * scale
+
+    def patched_by_someone(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x
+
+    model = nn.Sequential(Layer(), Layer(), Layer())
+    model[1].forward = patched_by_someone
+    before = [inspect.signature(layer.forward) for layer in model]
+    with lowtide.apply(model, RecomputeAll(), regions=Layer):
+        assert [inspect.signature(layer.forward) for layer in model] == before
+        assert model[0].forward.__name__ == "forward"
+        assert model[0].forward.__doc__ == "Scales."
+        assert model[0].forward.__wrapped__ is Layer.forward
+        assert model[0].forward.__annotations__ == Layer.forward.__annotations__
+        assert model[1].forward.__wrapped__ is patched_by_someone
+
+
+def test_generate_on_padded_input_gives_the_same_tokens() -> None:
+    """Hugging Face looks at the signature of `forward` to know whether it takes position ids."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, vocab_size=64)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    plan = lowtide.plan(model, lambda ids: model(input_ids=ids, labels=ids).loss, ids, budget="1GiB")
+    plan = replace(plan, regions=(lowtide.plans.Recompute(""), lowtide.plans.Recompute("transformer.h.0")))
+    with lowtide.apply(model, plan):
+        assert torch.equal(model.generate(ids, **options), expected)
