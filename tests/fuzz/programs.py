@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fuzz.features import LEAVES, WRAPPERS, Frozen, Memory, Node, build, inner_nodes
 
 LOOPS = ("plain", "accumulate", "two forwards", "retain", "grad", "double", "partial", "evaluate", "reversed")
-NUM_PLANNED, NUM_AFTER = 3, 1  # steps under the engine, and after it was removed
+NUM_PLANNED, NUM_AFTER = 4, 1  # steps under the engine, and after it was removed
 _CHANGING = {"memory", "branch", "experts", "frozen", "unused"}  # what makes one step's memory differ from another's
 
 
