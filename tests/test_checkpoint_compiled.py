@@ -151,10 +151,10 @@ def test_it_compiles_in_torchs_place(backend: str, monkeypatch: pytest.MonkeyPat
 def replaced_and_kept(torchs: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """As Unsloth does it, twice: torch's is on the module under another name."""
     monkeypatch.setattr(
-        torch_checkpoint, "_old_checkpoint", _compat.disable_dynamo(lambda *_, **__: None), raising=False
+        torch_checkpoint, "_old_checkpoint", lowtide._compat.disable_dynamo(lambda *_, **__: None), raising=False
     )
     monkeypatch.setattr(torch_checkpoint, "_unsloth_pristine_checkpoint", torchs, raising=False)
-    return _compat.disable_dynamo(lambda *_, **__: None)
+    return lowtide._compat.disable_dynamo(lambda *_, **__: None)
 
 
 def wrapping(torchs: Callable[..., Any], _: pytest.MonkeyPatch) -> Callable[..., Any]:
