@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,16 @@ from lowtide.engines import _compat
 def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def unchanged_debug_logger() -> Iterator[None]:
+    """torch's debug mode leaves its logger so that pytest reads it in the next test, and cannot format its records."""
+    logger = logging.getLogger("LoggingTensor")
+    level, propagate = logger.level, logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 @pytest.fixture

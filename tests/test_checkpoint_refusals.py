@@ -388,6 +388,7 @@ def test_none_switches_the_checks_off() -> None:
     lowtide.checkpoint(region, leaf(3), determinism_check="none").sum().backward()
 
 
+@pytest.mark.usefixtures("unchanged_debug_logger")
 def test_debug_is_torchs() -> None:
     def region(x: Tensor) -> Tensor:
         return x.sin().exp() if not lowtide.is_recomputing() else x.sin()

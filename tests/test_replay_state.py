@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -303,16 +302,6 @@ class Counting(Stateful):
     def change(self, h: Tensor) -> Tensor:
         self.calls += 1
         return h * self.calls
-
-
-@pytest.fixture
-def unchanged_debug_logger() -> Iterator[None]:
-    """torch's debug mode leaves its logger so that the next run of it in a test fails to format its records."""
-    logger = logging.getLogger("LoggingTensor")
-    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.mark.usefixtures("unchanged_debug_logger")

@@ -103,16 +103,19 @@ class Lowering:
                     score, regions, is_lower = found, more, True
 
     def _retainable(self, regions: Regions) -> list[tuple[int, int]]:
-        """Ops that make what lives at the peak, each with its region: those without others around or inside."""
+        """Ops, each with its region, of regions without others around or inside; first what lives at the peak.
+
+        The others count too: a replay that need not run its last ops stops earlier.
+        """
         played = EagerLives(self._graph, regions)
         peak, outermost = int(played.total_bytes.argmax()), self._graph.outermost(regions)
-        ops = {self._graph.values[value].born for value in played.live_at(peak)} | {int(played.ops[peak])}
+        live = {self._graph.values[value].born for value in played.live_at(peak)} | {int(played.ops[peak])}
         found: list[tuple[int, int]] = []
-        for op in sorted(op for op in ops if 0 <= op < self._graph.num_forward and self._may_keep[op]):
+        for op in sorted(np.flatnonzero(self._may_keep[: self._graph.num_forward]), key=lambda op: op not in live):
             call = outermost[self._graph.ops[op].call]
             if call < 0 or self._graph.arrays.has_inside(call, regions):
                 continue
-            number = op - self._graph.calls[call].first
+            number = int(op) - self._graph.calls[call].first
             more = {**regions, call: (*regions[call], number)}
             if number not in regions[call] and call not in self._graph.retainable.missing(more):
                 found.append((call, number))
