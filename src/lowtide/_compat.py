@@ -229,6 +229,17 @@ def current_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] |
     return None if hooks is None else (hooks[0], hooks[1])
 
 
+# What `torch.autograd.graph.saved_tensors_hooks` does when it is entered and left, without three calls of Python each:
+# for what runs once per region. Obsolete when torch's own is as quick.
+push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks
+)
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # as quick, for the same reason
+
+
 def is_op(value: Any) -> bool:
     return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
 

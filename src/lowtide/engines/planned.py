@@ -182,8 +182,9 @@ class AppliedPlan(Applied):
         if run.is_in_other_checkpoint():
             decision = self._anywhere.get(region.name) if self.enabled else None
         if decision is None:
-            counting = None if moves is None else moves.counting(region.name, nth)
-            with counting or nullcontext():
+            if moves is None or (counting := moves.counting(region.name, nth)) is None:
+                return forward(*args, **kwargs)
+            with counting:
                 return forward(*args, **kwargs)
         input_hooks = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
         retained = None
@@ -195,19 +196,12 @@ class AppliedPlan(Applied):
         if region.inner_paths:  # which count calls and look for decisions of their own
             function = functools.partial(self._run_inside, run, function)
             again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(region.inner_paths))
+        run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
         turn = self._turns[region.name]
-        if turn is not None:
-            again = functools.partial(turn.during, again)
-        with turn or nullcontext():
-            return replay.run(
-                function,
-                args,
-                kwargs,
-                module=module,
-                replay=again,
-                input_hooks=input_hooks,
-                retained=retained,
-            )
+        if turn is None:
+            return run_region(function, args, kwargs, replay=again)
+        with turn:
+            return run_region(function, args, kwargs, replay=functools.partial(turn.during, again))
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
@@ -228,6 +222,8 @@ class AppliedPlan(Applied):
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
         region.num_replays += 1
+        if not region.inner_paths:
+            return region.plain_forward(module)(*args, **kwargs)
         return self._run_in(Run(NOTHING).inside(), region.plain_forward(module), args, kwargs)
 
     def _replay_inside(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +39,7 @@ def nothing() -> None:
 
 def bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
     """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
-    if tree.has_same_names() and all(map(operator.is_, tree.read(), values)):
+    if tree.are_bound_to(values):
         return functools.partial(_bind_if_changed, tree, values)
     tree.last = None  # it would keep values alive that nothing else holds
     new_slots = [slot for slot in tree.new_slots() if slot.key not in INTERNAL_NAMES]
@@ -56,7 +55,7 @@ def bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
 
 
 def _bind_if_changed(tree: ModuleTree, values: list[Any]) -> None:
-    if not (tree.has_same_names() and all(map(operator.is_, tree.read(), values))):
+    if not tree.are_bound_to(values):
         _bind_each(tree, values)
 
 

@@ -25,6 +25,7 @@ class CodeFacts(NamedTuple):
 
     hides_writes: bool  # it hands statistics to a norm's kernel, which writes them without a new version
     states: tuple[PythonState, ...]  # the generators of Python or numpy it draws from
+    reads_training: bool = True  # it may look whether the module is in training
 
 
 _facts: weakref.WeakKeyDictionary[type, CodeFacts] = weakref.WeakKeyDictionary()
@@ -39,21 +40,22 @@ def code_facts(kind: type) -> CodeFacts:
 
 def _read_code(kind: type) -> CodeFacts:
     if kind.__module__ == nn.BatchNorm1d.__module__:  # its counter tells of its writes
-        return CodeFacts(False, ())
+        return CodeFacts(False, (), True)
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)] if nn.Module in kind.__mro__ else kind.__mro__
     members = (getattr(member, "__func__", member) for base in bases for member in vars(base).values())
     functions = [member for member in members if isinstance(member, types.FunctionType)]
-    hides_writes = False
+    hides_writes = reads_training = False
     states: dict[int, PythonState] = {}
     for function in functions:  # grows while it is walked
         names = code_names(function.__code__)
         hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
+        reads_training = reads_training or "training" in names
         for value in (*_read_globals(function, names), *_cell_contents(function)):
             states.update((id(state), state) for state in drawn_from(value, names))
             is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
             if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
                 functions.append(value)
-    return CodeFacts(hides_writes, tuple(states.values()))
+    return CodeFacts(hides_writes, tuple(states.values()), reads_training)
 
 
 def _read_globals(function: types.FunctionType, names: frozenset[str]) -> list[Any]:

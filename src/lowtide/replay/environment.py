@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.replay.bindings import nothing
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the device types for which autocast is on, and to which dtype
+Modes = tuple[torch.dtype, torch.device | None, Autocast]  # default dtype, default device
+State = Tensor | tuple[int, int]  # of a generator: a copy, or seed and offset
 
 
 class Environment:
@@ -26,58 +29,71 @@ class Environment:
     The states are those of the CPU, of the current accelerator, of the accelerators in `devices` and of `generators`.
     """
 
-    __slots__ = ("_autocast", "_default_device", "_default_dtype", "_generators", "_states")
+    __slots__ = ("_generators", "_modes", "_states")
 
     def __init__(
         self, devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool
     ) -> None:
-        self._default_dtype = torch.get_default_dtype()
-        self._default_device = _compat.default_device()
-        self._autocast = _autocast()
+        self._modes = _modes()
         self._generators = _generators(devices, generators) if preserve_rng_state else ()
         self._states = list(map(_state_of, self._generators))
 
+    def drew(self) -> bool:
+        """Whether random numbers were drawn since. If not, a replay of what ran since draws none: none are held."""
+        if all(map(_is_same, map(_state_of, self._generators), self._states)):
+            self._generators, self._states = (), _NO_STATES
+            return False
+        return True
+
     def restore(self) -> Callable[[], None]:
         """Bring back what was around the forward; call the result to have all as it is now."""
-        dtype, contexts = torch.get_default_dtype(), self._contexts()
-        states = list(map(_state_of, self._generators))
+        generators, now = self._generators, _modes()
+        has_modes = now != self._modes or torch.is_inference_mode_enabled()
+        if not has_modes and not generators:
+            return nothing
+        states = list(map(_state_of, generators))
+        dtype, contexts = now[0], self._contexts(now) if has_modes else ()
 
         def undo() -> None:
             for context in reversed(contexts):
                 context.__exit__(None, None, None)
-            _set_states(self._generators, states)
-            if dtype is not self._default_dtype:
+            _set_states(generators, states)
+            if has_modes:
                 torch.set_default_dtype(dtype)
 
-        _set_states(self._generators, self._states)
-        if dtype is not self._default_dtype:
-            torch.set_default_dtype(self._default_dtype)
+        _set_states(generators, self._states)
+        if has_modes:
+            torch.set_default_dtype(self._modes[0])
         for context in contexts:
             context.__enter__()
         return undo
 
-    def _contexts(self) -> Sequence[AbstractContextManager[Any]]:
-        """What differs from the forward's modes; nothing, mostly."""
-        now, device, inference = _autocast(), _compat.default_device(), torch.is_inference_mode_enabled()
-        if now == self._autocast and device == self._default_device and not inference:
-            return ()
+    def _contexts(self, now: Modes) -> list[AbstractContextManager[Any]]:
+        """What brings back the forward's modes."""
+        _, device, autocast = self._modes
         found: list[AbstractContextManager[Any]] = []
-        if inference:
+        if torch.is_inference_mode_enabled():
             found.append(torch.inference_mode(False))
-        if now != self._autocast:
-            found += [torch.autocast(kind, dtype=dtype) for kind, dtype in self._autocast]
-            kinds = dict(self._autocast)
-            found += [torch.autocast(kind, enabled=False) for kind, _ in now if kind not in kinds]
-        if device != self._default_device:
-            found.append(self._default_device or torch.device("cpu"))
+        if now[2] != autocast:
+            found += [torch.autocast(kind, dtype=dtype) for kind, dtype in autocast]
+            kinds = dict(autocast)
+            found += [torch.autocast(kind, enabled=False) for kind, _ in now[2] if kind not in kinds]
+        if now[1] != device:
+            found.append(device or torch.device("cpu"))
         return found
 
 
-def _autocast() -> Autocast:
-    kinds = _device_types()
-    if not any(map(torch.is_autocast_enabled, kinds)):
-        return ()
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+_NO_STATES: list[State] = []  # never written to
+
+
+def _modes() -> Modes:
+    kinds, autocast = _device_types(), _NO_AUTOCAST
+    if any(map(torch.is_autocast_enabled, kinds)):
+        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+    return torch.get_default_dtype(), _compat.default_device(), autocast
+
+
+_NO_AUTOCAST: Autocast = ()
 
 
 @functools.cache
@@ -107,11 +123,7 @@ class RandomStates:
         return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
 
     def are_current(self) -> bool:
-        with _compat.without_modes():
-            return all(map(_is_same, map(_state_of, self._generators), self._states))
-
-
-State = Tensor | tuple[int, int]  # a copy, or seed and offset
+        return all(map(_is_same, map(_state_of, self._generators), self._states))
 
 
 def _state_of(generator: torch.Generator) -> State:
@@ -125,7 +137,8 @@ def _state_of(generator: torch.Generator) -> State:
 
 def _is_same(one: State, other: State) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
+        with _compat.without_modes():
+            return torch.equal(one, other)
     return one == other
 
 

@@ -47,7 +47,7 @@ class ModuleTree:
 
     What the names are bound to is read for every call. So that is done by a few calls of C functions, over the dicts
     behind parameters, buffers, children and attributes. Of torch's own modules without children only parameters,
-    buffers and the training flag are read: their other attributes say how they were made.
+    buffers and, where they go by it, the training flag are read: their other attributes say how they were made.
     """
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
@@ -61,16 +61,16 @@ class ModuleTree:
             if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
                 continue
             if _is_plain_layer(module):
-                dicts: list[Names] = [parameters, buffers]
-                self._flagged.append(module)
-                flags.append(Slot(vars(module), "training", module))
+                dicts: list[Names] = [names for names in (parameters, buffers) if names]
+                if code_facts(type(module)).reads_training:
+                    self._flagged.append(module)
+                    flags.append(Slot(vars(module), "training", module))
             else:
                 dicts = [parameters, buffers, _compat.child_modules(module), vars(module)]
             self._dicts += dicts
             self.slots += [Slot(names, key, module) for names in dicts for key in names]
         self._keys = [slot.key for slot in self.slots]
         self.slots += flags
-        self._sizes = list(map(len, self._dicts))
         values = self.read()
         self._children = _ids_of_modules(values)
         self._known_modules = set(map(id, modules))
@@ -84,15 +84,16 @@ class ModuleTree:
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
 
     def read(self) -> list[Any]:
-        """What all names are bound to now, as long as no name has come or gone."""
+        """What all names are bound to now. If any have come or gone, there are more or fewer values."""
         return [*chain.from_iterable(map(dict.values, self._dicts)), *map(_training, self._flagged)]
 
     def read_by_name(self) -> list[Any]:
         """The same, slowly and whatever has happened."""
         return [slot.names.get(slot.key, ABSENT) for slot in self.slots]
 
-    def has_same_names(self) -> bool:
-        return list(map(len, self._dicts)) == self._sizes
+    def are_bound_to(self, values: list[Any]) -> bool:
+        now = self.read()
+        return len(now) == len(values) and all(map(operator.is_, now, values))
 
     def new_slots(self) -> list[Slot]:
         """Names that have come to be since."""
@@ -107,11 +108,10 @@ class ModuleTree:
 
     def snapshot(self) -> Snapshot | None:
         """What there is to read now: that of the last call if it is still true. None if the names are others now."""
-        if not self.has_same_names():
-            return None
-        values, last = self.read(), self.last
-        if last is not None and all(map(operator.is_, values, last.values)) and last.still_holds():
+        last = self.last
+        if last is not None and self.are_bound_to(last.values) and last.still_holds():
             return last
+        values = self.read()
         if list(chain.from_iterable(self._dicts)) != self._keys or _ids_of_modules(values) != self._children:
             return None
         snapshot = Snapshot(self, values)
@@ -259,8 +259,7 @@ class Snapshot:
         """Whether the next call may find the same. Kept otherwise, this would keep tensors alive that nobody needs."""
         if not self._holds_others:
             return True
-        is_same = not self._is_passing and self.tree.has_same_names()
-        return is_same and all(map(operator.is_, self.tree.read(), self.values)) and self.still_holds()
+        return not self._is_passing and self.tree.are_bound_to(self.values) and self.still_holds()
 
     def _without_unwritten_parameters(self) -> Snapshot:
         """This, with parameters watched again that were copied in case the forward writes them, and were not."""

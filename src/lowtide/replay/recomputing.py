@@ -6,7 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_replays = threading.local()
+import torch
+from torch import Tensor
+
+from lowtide import _compat
+
+
+class _Replays(threading.local):
+    depth = 0
+
+
+_replays = _Replays()
 
 
 def is_recomputing() -> bool:
@@ -16,22 +26,47 @@ def is_recomputing() -> bool:
     >>> lowtide.is_recomputing()
     False
     """
-    return replay_depth() > 0
+    return _replays.depth > 0
 
 
 def replay_depth() -> int:
     """How many replays this thread is in: one inside another where a replay asks for what another region saved."""
-    return getattr(_replays, "depth", 0)
+    return _replays.depth
 
 
 class one_deeper:
     """A block that is a replay."""
 
     def __enter__(self) -> None:
-        _replays.depth = replay_depth() + 1
+        _replays.depth += 1
 
     def __exit__(self, *exception: object) -> None:
         _replays.depth -= 1
+
+
+class Replaying:
+    """A block that is a replay: with gradients, and `pack` gets what autograd saves."""
+
+    __slots__ = ("_had_grad", "_pack")
+
+    def __init__(self, pack: Callable[[Tensor], Tensor]) -> None:
+        self._pack = pack
+
+    def __enter__(self) -> None:
+        self._had_grad = torch.is_grad_enabled()
+        _compat.push_hooks(self._pack, _as_it_is)
+        _compat.set_grad_enabled(True)
+        _replays.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        _replays.depth -= 1
+        _compat.set_grad_enabled(self._had_grad)
+        _compat.pop_hooks()
+
+
+@_compat.never_compiled
+def _as_it_is(packed: Tensor) -> Tensor:
+    return packed
 
 
 class ReplaysCounted:

@@ -22,25 +22,24 @@ import operator
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError
 from lowtide.replay import divergence
 from lowtide.replay._compat import ReadGuard, TorchCheckpointError
 from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself
-from lowtide.replay.collector import DEFAULT_OPTIONS, Collector, Options, Stop
+from lowtide.replay.collector import DEFAULT_OPTIONS, METADATA, Collector, Options, Stop, facts_of, new_metadata
 from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
 from lowtide.replay.module_state import Snapshot, snapshot_of
-from lowtide.replay.recomputing import one_deeper
+from lowtide.replay.recomputing import Replaying
 
 if TYPE_CHECKING:
     from lowtide.replay.retained import RetainedCall
@@ -80,8 +79,15 @@ def run(
     kind = Frame if retained is None else retained.frame
     frame = kind(function, module, replay, options, None if contexts is None else contexts[1], arguments)
     frame.begin(tensors, input_hooks or _compat.current_hooks())
-    with saved_tensors_hooks(frame, frame), nullcontext() if contexts is None else contexts[0]:
-        output = function(*args, **kwargs)
+    _compat.push_hooks(frame, frame)
+    try:
+        if contexts is None:
+            output = function(*args, **kwargs)
+        else:
+            with contexts[0]:
+                output = function(*args, **kwargs)
+    finally:
+        _compat.pop_hooks()
     frame.forward_done(args, kwargs, tensors)
     return output
 
@@ -89,10 +95,11 @@ def run(
 class _LastCall:
     """What calls of a module have in common, mostly: shared, so that fewer objects wait for the backward."""
 
-    __slots__ = ("arguments", "input_versions", "metadata", "requires_grad")
+    __slots__ = ("arguments", "draws", "input_versions", "metadata", "requires_grad")
 
     def __init__(self) -> None:
         self.arguments = Arguments()
+        self.draws = False  # random numbers
         self.input_versions: list[int] = []
         self.requires_grad: list[bool] = []
         self.metadata: list[Any] = []
@@ -111,8 +118,9 @@ class Frame:
     # fmt: off
     __slots__ = (
         "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions",
-        "_is_done", "_metadata", "_metadata_of", "_module", "_mutated_path", "_options", "_recomputed",
-        "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_versions",
+        "_is_done", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
+        "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_value_of",
+        "_versions",
     )
     # fmt: on
 
@@ -131,7 +139,7 @@ class Frame:
         self._is_done = False
         self._mutated_path: Any = None
         self._metadata: list[Any] = []
-        self._metadata_of = options.metadata_of
+        self._value_of = options.value_of
         self._tokens: list[int] = []
         self._recomputed: list[Tensor | None] = _EMPTY
         self._versions: list[int] = _EMPTY
@@ -173,7 +181,11 @@ class Frame:
         if type(saved) is not int:
             token = len(self._tokens) + FIRST_TOKEN
             self._tokens.append(token)
-            self._metadata.append(self._metadata_of(saved))
+            try:
+                metadata = METADATA[facts_of(saved)]
+            except (KeyError, TypeError):
+                metadata = new_metadata(saved)
+            self._metadata.append(metadata if self._value_of is None else (*metadata, self._value_of(saved)))
             return token
         index = saved - FIRST_TOKEN
         if index < len(self._recomputed):
@@ -196,6 +208,8 @@ class Frame:
             last = state.tree.calls
             if last is None:
                 last = state.tree.calls = _LastCall()
+            if not last.draws:  # otherwise this call drew too, most likely
+                last.draws = self._environment.drew()
             if self._metadata == last.metadata:
                 self._metadata = last.metadata
             if self._input_versions == last.input_versions:
@@ -281,11 +295,8 @@ class Frame:
             undo_environment = self._environment.restore()
             collector.begin()
             try:
-                with one_deeper(), torch.enable_grad(), saved_tensors_hooks(collector.pack, _as_it_is), _all(modes):
-                    if self._replay_function is not None:
-                        return self._replay_function(self._module, *args, **kwargs)
-                    assert self._function is not None
-                    return self._function(*args, **kwargs)
+                with Replaying(collector.pack):
+                    return self._call_again(args, kwargs) if not modes else self._call_under(modes, args, kwargs)
             finally:
                 undo_environment()
         except Stop:
@@ -301,6 +312,18 @@ class Frame:
             raise
         finally:
             undo_state()
+
+    def _call_again(self, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        if self._replay_function is not None:
+            return self._replay_function(self._module, *args, **kwargs)
+        assert self._function is not None
+        return self._function(*args, **kwargs)
+
+    def _call_under(self, modes: list[AbstractContextManager[Any]], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return self._call_again(args, kwargs)
 
     def _refuse(self, tensor: Tensor) -> None:
         names = [name for name, each in self._state.lost() if each is tensor]
@@ -376,20 +399,6 @@ class Frame:
         except Exception:
             return None
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
-
-
-@_compat.never_compiled
-def _as_it_is(packed: Tensor) -> Tensor:
-    return packed
-
-
-def _all(modes: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    if not modes:
-        return nullcontext()
-    stack = ExitStack()
-    for mode in modes:
-        stack.enter_context(mode)
-    return stack
 
 
 _UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # of a token that autograd does not hold
