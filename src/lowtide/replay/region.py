@@ -193,7 +193,8 @@ class Frame:
             if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
                 self._recomputed[index] = None  # autograd holds it from now on
                 return tensor
-        return _unpack(self, index)
+        # Compiled autograd traces this hook, and must not trace the replay.
+        return _unpack(self, index) if torch.compiler.is_compiling() else self.unpack(index)
 
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """The forward is over: note what it changed, and share with the last call of the module what is the same."""
@@ -404,6 +405,6 @@ class Frame:
 _UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # of a token that autograd does not hold
 
 
-@_compat.disable_dynamo  # compiled autograd traces the hook
+@_compat.disable_dynamo
 def _unpack(frame: Frame, index: int) -> Tensor:
     return frame.unpack(index)
