@@ -92,7 +92,7 @@ def test_each_bucket_is_planned_for_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_larger_input_is_held_within_the_budget() -> None:
-    model, x, larger = Tiny(4), torch.randn(4, 32, 16), torch.randn(4, 44, 16)
+    model, x, larger = Tiny(3), torch.randn(4, 32, 16), torch.randn(4, 44, 16)
 
     def loss_fn(x: Tensor) -> Tensor:
         return F.gelu(model(x)).square().mean()
@@ -131,7 +131,7 @@ def test_a_plan_made_between_a_forward_and_its_backward() -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     expected = all_at_once(copy.deepcopy(plain))
-    for share in (0.05, 0.5, 0.9):
+    for share in (0.05, 0.6):
         model = copy.deepcopy(plain)
         guess = lowtide.estimate(model, lambda x: model(x).square().mean(), inputs[0])  # noqa: B023
         budget = int(guess.floor_bytes * (1 - share) + guess.peak_bytes * share)
