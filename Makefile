@@ -19,8 +19,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# As many processes as cores, of one thread each: tensors in tests are too small for more.
 test: lint
-	$(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 # Random programs under every engine against the plain model; each failure is shrunk and printed with its command.
 N ?= 1000

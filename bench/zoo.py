@@ -1,6 +1,6 @@
 """Models to try things on: small ones of many kinds, some written by others (transformers), all with random weights.
 
-`make(name)` gives a `Job`. `scale` makes a model wider and its batch larger, for a GPU.
+`make(name)` gives a `Job`. `scale` makes a model wider and its batch larger, for a GPU; a scale of 1 is for tests.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _language_job(model: nn.Module, vocabulary: int, tokens: tuple[int, int], bl
 
 @job
 def gpt_dropout(scale: int) -> Job:
-    model = GPT(6, 64 * scale, 4, 256, dropout=0.1)
+    model = GPT(6 if scale > 1 else 3, 64 * scale, 4, 256, dropout=0.1)
     return _language_job(model, 256, (4, 64 * scale), "layers.*")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -43,6 +44,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr(_compat, "compile_with_inductor", made)
     yield made
     torch._dynamo.reset()
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later garbage collection, of which each measurement makes one, a look at all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

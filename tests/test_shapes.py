@@ -92,7 +92,7 @@ def test_each_bucket_is_planned_for_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_larger_input_is_held_within_the_budget() -> None:
-    model, x, larger = Tiny(4), torch.randn(4, 32, 16), torch.randn(4, 44, 16)
+    model, x, larger = Tiny(3), torch.randn(4, 32, 16), torch.randn(4, 44, 16)
 
     def loss_fn(x: Tensor) -> Tensor:
         return F.gelu(model(x)).square().mean()
@@ -131,7 +131,7 @@ def test_a_plan_made_between_a_forward_and_its_backward() -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     expected = all_at_once(copy.deepcopy(plain))
-    for share in (0.05, 0.5, 0.9):
+    for share in (0.05, 0.6):
         model = copy.deepcopy(plain)
         guess = lowtide.estimate(model, lambda x: model(x).square().mean(), inputs[0])  # noqa: B023
         budget = int(guess.floor_bytes * (1 - share) + guess.peak_bytes * share)
@@ -306,7 +306,7 @@ def test_copies_and_threads_share_plans() -> None:
 
 
 class Waiting(nn.Module):
-    """Waits inside of its forward, if asked to, until another thread has had its turn."""
+    """Waits inside of its forward, if asked to, until another thread has had its turn. Its replay does not wait."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -314,9 +314,9 @@ class Waiting(nn.Module):
         self.inside, self.go_on = threading.Event(), threading.Event()
 
     def forward(self, x: Tensor, waits: bool = False) -> Tensor:
-        if waits:
+        if waits and not lowtide.is_recomputing():  # a replay has the events as the forward found them: not set
             self.inside.set()
-            self.go_on.wait(60)
+            assert self.go_on.wait(60)
         return self.norm(self.linear(x))
 
 
@@ -344,8 +344,7 @@ def test_threads_in_one_region_are_refused_where_it_has_buffers(norm: nn.Module)
                 raise other[0]
         else:
             other[0].sum().backward()
-        model.inside.clear()
-        loss.backward()  # waits no more: the event is set
+        loss.backward()
         model(x).sum().backward()
 
 

@@ -226,14 +226,14 @@ def test_a_search_for_many_budgets_finds_what_one_for_each_does() -> None:
 # The ends
 
 
-@pytest.mark.parametrize("more", [0, 1, 10**12])
-def test_nothing_to_do_at_the_plain_peak(more: int) -> None:
+def test_nothing_to_do_at_the_plain_peak() -> None:
     graph = traced("gpt_dropout")
     plain = simulate(graph).peak_bytes
-    plan = lowtide.solve(graph, plain + more)
-    assert not plan.regions and not plan.moves
-    assert plan.extra_s == plan.lower_bound_s == plan.gap == plan.slowdown == 0
-    assert plan.peak_bytes == plan.plain_peak_bytes == plain
+    for more in (0, 1, 10**12):
+        plan = lowtide.solve(graph, plain + more)
+        assert not plan.regions and not plan.moves
+        assert plan.extra_s == plan.lower_bound_s == plan.gap == plan.slowdown == 0
+        assert plan.peak_bytes == plan.plain_peak_bytes == plain
     assert lowtide.solve(graph, plain - 1).regions
 
 
@@ -279,9 +279,8 @@ print(lowtide.solve(graph, int(sys.argv[1]), host=int(sys.argv[2]), time_limit_s
 """
 
 
-@pytest.mark.parametrize("host", [0, 1 << 20])
-def test_the_same_plan_in_another_process(host: int) -> None:
-    graph = traced("block_called_again")
+def test_the_same_plan_in_another_process() -> None:
+    graph, host = traced("block_called_again"), 1 << 20
     budget = budgets_of(searched("block_called_again", host), 3)[1]
     first = lowtide.solve(graph, budget, host=host, time_limit_s=1e6).to_json()
     assert searched("block_called_again", host).plan(budget).to_json() == first
@@ -317,7 +316,7 @@ def test_no_time_at_all(seconds: float) -> None:
 # Memory on the host, and on disk
 
 
-@pytest.mark.parametrize("host", ["64KiB", "1MiB", "1GiB"])
+@pytest.mark.parametrize("host", ["64KiB", "1GiB"])
 def test_host_memory_is_kept_to_and_makes_nothing_slower(host: str) -> None:
     graph, without, most = traced("gpt_dropout"), searched("gpt_dropout"), lowtide.units.parse_bytes(host)
     for budget in budgets_of(without, 5):
@@ -428,10 +427,11 @@ def test_sweep_of_a_step_without_blocks() -> None:
 
 @pytest.mark.parametrize("budget", [0.5, "12 apples", -1, "120%", True, None, "0.5", "", b"1GiB"])
 def test_budgets_that_are_none(budget: object) -> None:
+    graph = replace(chain([10, 20]), hardware=Hardware("test", memory_bytes=1 << 30))
     with pytest.raises(UnitError):
-        lowtide.solve(traced("gpt_dropout"), budget)  # type: ignore[arg-type]
+        lowtide.solve(graph, budget)  # type: ignore[arg-type]
     with pytest.raises(UnitError):
-        lowtide.sweep(traced("gpt_dropout"), [budget])  # type: ignore[list-item]
+        lowtide.sweep(graph, [budget])  # type: ignore[list-item]
 
 
 def test_a_share_of_an_unknown_device() -> None:
@@ -442,7 +442,7 @@ def test_a_share_of_an_unknown_device() -> None:
 @pytest.mark.parametrize("host", [0.5, "12 apples", -1, True, None])
 def test_host_sizes_that_are_none(host: object) -> None:
     with pytest.raises(UnitError):
-        lowtide.solve(traced("gpt_dropout"), 1, host=host)  # type: ignore[arg-type]
+        lowtide.solve(chain([10, 20]), 1, host=host)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("graph", [None, "graph", {}, 3])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 
-NUM_THREADS = 4
+NUM_THREADS = 3
 
 
 def block(width: int) -> nn.Sequential:
@@ -19,7 +19,7 @@ def block(width: int) -> nn.Sequential:
 
 def fitted(width: int) -> tuple[int, int, int | None, list[Tensor]]:
     """What a model's graph and fit are like, and its gradients under the plan."""
-    model = nn.Sequential(*(block(width) for _ in range(3)))
+    model = nn.Sequential(*(block(width) for _ in range(2)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.1)
@@ -37,7 +37,7 @@ def fitted(width: int) -> tuple[int, int, int | None, list[Tensor]]:
 
 
 def test_fits_in_several_threads() -> None:
-    widths = [8, 16, 24, 32]
+    widths = [8, 16, 24]
     alone = [fitted(width) for width in widths]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         together = list(pool.map(fitted, widths))
@@ -52,7 +52,7 @@ def test_measurements_in_several_threads() -> None:
         return lowtide.measure(lambda: torch.ones(size).exp(), device="cpu").peak_bytes
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        assert list(pool.map(measured, range(1000, 1016))) == [8 * size for size in range(1000, 1016)]
+        assert list(pool.map(measured, range(1000, 1009))) == [8 * size for size in range(1000, 1009)]
 
 
 def test_modules_called_in_another_thread_are_not_part_of_a_trace() -> None:

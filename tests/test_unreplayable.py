@@ -227,10 +227,8 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize(("make", "shares"), [(llama, (0.3, 0.8)), (gpt2, (0.3,)), (t5, (0.3,))])
-def test_the_cache_is_off_in_training_and_on_again_after(
-    make: Any, shares: tuple[float, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("make", [llama, gpt2, t5])
+def test_the_cache_is_off_in_training_and_on_again_after(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make()
     ids, larger = torch.randint(3, 64, (4, 16)), torch.randint(3, 64, (4, 40))
 
@@ -247,7 +245,7 @@ def test_the_cache_is_off_in_training_and_on_again_after(
     tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
     model.train()
     with caplog.at_level(logging.WARNING, logger="lowtide"):
-        for budget in budgets(model, loss_fn, ids, shares=shares):
+        for budget in budgets(model, loss_fn, ids, shares=(0.3,)):
             with lowtide.fit(model, loss_fn, ids, budget=budget, time_limit_s=1) as handle:
                 assert_equal(gradients(model, loss_fn, ids), expected)
                 assert_equal(gradients(model, loss_fn, larger), expected_larger)
