@@ -74,6 +74,10 @@ def reachable(values: Iterable[Any]) -> Reachable:
     )
 
 
+# Packages whose objects are no containers: what they hold is theirs, and what threads wait for is not to be undone.
+_NOT_OPENED = ("torch", "numpy", "threading", "queue", "multiprocessing", "asyncio", "concurrent")
+
+
 def _is_container(value: Any) -> bool:
     if isinstance(value, _SEQUENCES) or isinstance(value, dict):
         return len(value) <= _MAX_PARTS
@@ -82,7 +86,7 @@ def _is_container(value: Any) -> bool:
     if isinstance(value, _ARRAYS):
         return (value.nbytes if isinstance(value, np.ndarray) else len(value)) <= _MAX_ARRAY_BYTES
     kind = type(value)
-    if kind.__module__.partition(".")[0] in ("torch", "numpy") or getattr(kind, "hidden_from_replay", False):
+    if kind.__module__.partition(".")[0] in _NOT_OPENED or getattr(kind, "hidden_from_replay", False):
         return False
     return 0 < len(_attributes(value)) <= _MAX_ATTRIBUTES
 
