@@ -306,7 +306,7 @@ def test_copies_and_threads_share_plans() -> None:
 
 
 class Waiting(nn.Module):
-    """Waits inside of its forward, if asked to, until another thread has had its turn. Its replay finds the event set."""
+    """Waits inside of its forward, if asked to, until another thread has had its turn. Its replay does not wait."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ from lowtide import _compat
 from lowtide.replay.bindings import ABSENT, INTERNAL_NAMES, Names, Slot, bind, nothing
 from lowtide.replay.code_facts import code_facts
 from lowtide.replay.containers import Containers, reachable
+from lowtide.replay.last_call import LastCall
 
 _ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward is known to write them
 _LOST = -1  # no tensor has this version
@@ -79,7 +80,7 @@ class ModuleTree:
         self.outside = list({id(state): state for each in code for state in each.states}.values())
         self.devices = {value.device for value in values if isinstance(value, Tensor)}
         self.last: Snapshot | None = None  # of the last call
-        self.calls: Any = None  # what calls of the root share: see `region`
+        self.last_call = LastCall()  # of the root, as a region
         # Whether a forward was seen to write a tensor, by its names, key and training flag.
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
 

@@ -38,6 +38,7 @@ from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_i
 from lowtide.replay.collector import DEFAULT_OPTIONS, METADATA, Collector, Options, Stop, facts_of, new_metadata
 from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
+from lowtide.replay.last_call import same
 from lowtide.replay.module_state import Snapshot, snapshot_of
 from lowtide.replay.recomputing import Replaying
 
@@ -92,19 +93,6 @@ def run(
     return output
 
 
-class _LastCall:
-    """What calls of a module have in common, mostly: shared, so that fewer objects wait for the backward."""
-
-    __slots__ = ("arguments", "draws", "input_versions", "metadata", "requires_grad")
-
-    def __init__(self) -> None:
-        self.arguments = Arguments()
-        self.draws = False  # random numbers
-        self.input_versions: list[int] = []
-        self.requires_grad: list[bool] = []
-        self.metadata: list[Any] = []
-
-
 _EMPTY: list[Any] = []  # before there is a replay; never written to
 
 
@@ -153,17 +141,9 @@ class Frame:
 
     def begin(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         """Capture what the forward is about to see."""
+        self._hold(tensors, hooks)
         arguments, module = self._arguments, self._module
         self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
-        self._input_versions = _compat.versions_of(tensors)
-        self._requires_grad = list(map(_requires_grad, tensors))
-        if hooks is None:
-            self._held: list[Any] = list(map(alias_of, tensors))
-            self._unpack_input: Callable[[Any], Tensor] | None = None
-        else:
-            pack, self._unpack_input = hooks
-            with torch.no_grad():
-                self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
         if module is not None and arguments.callables is None:
             self._state: Snapshot | FunctionState = snapshot_of(module)
         else:
@@ -175,6 +155,17 @@ class Frame:
         preserve = self._options.preserve_rng_state
         self._environment = Environment(devices, generators, preserve_rng_state=preserve)
         self._sequence = _compat.sequence_number()
+
+    def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
+        self._input_versions = _compat.versions_of(tensors)
+        self._requires_grad = list(map(_requires_grad, tensors))
+        if hooks is None:
+            self._held: list[Any] = list(map(alias_of, tensors))
+            self._unpack_input: Callable[[Any], Tensor] | None = None
+        else:
+            pack, self._unpack_input = hooks
+            with torch.no_grad():
+                self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
 
     @_compat.never_compiled
     def __call__(self, saved: Any) -> Any:  # twice per saved tensor: nothing here may cost a microsecond
@@ -202,25 +193,22 @@ class Frame:
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
         versions = _compat.versions_of(tensors)
         if versions != self._input_versions:
-            changed = map(operator.ne, versions, self._input_versions)
-            self._mutated_path = self._arguments.path_of_tensor(list(changed).index(True))
+            self._inputs_changed([i for i, version in enumerate(versions) if version != self._input_versions[i]])
         self._state = state = self._state.forward_done(runs_all=True)
         if isinstance(state, Snapshot):
-            last = state.tree.calls
-            if last is None:
-                last = state.tree.calls = _LastCall()
+            last = state.tree.last_call
             if not last.draws:  # otherwise this call drew too, most likely
                 last.draws = self._environment.drew()
-            if self._metadata == last.metadata:
-                self._metadata = last.metadata
-            if self._input_versions == last.input_versions:
-                self._input_versions = last.input_versions
-            if self._requires_grad == last.requires_grad:
-                self._requires_grad = last.requires_grad
+            self._metadata = last.metadata = same(last.metadata, self._metadata)
+            self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
+            self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
             if self._arguments.is_like(last.arguments):
                 self._arguments = last.arguments
-            last.metadata, last.arguments = self._metadata, self._arguments
-            last.input_versions, last.requires_grad = self._input_versions, self._requires_grad
+            last.arguments = self._arguments
+
+    def _inputs_changed(self, indices: list[int]) -> None:
+        """The forward changed these inputs in place."""
+        self._mutated_path = self._arguments.path_of_tensor(indices[0])
 
     # The backward.
 
@@ -331,23 +319,20 @@ class Frame:
         raise divergence.mutated_state(self.name, names[0])
 
     def _input_tensors(self) -> list[Tensor]:
-        unpack = self._unpack_input
-        if unpack is None:
-            return self._held
-        found = []
-        for index, (held, requires_grad) in enumerate(zip(self._held, self._requires_grad, strict=True)):
-            if isinstance(held, Tensor) and is_held_itself(held):
-                tensor = held
-            else:
-                try:
-                    tensor = unpack(held)
-                except (ChangedInPlaceError, divergence.OverwrittenError) as error:
-                    path = self._arguments.path_of_tensor(index)
-                    raise divergence.mutated_argument(self.name, path, "was changed in place") from error
-                if tensor.requires_grad != requires_grad or tensor.grad_fn is not None:
-                    tensor = tensor.detach().requires_grad_(requires_grad)
-            found.append(tensor)
-        return found
+        return self._held if self._unpack_input is None else list(map(self._input_tensor, range(len(self._held))))
+
+    def _input_tensor(self, index: int) -> Tensor:
+        held, requires_grad = self._held[index], self._requires_grad[index]
+        if self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held)):
+            return held
+        try:
+            tensor = self._unpack_input(held)
+        except (ChangedInPlaceError, divergence.OverwrittenError) as error:
+            path = self._arguments.path_of_tensor(index)
+            raise divergence.mutated_argument(self.name, path, "was changed in place") from error
+        if tensor.requires_grad != requires_grad or tensor.grad_fn is not None:
+            return tensor.detach().requires_grad_(requires_grad)
+        return tensor
 
     def _check_arguments(self) -> None:
         """Refuse arguments that are not what they were. What hooks further out hold, those have to check."""
@@ -357,6 +342,9 @@ class Frame:
             for value, fingerprint in zip(self._arguments.objects or (), self._fingerprints, strict=True):
                 if not fingerprint.still_holds(value):
                     raise divergence.mutated_argument(self.name, self._arguments.path_of(value), "was changed")
+        self._check_held()
+
+    def _check_held(self) -> None:
         if self._unpack_input is None and _compat.versions_of(self._held) == self._input_versions:
             return
         for index, (held, version) in enumerate(zip(self._held, self._input_versions, strict=True)):

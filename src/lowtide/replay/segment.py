@@ -1,0 +1,245 @@
+"""A run of calls as one region: `layers.3`, `layers.4`, ..., each given what the one before it made.
+
+Only what comes from outside of the run is held for its replay: the input of the first call, and whatever else the calls
+are given (masks, positions). What a call gets from an earlier call of the run, the very tensor that it returned, is a
+**link**: the replay makes it again. The saves of all calls are numbered through, and the first one that the backward
+asks for replays the calls in order, up to the last one with a save that is needed.
+
+Calls are joined while they run, and nothing is taken for granted: a call that is given no output of the run so far, or
+an output that was changed in place meanwhile, begins a run of its own.
+
+Inside a segment, calls and shorter segments may be regions themselves. Then a replay of the segment brings back their
+inputs, and each of them is replayed when the backward gets to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.replay import divergence
+from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
+from lowtide.replay.collector import DEFAULT_OPTIONS, Collector
+from lowtide.replay.region import Frame, Hooks
+
+
+class Link(NamedTuple):
+    """A tensor that a call of a segment is given by an earlier one: the number of that call, and of its output."""
+
+    call: int
+    output: int
+
+
+class OpenSegment:
+    """The segment that calls are being joined to in one forward, or in one replay of a region around them.
+
+    `new_scope` makes what the calls of one replay share: it is passed to their `replay`.
+    """
+
+    __slots__ = ("_frame", "_outputs", "new_scope")
+
+    def __init__(self, new_scope: Callable[[], Any]) -> None:
+        self.new_scope = new_scope
+        self._frame: weakref.ref[SegmentFrame] | None = None
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # by id: of the calls so far
+
+    def joined(self, tensors: list[Tensor]) -> tuple[SegmentFrame | None, dict[int, Link]]:
+        """The frame that a call with these inputs continues, if any, and which of the inputs it gets from there."""
+        frame = None if self._frame is None else self._frame()
+        links: dict[int, Link] = {}
+        for index, tensor in enumerate(tensors) if frame is not None else ():
+            reference, version, link = self._outputs.get(id(tensor), _NO_OUTPUT)
+            if reference() is tensor and _compat.version_of(tensor) == version:
+                links[index] = link
+        return (frame if links else None), links
+
+    def begin(self, frame: SegmentFrame) -> None:
+        self._frame = weakref.ref(frame)
+        self._outputs = {}
+
+    def call_done(self, frame: SegmentFrame, output: Any) -> None:
+        number = len(frame.calls) - 1
+        for index, tensor in enumerate(tensors_in(output)):
+            version = _compat.version_of(tensor)
+            reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
+            if not is_held_itself(tensor) and (reference() is not tensor or before != version):
+                self._outputs[id(tensor)] = weakref.ref(tensor), version, Link(number, index)
+
+
+def _no_tensor() -> None:
+    return None
+
+
+_NO_OUTPUT: Any = (_no_tensor, -1, None)
+
+
+@_compat.never_compiled
+def run(
+    segment: OpenSegment,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_first: bool,
+    module: nn.Module,
+    replay: Callable[..., Any],
+    input_hooks: Hooks | None = None,
+) -> Any:
+    """`function(*args, **kwargs)` as the next call of a segment; as its first if it `is_first`, or follows on nothing.
+
+    `replay` is called in the backward with the scope, the module and the arguments. Otherwise as `region.run`.
+    """
+    arguments, tensors = Arguments.take(args, kwargs)
+    frame, links = (None, {}) if is_first else segment.joined(tensors)
+    if frame is None:
+        frame = SegmentFrame(segment.new_scope)
+        segment.begin(frame)
+    call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
+    call.links, call.first_save = links, frame.num_saves
+    call.begin(tensors, input_hooks or _compat.current_hooks())
+    frame.calls.append(call)
+    _compat.push_hooks(frame, frame)
+    try:
+        output = function(*args, **kwargs)
+    finally:
+        _compat.pop_hooks()
+    call.forward_done(args, kwargs, tensors)
+    segment.call_done(frame, output)
+    return output
+
+
+class SegmentCall(Frame):
+    """One call of a segment: what it was given and found. Its saves are the segment's."""
+
+    __slots__ = ("_changes_links", "_scope", "first_save", "links")
+
+    links: dict[int, Link]  # by the index of the tensor among its arguments
+    first_save: int
+
+    def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
+        self._changes_links = False
+        super()._hold([tensor for index, tensor in enumerate(tensors) if index not in self.links], hooks)
+        if self.links:
+            held = iter(self._held)
+            self._held = [None if index in self.links else next(held) for index in range(len(tensors))]
+            self._input_versions = _compat.versions_of(tensors)
+            self._requires_grad = [tensor.requires_grad for tensor in tensors]
+
+    def _inputs_changed(self, indices: list[int]) -> None:
+        """As any in-place change within a region, that of a link is made again by the replay."""
+        others = [index for index in indices if index not in self.links]
+        self._changes_links = len(others) < len(indices)
+        if others:
+            super()._inputs_changed(others)
+
+    def _check_held(self) -> None:
+        for index, (held, version) in enumerate(zip(self._held, self._input_versions, strict=True)):
+            is_ours = self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held))
+            if is_ours and index not in self.links and _compat.version_of(held) != version:
+                path = self._arguments.path_of_tensor(index)
+                raise divergence.mutated_argument(self.name, path, "was changed in place")
+
+    def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector) -> Any:
+        """Run the call again, given what the calls before it `made`."""
+        self._scope = scope
+        try:
+            return self._run_again(self._inputs(made), collector)
+        finally:
+            self._scope = None
+
+    def _inputs(self, made: dict[Link, Tensor]) -> list[Tensor]:
+        found = [None if index in self.links else self._input_tensor(index) for index in range(len(self._held))]
+        for index, link in self.links.items():
+            # Without its history, so that the call before is over; but a leaf could not be changed in place.
+            tensor = made[link]
+            found[index] = tensor if self._changes_links else tensor.detach().requires_grad_(self._requires_grad[index])
+        return found  # type: ignore[return-value]
+
+    def _call_again(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert self._replay_function is not None
+        return self._replay_function(self._scope, self._module, *args, **kwargs)
+
+
+class SegmentFrame(Frame):
+    """The saves of a segment, and its calls. Kept alive by what autograd saved in them."""
+
+    __slots__ = ("__weakref__", "_new_scope", "calls")
+
+    def __init__(self, new_scope: Callable[[], Any]) -> None:
+        super().__init__(_nothing, None, None, DEFAULT_OPTIONS, None, Arguments())
+        self._new_scope = new_scope
+        self._sequence = 0
+        self.calls: list[SegmentCall] = []
+
+    @property
+    def name(self) -> Any:
+        return self.calls[0].name
+
+    @property
+    def num_saves(self) -> int:
+        return len(self._tokens)
+
+    def _call_of(self, save: int) -> int:
+        """The number of the call that made a save."""
+        return bisect_right([call.first_save for call in self.calls], save) - 1
+
+    def replay(self) -> None:
+        needed = self._needed()
+        stop, node = self._stop(needed)
+        last = max((index for index, is_needed in enumerate(needed) if is_needed), default=-1)
+        calls = self.calls[: self._call_of(last) + 1]
+        for call in calls:
+            call._check_arguments()
+        collector = Collector(self._options, needed, (stop, node))
+        self._is_done = all(call._is_done for call in calls)
+        self._run_calls(calls, collector)
+        self._finish(collector, [])
+
+    def _stop(self, needed: list[bool]) -> tuple[int, int]:
+        stop, number = super()._stop(needed)  # counted from 0: the segment has no number of its own
+        return (stop, number - self.calls[self._call_of(stop)]._sequence) if stop >= 0 else (stop, number)
+
+    def _run_calls(self, calls: list[SegmentCall], collector: Collector) -> None:
+        users = {link: number for number, call in enumerate(calls) for link in call.links.values()}  # the last of each
+        made: dict[Link, Tensor] = {}
+        scope = self._new_scope()
+        for number, call in enumerate(calls):
+            output = call.again(scope, made, collector)
+            for link in [link for link, user in users.items() if user == number]:
+                made.pop(link, None)
+            if collector.is_stopped:
+                return
+            for index, tensor in enumerate(tensors_in(output)):
+                if Link(number, index) in users:
+                    made[Link(number, index)] = tensor
+
+    def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
+        found, expected = super()._compared(collector)
+        if len(found) < len(expected) and not any(collector.needed[len(found) :]):  # later calls were not replayed
+            expected = expected[: len(found)]
+        return found, expected
+
+    def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
+        found, expected = self._compared(collector)
+        if found == expected:
+            return
+        wrong = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found) - 1)
+        name = self.calls[max(self._call_of(wrong), 0)].name
+        changed_state = [state for call in self.calls for state, _ in call._state.lost()]
+        raise divergence.diverged(
+            name,
+            divergence.mismatch(expected, found),
+            None,
+            preserves_rng=True,
+            changed_state=changed_state,
+            is_compiled=False,
+        )
+
+
+def _nothing() -> None:
+    """A segment has calls, and no function of its own."""
