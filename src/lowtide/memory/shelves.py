@@ -206,7 +206,6 @@ class Shelves:
 
     def _make_room(self, tier_name: str, nbytes: int, *, for_newcomer: bool = False) -> None:
         """Move units out of a tier until `nbytes` fit; only the newcomer may count on the room of what it replaces."""
-        tier = self._tiers[tier_name]
         self._check_room(tier_name, nbytes)
         while not self._has_room(tier_name, nbytes - (self._room_of_replaced(tier_name) if for_newcomer else 0)):
             if not any(self._push_out(unit, tier_name) for unit in self._leaving_order(tier_name)):
