@@ -35,7 +35,7 @@ class Policy(ABC):
         return [layer not in kept for layer in range(n)]
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        """Whether layer `i` is recomputed: `decide(n)[i]`. Rules that do not depend on the number of layers need no `n`."""
+        """Whether layer `i` of `n` is recomputed: `decide(n)[i]`. Rules that go by `i` alone need no `n`."""
         if n is None:
             raise TypeError(f"{self} needs to know how many layers there are: should_checkpoint({i}, n), or decide(n)")
         if not 0 <= i < n:
