@@ -6,6 +6,7 @@ is noted when it is missed. Whatever is left when this object goes is released f
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -24,7 +25,7 @@ _numbers = itertools.count(1)
 
 
 class _Kept(NamedTuple):
-    nbytes: int
+    nbytes: int  # as given, before any codec
     cost: float | None
     is_array: bool
 
@@ -39,6 +40,8 @@ class KeptStates:
         self._name = f"checkpointer {next(_numbers)}"
         self._kept: dict[Hashable, _Kept] = {}
         self._evicted: set[Hashable] = set()
+        self._by_worth: list[tuple[float, int, Hashable]] = []  # the least worth keeping first
+        self._age = 0
         self.num_created = self.num_evicted = self.evicted_bytes = 0
 
     def __contains__(self, key: Hashable) -> bool:
@@ -77,18 +80,34 @@ class KeptStates:
         if self._kept.pop(key, None) is not None:
             self.store.release_later(self._key(key))
 
-    def nbytes(self, key: Hashable) -> int:
-        """Bytes as given, before any codec."""
-        return self._kept[key].nbytes
-
     def was_evicted(self, key: Hashable) -> bool:
         return key in self._evicted
+
+    def make_room(self, budget_bytes: int, key: Hashable, nbytes: int, cost: float | None) -> int | None:
+        """Drop states that are worth less per byte than this one, until it fits too; of equals the earlier one stays.
+
+        The bytes dropped, or None if this one is worth the least.
+        """
+        self._age += 1
+        heapq.heappush(self._by_worth, ((1.0 if cost is None else cost) / max(nbytes, 1), -self._age, key))
+        needed = nbytes - budget_bytes + sum(self._kept[each].nbytes for each in self if each != key)
+        dropped_bytes = 0
+        while needed > dropped_bytes:
+            least = heapq.heappop(self._by_worth)[2]
+            if least == key:
+                self.drop(key)
+                return None
+            if least in self._kept:
+                dropped_bytes += self._kept[least].nbytes
+                self.drop(least)
+        return dropped_bytes
 
     def clear(self) -> None:
         """Let go of everything, and count from zero."""
         for key in list(self._kept):
             self.drop(key)
         self._evicted.clear()
+        self._by_worth.clear()
         self.num_created = self.num_evicted = self.evicted_bytes = 0
 
     def look(self) -> None:
@@ -114,7 +133,7 @@ class KeptStates:
             value = self.get(key)
             if value is not None:
                 new.put(key, value.clone() if deep and isinstance(value, Tensor) else value, kept.cost)
-        new._evicted = set(self._evicted)
+        new._evicted, new._by_worth, new._age = set(self._evicted), list(self._by_worth), self._age
         new.num_created, new.num_evicted = self.num_created, self.num_evicted
         new.evicted_bytes = self.evicted_bytes
         return new

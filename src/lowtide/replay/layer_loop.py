@@ -11,10 +11,8 @@ forward; `kept_states` holds activations in a store.
 
 from __future__ import annotations
 
-import heapq
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lowtide.errors import CapacityError, StoreError
@@ -22,45 +20,8 @@ from lowtide.memory.store import ActivationStore, check_store
 from lowtide.policies import EveryN, MaxBytes, Policy, Revolve, Selective, SqrtN, Uniform, check_policy
 from lowtide.replay.arguments import Fingerprint
 from lowtide.replay.kept_states import INPUT, KeptStates, State
-from lowtide.replay.layer_pass import BackwardFn, LayerFn, LayerPass
-from lowtide.units import format_bytes, parse_bytes
-
-
-@dataclass(frozen=True)
-class LayerStats:
-    """What a checkpointer holds and has done since the pass began (or since `clear`).
-
-    Bytes are of layers: the input, which is the caller's, is not counted. `num_created` layers were kept, a layer saved
-    again counts once; `num_evicted` of them were dropped by the store for want of room, `num_checkpoints` are there.
-    """
-
-    num_checkpoints: int
-    num_created: int
-    num_evicted: int
-    stored_bytes_by_tier: Mapping[str, int]
-    budget_bytes_by_tier: Mapping[str, float]
-    saved_bytes: int
-    num_forwards: int
-    num_replayed: int
-    max_held: int
-
-    @property
-    def stored_bytes(self) -> int:
-        """In all tiers."""
-        return sum(self.stored_bytes_by_tier.values())
-
-    @property
-    def utilization_by_tier(self) -> Mapping[str, float]:
-        """Bytes of kept layers as a share of each tier's budget; 0 without a limit."""
-        return {tier: held / self.budget_bytes_by_tier[tier] for tier, held in self.stored_bytes_by_tier.items()}
-
-    def __str__(self) -> str:
-        tiers = ", ".join(f"{tier} {share:.0%}" for tier, share in self.utilization_by_tier.items() if share)
-        return (
-            f"{self.num_checkpoints} layers kept ({format_bytes(self.stored_bytes)}{': ' if tiers else ''}{tiers}), "
-            f"{self.num_evicted} evicted, {format_bytes(self.saved_bytes)} not kept; {self.num_forwards} layers run, "
-            f"{self.num_replayed} of them again; {self.max_held} activations held at most"
-        )
+from lowtide.replay.layer_pass import BackwardFn, LayerFn, LayerPass, LayerStats
+from lowtide.units import parse_bytes
 
 
 class ActivationCheckpointer:
@@ -199,7 +160,6 @@ class ActivationCheckpointer:
         self._states.clear()
         self._pass = LayerPass(self._states)
         self._output: tuple[weakref.ref[Any], Fingerprint] | None = None  # of the last forward
-        self._by_worth: list[tuple[float, int, Hashable]] = []  # for MaxBytes: the first is dropped first
         self._saved_bytes = 0
 
     def is_checkpoint_layer(self, i: int, n: int | None = None, *, costs: Sequence[float] | None = None) -> bool:
@@ -353,8 +313,12 @@ class ActivationCheckpointer:
         """Keep a state that the policy keeps, if there is room for it. Tells whether there was."""
         if slot not in self._states and not self._has_slot_left():
             return False
-        if isinstance(self.policy, MaxBytes) and not self._make_room_in_budget(slot, x, cost):
-            return False
+        if isinstance(self.policy, MaxBytes):
+            budget_bytes = parse_bytes(self.policy.budget)
+            dropped_bytes = self._states.make_room(budget_bytes, slot, x.nbytes, cost)
+            if dropped_bytes is None:
+                return False
+            self._saved_bytes += dropped_bytes
         try:
             self._put(slot, x, cost)
         except CapacityError:
@@ -366,24 +330,6 @@ class ActivationCheckpointer:
     def _put(self, slot: Hashable, x: State, cost: float | None) -> None:
         self._states.put(slot, x, cost)
         self._pass.note_held()
-
-    def _make_room_in_budget(self, slot: Hashable, x: State, cost: float | None) -> bool:
-        """For `MaxBytes`: drop what is worth less per byte than `x`. Of equals, the earlier one stays."""
-        assert isinstance(self.policy, MaxBytes)
-        worth = (1.0 if cost is None else cost) / max(x.nbytes, 1)
-        heapq.heappush(self._by_worth, (worth, -len(self._pass.ran), slot))
-        left = parse_bytes(self.policy.budget) - x.nbytes
-        left -= sum(self._states.nbytes(key) for key in self._states if key != slot)
-        while left < 0:
-            dropped = heapq.heappop(self._by_worth)[2]
-            if dropped == slot:
-                self._states.drop(slot)
-                return False
-            if dropped in self._states:
-                left += self._states.nbytes(dropped)
-                self._saved_bytes += self._states.nbytes(dropped)
-                self._states.drop(dropped)
-        return True
 
     def _has_slot_left(self) -> bool:
         if self.max_checkpoints is None or len(self._states) < self.max_checkpoints:
@@ -413,13 +359,12 @@ class ActivationCheckpointer:
         new.__dict__.update(self.__dict__)
         new._states = self._states.copied(self._given_store or self._new_store(), deep=deep)
         new._pass = self._pass.copied(new._states, deep=deep)
-        new._by_worth = list(self._by_worth)
         return new
 
     def _not_what_ran(self, layers: list[int]) -> ValueError:
         return ValueError(
-            f"the layers {_shorten(layers)} are not those that ran, {_shorten(self._pass.ran)}. Give the layers of this "
-            "pass; a forward continues the one before only if it is given that one's output itself, and other layers"
+            f"the layers {_shorten(layers)} are not those that ran, {_shorten(self._pass.ran)}. Give the layers of "
+            "this pass. A forward continues the one before only if it is given that one's output itself, and other layers"
         )
 
     def _listed(self) -> str:

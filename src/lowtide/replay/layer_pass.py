@@ -6,7 +6,8 @@ A state is the output of the layer at a position; the input is the state at -1. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,47 @@ from lowtide.replay import divergence
 from lowtide.replay.arguments import Fingerprint
 from lowtide.replay.captured import Captured
 from lowtide.replay.kept_states import INPUT, KeptStates, State
+from lowtide.units import format_bytes
 
 LayerFn = Callable[[State, int], State]
 BackwardFn = Callable[[State, Any, int], Any]
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What a checkpointer holds and has done since the pass began (or since `clear`).
+
+    Bytes are of layers: the input, which is the caller's, is not counted. `num_created` layers were kept, a layer saved
+    again counts once; `num_evicted` of them were dropped by the store for want of room, `num_checkpoints` are there.
+    """
+
+    num_checkpoints: int
+    num_created: int
+    num_evicted: int
+    stored_bytes_by_tier: Mapping[str, int]
+    budget_bytes_by_tier: Mapping[str, float]
+    saved_bytes: int
+    num_forwards: int
+    num_replayed: int
+    max_held: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """In all tiers."""
+        return sum(self.stored_bytes_by_tier.values())
+
+    @property
+    def utilization_by_tier(self) -> Mapping[str, float]:
+        """Bytes of kept layers as a share of each tier's budget; 0 without a limit."""
+        return {tier: held / self.budget_bytes_by_tier[tier] for tier, held in self.stored_bytes_by_tier.items()}
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{tier} {share:.0%}" for tier, share in self.utilization_by_tier.items() if share)
+        return (
+            f"{self.num_checkpoints} layers kept ({format_bytes(self.stored_bytes)}{': ' if tiers else ''}{tiers}), "
+            f"{self.num_evicted} evicted, {format_bytes(self.saved_bytes)} not kept; {self.num_forwards} layers run, "
+            f"{self.num_replayed} of them again; {self.max_held} activations held at most"
+        )
 
 
 class LayerPass:
@@ -99,7 +138,7 @@ class LayerPass:
     ) -> State:
         """Run the layers from position `first` to before `end` again, `x` being what the first is given.
 
-        Outputs are added to `states`, which hold the inputs too. With `capture`, a replay can start at `end` from now on.
+        Outputs are added to `states`, which hold the inputs too. With `capture`, a replay can start at `end` afterwards.
         """
         cuts = [position for position in range(first + 1, end) if position in self._captured]
         for begin, stop in zip([first, *cuts], [*cuts, end], strict=True):
