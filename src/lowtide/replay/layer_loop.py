@@ -134,7 +134,8 @@ class ActivationCheckpointer:
 
     def has(self, i: int) -> bool:
         """Whether the activation of layer `i` is kept."""
-        return self._states.get(self._slot(i)) is not None
+        self._states.look()
+        return self._slot(i) in self._states
 
     def get(self, i: int) -> State:
         """The kept activation of layer `i`; `KeyError` if it was not kept, or was evicted."""
@@ -364,7 +365,7 @@ class ActivationCheckpointer:
     def _not_what_ran(self, layers: list[int]) -> ValueError:
         return ValueError(
             f"the layers {_shorten(layers)} are not those that ran, {_shorten(self._pass.ran)}. Give the layers of "
-            "this pass. A forward continues the one before only if it is given that one's output itself, and other layers"
+            "this pass. A forward continues the one before only if it is given that one's very output, and other layers"
         )
 
     def _listed(self) -> str:

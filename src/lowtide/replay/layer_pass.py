@@ -138,7 +138,7 @@ class LayerPass:
     ) -> State:
         """Run the layers from position `first` to before `end` again, `x` being what the first is given.
 
-        Outputs are added to `states`, which hold the inputs too. With `capture`, a replay can start at `end` afterwards.
+        Outputs are added to `states`, which hold the inputs too. With `capture`, replays can start at `end` afterwards.
         """
         cuts = [position for position in range(first + 1, end) if position in self._captured]
         for begin, stop in zip([first, *cuts], [*cuts, end], strict=True):
