@@ -306,7 +306,7 @@ class ActivationCheckpointer:
             return [self.policy.should_checkpoint(layer) for layer in layers]
         except TypeError:
             decisions = self.policy.decide(len(layers), costs)
-        if isinstance(self.policy, SqrtN | Uniform | Revolve):
+        if isinstance(self.policy, SqrtN | Uniform | Revolve) and any(decisions):
             _check_limit(self.policy, decisions.count(False), self.max_checkpoints)
         return decisions
 
