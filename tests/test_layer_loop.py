@@ -431,8 +431,8 @@ def test_costs_decide_what_is_evicted() -> None:
     chain, costs = Chain(6), [900.0, 1.0, 800.0, 2.0, 700.0, 3.0]
     checkpointer = ActivationCheckpointer(KeepAll(), budget=4 * chain.x.nbytes, order="cost")
     checkpointer.forward(chain.x, range(6), chain.fn, costs=costs)
-    assert [i for i in range(6) if checkpointer.has(i)] == [0, 2, 5]  # the last came when all others were dearer
-    with pytest.raises(KeyError, match=r"layer 1 was evicted; kept are \[0, 2, 5\]"):
+    assert [i for i in range(6) if checkpointer.has(i)] == [2, 4, 5]  # 1 and 3 went first, then 0, the longest unused
+    with pytest.raises(KeyError, match=r"layer 1 was evicted; kept are \[2, 4, 5\]"):
         checkpointer.get(1)
     oldest = ActivationCheckpointer(KeepAll(), budget=4 * chain.x.nbytes, order="oldest")
     oldest.forward(chain.x, range(6), chain.fn, costs=costs)

@@ -176,7 +176,7 @@ class FunctionState:
         return [*self._generators, *(generator for each in self._snapshots for generator in each.generators())]
 
     def forward_done(self, *, runs_all: bool) -> FunctionState:
-        """This, with what the forward wrote and bound noted. `runs_all` is False if it ran only a part of the modules."""
+        """This, with what the forward wrote and bound noted. `runs_all` is False if it ran a part of the modules."""
         self._is_done = True
         pairs = zip(self._snapshots, self._runs_all, strict=True)
         self._snapshots = [snapshot.forward_done(runs_all=runs_all and is_whole) for snapshot, is_whole in pairs]

@@ -39,9 +39,9 @@ class ActivationCheckpointer:
     - `store`: where they live, in place of `budget`, `order` and `codec`. It may be shared, also between checkpointers.
     - `enabled`: if False, `forward` only runs the layers and keeps nothing.
 
-    All of these can be read, and but for `budget`, `order`, `codec` and `store` be set. Activations are tensors or numpy
-    arrays. `copy` and `deepcopy` give a checkpointer with the same activations that is independent of this one, in the
-    same store if that was given.
+    All of these are attributes; `policy`, `max_checkpoints` and `enabled` can be set. Activations are tensors or numpy
+    arrays. `copy` and `deepcopy` give an independent checkpointer with the same activations, in the same store if that
+    was given.
 
     >>> import torch, lowtide
     >>> weights = [torch.tensor(float(i + 1)) for i in range(6)]
