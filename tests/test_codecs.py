@@ -32,7 +32,7 @@ def round_trip(name: str, flat: Tensor, row_length: int = 128) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6, 1e-8, 1e-30])
 def test_bytes_shrink_and_errors_are_bounded(name: str, scale: float) -> None:
     flat = torch.randn(64 * 128) * scale
     decoded, nbytes = round_trip(name, flat)
@@ -40,6 +40,21 @@ def test_bytes_shrink_and_errors_are_bounded(name: str, scale: float) -> None:
     rows = flat.view(-1, 128)
     error = (decoded.view(-1, 128) - rows).abs().amax(1) / rows.abs().amax(1)
     assert error.max() <= MAX_ERROR[name]
+
+
+@pytest.mark.parametrize("largest", [1e-38, 1e-8, 1.0, 40_000.0, 65_504.0, 1e6, 1e38])
+def test_float16_keeps_eleven_bits_of_values_eight_orders_below_the_largest(largest: float) -> None:
+    flat = torch.logspace(-8, 0, 4096) * largest
+    flat = flat[flat > 1e-37] if largest > 1e-30 else flat.clamp(min=1e-38)
+    decoded, _ = round_trip("float16", flat)
+    assert ((decoded - flat) / flat).abs().max() <= 2**-10
+
+
+def test_float16_leaves_what_float16_can_hold() -> None:
+    for largest in (2**-20, 1.0, 3.0, 65_504.0):
+        flat = (torch.rand(4096) * largest).half().float()
+        flat[0] = largest
+        assert torch.equal(round_trip("float16", flat)[0], flat)
 
 
 @pytest.mark.parametrize("name", LOSSY)

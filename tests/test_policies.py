@@ -56,7 +56,8 @@ def test_what_each_keeps() -> None:
 def test_uniform_segments() -> None:
     assert Uniform(2).segments(10) == [Segment(0, 4), Segment(5, 9)]
     assert Uniform(3).segments(10) == [Segment(0, 2), Segment(3, 5), Segment(6, 9)]
-    assert Uniform(2).decide(10) == [True] * 10
+    assert kept(Uniform(2), 10) == [4] and kept(Uniform(3), 10) == [2, 5]
+    assert Uniform(1).decide(8) == [True] * 8
     for policy, n in ((Uniform(2), 0), (Uniform(0), 5), (Uniform(6), 5)):
         assert policy.decide(n) == [False] * n and policy.segments(n) == []
 
@@ -81,10 +82,16 @@ def test_one_layer_agrees_with_all(policy: Policy, n: int) -> None:
     decisions = policy.decide(n, [float(i) for i in range(n)], [100] * n)
     assert len(decisions) == n
     assert lowtide.plan_recomputation(n, policy, [float(i) for i in range(n)], [100] * n) == decisions
+    if isinstance(policy, Selective | MaxBytes):
+        if n:
+            with pytest.raises(ValueError, match="decides by"):
+                policy.should_checkpoint(0, n)
+        return
+    assert [policy.should_checkpoint(i, n) for i in range(n)] == decisions
     try:
         assert [policy.should_checkpoint(i) for i in range(n)] == decisions
     except TypeError as error:
-        assert "use decide(n" in str(error)
+        assert "how many layers" in str(error)
 
 
 def test_bad_input() -> None:
@@ -94,10 +101,12 @@ def test_bad_input() -> None:
         Segment(4, 2)
     with pytest.raises(ValueError, match="whole number"):
         EveryN(-1)
-    with pytest.raises(ValueError, match=r"decides by costs: give decide\(n, costs="):
+    with pytest.raises(ValueError, match=r"decides by costs: give costs=\[\.\.\.\], a value for each of the 3 layers"):
         Selective().decide(3)
     with pytest.raises(ValueError, match="decides by bytes"):
         MaxBytes(3).decide(3)
+    with pytest.raises(ValueError, match="layer 7 is not one of 5 layers"):
+        Uniform(2).should_checkpoint(7, 5)
     with pytest.raises(ValueError, match="2 values for 3 layers"):
         Selective().decide(3, costs=[1, 2])
     with pytest.raises(ValueError, match="number of layers"):

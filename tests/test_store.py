@@ -152,6 +152,60 @@ def test_eviction_drops_and_says_what_is_missing() -> None:
     check_books(store)
 
 
+def test_what_is_not_evictable_stays() -> None:
+    store = ActivationStore(device=1000, on_full="evict")
+    store.put("input", value := floats(400), evictable=False)
+    for key in range(5):
+        store.put(key, floats(400))
+    assert list(store) == ["input", 4] and torch.equal(store.get("input"), value)
+    with pytest.raises(CapacityError, match="no room for 800 B in the device tier"):
+        store.put("large", floats(800))
+    assert list(store) == ["input", 4], "nothing is evicted in vain"
+    store.put("alias", value)
+    store.remove("input")
+    for key in range(2):
+        store.put(key, floats(400))
+    assert list(store) == [0, 1], "an alias that may be evicted is, once the other is gone"
+    store.put(0, floats(400), evictable=False)  # put again under its key
+    store.put(0, floats(900))
+    assert list(store) == [0]
+    check_books(store)
+
+
+def test_what_is_not_evictable_is_spilled() -> None:
+    store = ActivationStore(device=1000, host=1000)
+    for key in range(3):
+        store.put(key, floats(400), evictable=False)
+    assert store.stats().num_held_by_tier == {"device": 2, "host": 1}
+
+
+def test_absent_keys() -> None:
+    store = ActivationStore(device=1000, on_full="evict")
+    for key in range(3):
+        store.put(key, floats(400))
+    for absent in (store.get, store.take, store.remove):
+        with pytest.raises(KeyError, match="nothing is stored under 'never'; there is 1, 2"):
+            absent("never")
+    assert isinstance(store.take(0), Missing)
+    with pytest.raises(KeyError):
+        store.take(0)
+    store.put(1, floats(400))
+    assert store.stats().num_created == 4
+    store.clear()
+    assert store.stats().num_created == 4 and store.stats().num_evicted == 1 and len(store) == 0
+
+
+def test_a_tier_is_full_by_its_own_budget(tmp_path: Path) -> None:
+    with ActivationStore(device=400, disk="1MiB", folder=tmp_path) as store:
+        store.put(0, floats(400))
+        assert store.stats().utilization == 1.0
+        store.put(1, floats(400))
+        stats = store.stats()
+        assert stats.utilization_by_tier == {"device": 1.0, "disk": 400 / 2**20} and stats.utilization == 1.0
+        assert stats.num_held_by_tier == {"device": 1, "disk": 1} and stats.num_in_memory == 1
+        assert "100%" in str(stats)
+
+
 def test_error_when_full() -> None:
     store = ActivationStore(device=1000, host=1000, on_full="error")
     store.put("a", floats(800))

@@ -17,7 +17,6 @@ from lowtide.errors import (
     UnitError,
 )
 from lowtide.graph import StepGraph
-from lowtide.memory.layers import ActivationCheckpointer
 from lowtide.memory.measuring import Measured, measure
 from lowtide.memory.offload import offload
 from lowtide.memory.store import ActivationStore, Missing
@@ -37,6 +36,7 @@ from lowtide.policies import (
     plan_recomputation,
 )
 from lowtide.replay.checkpoint import checkpoint
+from lowtide.replay.layer_loop import ActivationCheckpointer
 from lowtide.replay.recomputing import is_recomputing
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.solving import solve

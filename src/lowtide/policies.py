@@ -1,7 +1,7 @@
 """Rules set by hand: which of `n` layers keep their activations, and which are recomputed.
 
 A policy is frozen data. `decide(n)` answers for every layer, True for recomputed; `should_checkpoint(i)` answers for
-one where the rule needs to know nothing else. All print as they are written and go through JSON.
+one, with `n` where the rule depends on the number of layers. All print as they are written and go through JSON.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ class Policy(ABC):
         kept = self._kept(n, costs, bytes)
         return [layer not in kept for layer in range(n)]
 
-    def should_checkpoint(self, i: int) -> bool:
-        """Whether layer `i` is recomputed, for rules that need neither the number of layers nor costs."""
-        raise TypeError(f"{self} needs to see all layers: use decide(n, ...)")
+    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
+        """Whether layer `i` of `n` is recomputed: `decide(n)[i]`. Rules that go by `i` alone need no `n`."""
+        if n is None:
+            raise TypeError(f"{self} needs to know how many layers there are: should_checkpoint({i}, n), or decide(n)")
+        if not 0 <= i < n:
+            raise ValueError(f"layer {i} is not one of {n} layers")
+        return self.decide(n)[i]
 
     @abstractmethod
     def _kept(self, n: int, costs: Sequence[float] | None, bytes: Sequence[int] | None) -> set[int] | range: ...
@@ -67,7 +71,7 @@ class Policy(ABC):
 class KeepAll(Policy):
     """Everything is kept: no recomputation, the most memory."""
 
-    def should_checkpoint(self, i: int) -> bool:
+    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return False
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> range:
@@ -78,7 +82,7 @@ class KeepAll(Policy):
 class RecomputeAll(Policy):
     """Everything is recomputed: the least memory, one more forward."""
 
-    def should_checkpoint(self, i: int) -> bool:
+    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return True
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
@@ -94,7 +98,7 @@ class EveryN(Policy):
     def __post_init__(self) -> None:
         _check_count("EveryN", self.n)
 
-    def should_checkpoint(self, i: int) -> bool:
+    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return self.n == 0 or i % self.n != 0
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> range | set[int]:
@@ -140,7 +144,7 @@ class Segments(Policy):
             if after.start <= before.end:
                 raise ValueError(f"{before} and {after} overlap: each layer belongs to one segment at most")
 
-    def should_checkpoint(self, i: int) -> bool:
+    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return any(i in segment for segment in self.segments)
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
@@ -158,7 +162,12 @@ class Segments(Policy):
 class Uniform(Policy):
     """All layers in `num_segments` equal segments, the last with the remainder, recomputed segment by segment.
 
-    Without layers or segments, or with more segments than layers, nothing is recomputed.
+    The last layer of a segment is kept, since its output is what the next segment is recomputed from; the output of the
+    last segment is not needed. Without layers or segments, or with more segments than layers, nothing is recomputed.
+
+    >>> import lowtide
+    >>> lowtide.Uniform(2).decide(6), lowtide.Uniform(2).should_checkpoint(2, 6)
+    ([True, True, False, True, True, True], False)
     """
 
     num_segments: int
@@ -175,7 +184,8 @@ class Uniform(Policy):
         return [Segment(start, n - 1 if start == starts[-1] else start + length - 1) for start in starts]
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int] | range:
-        return set() if self.segments(n) else range(n)
+        segments = self.segments(n)
+        return {segment.end for segment in segments[:-1]} if segments else range(n)
 
 
 @dataclass(frozen=True)
@@ -289,5 +299,5 @@ def _check_count(name: str, count: object) -> None:
 
 def _needed(policy: Policy, name: str, values: Sequence[Any] | None, n: int) -> Sequence[Any]:
     if values is None and n:
-        raise ValueError(f"{policy} decides by {name}: give decide(n, {name}=[...])")
+        raise ValueError(f"{policy} decides by {name}: give {name}=[...], a value for each of the {n} layers")
     return values or []

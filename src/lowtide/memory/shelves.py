@@ -105,9 +105,9 @@ class Shelves:
         self._arrivals.fetch_ahead(unit, self)
         return flat
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, evictable: bool = True) -> None:
         """One entry fewer; the last one takes the unit along."""
-        unit.let_go()
+        unit.let_go(evictable=evictable)
         if unit.num_entries == 0:
             self._drop(unit)
 
@@ -206,22 +206,34 @@ class Shelves:
 
     def _make_room(self, tier_name: str, nbytes: int, *, for_newcomer: bool = False) -> None:
         """Move units out of a tier until `nbytes` fit; only the newcomer may count on the room of what it replaces."""
-        tier = self._tiers[tier_name]
+        self._check_room(tier_name, nbytes)
         while not self._has_room(tier_name, nbytes - (self._room_of_replaced(tier_name) if for_newcomer else 0)):
             if not any(self._push_out(unit, tier_name) for unit in self._leaving_order(tier_name)):
-                raise CapacityError(
-                    f"no room for {format_bytes(nbytes)} in the {tier_name} tier: {format_bytes(tier.used_bytes)} of "
-                    f"{format_bytes(tier.budget_bytes)} are held, and on_full={self._on_full!r} finds nothing to move. "
-                    "Give it more, add a tier below it, or take values out."
-                )
+                raise self._no_room(tier_name, nbytes)
+
+    def _check_room(self, tier_name: str, nbytes: int) -> None:
+        """Raise before anything is evicted if what may not be evicted leaves too little room."""
+        if self._on_full == "evict":
+            staying = sum(unit.nbytes for unit in self._leaving_order(tier_name) if unit.num_unevictable)
+            if staying + nbytes > self._tiers[tier_name].budget_bytes:
+                raise self._no_room(tier_name, nbytes)
+
+    def _no_room(self, tier_name: str, nbytes: int) -> CapacityError:
+        tier = self._tiers[tier_name]
+        return CapacityError(
+            f"no room for {format_bytes(nbytes)} in the {tier_name} tier: {format_bytes(tier.used_bytes)} of "
+            f"{format_bytes(tier.budget_bytes)} are held, and on_full={self._on_full!r} finds nothing to move. "
+            "Give it more, add a tier below it, or take values out."
+        )
 
     def _push_out(self, unit: Unit, tier_name: str) -> bool:
         """Get a unit out of a full tier; whether that was possible."""
         if self._on_full == "error":
             return False
         if self._on_full == "evict":
-            tell = self._evicted()
-            if tell is not None:
+            if unit.num_unevictable:
+                return False
+            if (tell := self._evicted()) is not None:
                 tell(unit)
             unit.num_entries = 0
             self._drop(unit)

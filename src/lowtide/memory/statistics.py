@@ -23,7 +23,11 @@ class EntryStats:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store at one moment. `print` it. Values of `compressed_bytes` were written as `compressed_to_bytes` so far."""
+    """A store at one moment. `print` it. Values of `compressed_bytes` were written as `compressed_to_bytes` so far.
+
+    `num_created`, `num_evicted` and `num_spilled` count since the store was made: `num_created` every `put`, also one
+    that replaces a value; `clear` leaves them as they are.
+    """
 
     entries: tuple[EntryStats, ...]
     held_bytes_by_tier: Mapping[str, int]
@@ -55,28 +59,39 @@ class StoreStats:
         return sum(entry.tier != "disk" for entry in self.entries)
 
     @property
+    def num_held_by_tier(self) -> Mapping[str, int]:
+        return {tier: sum(entry.tier == tier for entry in self.entries) for tier in self.held_bytes_by_tier}
+
+    @property
     def budget_bytes(self) -> float:
+        """Of all tiers."""
         return sum(self.budget_bytes_by_tier.values())
 
     @property
+    def utilization_by_tier(self) -> Mapping[str, float]:
+        """Held bytes as a share of each tier's budget; 0 without a limit."""
+        return {tier: held / self.budget_bytes_by_tier[tier] for tier, held in self.held_bytes_by_tier.items()}
+
+    @property
     def utilization(self) -> float:
-        """Held bytes as a share of the budget of all tiers; 0 without limits."""
-        return self.held_bytes / self.budget_bytes
+        """Held bytes of the first tier, which values are put into, as a share of its budget; 0 without a limit."""
+        return next(iter(self.utilization_by_tier.values()))
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_held} values, {format_bytes(self.held_bytes)} held ({self.utilization:.0%} of budget); "
+            f"{self.num_held} values, {format_bytes(self.held_bytes)} held; "
             f"{self.num_created} created, {self.num_evicted} evicted, {self.num_spilled} spilled",
             f"moved down {format_bytes(self.moved_down_bytes)}, up {format_bytes(self.moved_up_bytes)}; "
             f"{format_bytes(self.in_flight_bytes)} in flight, {format_bytes(self.locked_bytes)} locked; "
             f"waited {format_seconds(self.waited_s)}",
-            f"{'tier':<8}{'held':>12}{'peak':>12}{'budget':>12}",
+            f"{'tier':<8}{'values':>8}{'held':>12}{'peak':>12}{'budget':>12}{'used':>6}",
         ]
         for tier, held in self.held_bytes_by_tier.items():
             budget = self.budget_bytes_by_tier[tier]
             shown = "no limit" if budget == float("inf") else format_bytes(budget)
             lines.append(
-                f"{tier:<8}{format_bytes(held):>12}{format_bytes(self.peak_bytes_by_tier[tier]):>12}{shown:>12}"
+                f"{tier:<8}{self.num_held_by_tier[tier]:>8}{format_bytes(held):>12}"
+                f"{format_bytes(self.peak_bytes_by_tier[tier]):>12}{shown:>12}{self.utilization_by_tier[tier]:>6.0%}"
             )
         for entry in self.entries[:_SHOWN_ENTRIES]:
             cost = "" if entry.cost is None else f", cost {entry.cost:g}"

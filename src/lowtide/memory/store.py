@@ -110,6 +110,7 @@ class ActivationStore:
             budgets[DEVICE] = float("inf")
         if not any(budgets.values()):
             raise ValueError("every tier has a budget of 0 bytes: give device=, host= or disk= some")
+        self.on_full = on_full
         self._codec = find_codec(codec)
         self._shelves = Shelves(
             {tier: budget for tier, budget in budgets.items() if budget},
@@ -129,11 +130,18 @@ class ActivationStore:
     # Public operations
 
     def put(
-        self, key: Hashable, tensor: Tensor, *, cost: float | None = None, codec: str | EllipsisType | None = ...
+        self,
+        key: Hashable,
+        tensor: Tensor,
+        *,
+        cost: float | None = None,
+        codec: str | EllipsisType | None = ...,
+        evictable: bool = True,
     ) -> Handle:
         """Hold `tensor` under `key`, in place of what was there. `cost` is what recomputing it would take.
 
-        `codec` is the store's unless given; None keeps the value as it is.
+        `codec` is the store's unless given; None keeps the value as it is. With `evictable=False` the value is never
+        dropped for want of room (`on_full="evict"`); to a lower tier it may be moved.
 
         Raises `CapacityError` if no tier can take it; then everything is as before.
         """
@@ -147,6 +155,9 @@ class ActivationStore:
             unit = old.unit if old is not None and old.unit is not None and old.unit.num_entries == 1 else None
             with self._shelves.replacing(unit):
                 entry = self._new_entry(key, tensor, cost, chosen)
+            if not evictable and entry.unit is not None:
+                entry.is_evictable = False
+                entry.unit.num_unevictable += 1
             if unit is not None and unit.num_entries == 0:
                 del self._entries[key]  # it made room for the new one
             self._forget(key)
@@ -185,7 +196,7 @@ class ActivationStore:
             return self._get(key)
 
     def take(self, key: Hashable) -> Tensor | Missing:
-        """`get`, then let go of it: its bytes are free at once."""
+        """`get`, then let go of it: its bytes are free at once. A key is `take`n once; then it is a `KeyError`."""
         with self._locked():
             value = self._get(key)
             self._forget(key)
@@ -204,7 +215,7 @@ class ActivationStore:
             self._forget(key)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, and of what was evicted. Statistics count on."""
         with self._locked():
             self._forget_all()
 
@@ -316,7 +327,7 @@ class ActivationStore:
         self._missing.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None and entry.unit is not None:
-            self._shelves.release(entry.unit)
+            self._shelves.release(entry.unit, evictable=entry.is_evictable)
 
     def _forget_all(self) -> None:
         for key in [*self._entries, *self._missing]:

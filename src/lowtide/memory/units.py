@@ -62,15 +62,17 @@ class Unit:
     is_lost: bool = False  # its source had been changed when it was copied
     ready: Any = None  # while on the device: the stream it was made on, and an event there. Copies wait for it
     num_entries: int = 0
+    num_unevictable: int = 0  # of its entries; while there is one, the unit may be moved down and not be dropped
     num_served: int = 0  # entries given out since it was last fetched, and not let go of
     served_in: int = 0  # the backward in which all of its entries were given out
     cost: float = 0.0
     put_at: int = 0
     touched_at: int = 0
 
-    def let_go(self) -> None:
+    def let_go(self, *, evictable: bool = True) -> None:
         """One entry fewer. Most likely it had been given out: those that are left are still to come."""
         self.num_entries -= 1
+        self.num_unevictable -= not evictable
         self.num_served = max(0, self.num_served - 1)
 
     def decode(self, parts: Parts) -> Tensor:
@@ -94,6 +96,7 @@ class Entry:
     shape: torch.Size = _NO_SHAPE
     stride: tuple[int, ...] = ()
     offset: int = 0  # in the unit's flat tensor
+    is_evictable: bool = True
 
     def view_of(self, flat: Tensor) -> Tensor:
         """The value, from its unit's flat tensor."""

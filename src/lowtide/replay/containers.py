@@ -176,6 +176,13 @@ def _items(names: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return list(names.items())
 
 
+def is_plain_state(value: Any) -> bool:
+    """Whether this is a random state, or a small array that code can write to: what is copied whole."""
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES
+    return isinstance(value, _RANDOM_STATES)
+
+
 def copy_of(container: Any) -> Any:
     """What an object without parts to compare holds, not to be changed with it. `fill` puts it back."""
     if isinstance(container, random.Random):

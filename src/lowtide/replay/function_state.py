@@ -4,9 +4,10 @@ A module, a bound method's owner, a partial's parts, closure cells, defaults, an
 steps deep. (Recording every op of every forward would find more, and cost more than many regions are worth.)
 
 Modules are restored by `module_state`. A closed-over tensor gets its value back if it is small and has no gradient;
-changed in place otherwise, it is lost. A variable that something else than the forward has bound anew (the variable of
-a loop that a lambda closes over) is bound to the forward's value for the replay. A variable that the forward itself
-binds anew is left alone: counting the runs of a function is what such variables are for.
+changed in place otherwise, it is lost. Random states of Python and numpy and small arrays get their contents back. A
+variable that something else than the forward has bound anew (the variable of a loop that a lambda closes over) is bound
+to the forward's value for the replay. A variable that the forward itself binds anew is left alone: counting the runs of
+a function is what such variables are for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay.code_facts import PythonState, code_names, drawn_from
-from lowtide.replay.containers import copy_of, fill
+from lowtide.replay.code_facts import code_names, drawn_from
+from lowtide.replay.containers import copy_of, fill, is_plain_state
 from lowtide.replay.module_state import snapshot_of
 
 _MAX_DEPTH = 4
@@ -50,7 +51,7 @@ class Reach:
         self.modules: dict[nn.Module, bool] = {}
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
-        self.states: list[PythonState] = []
+        self.states: list[Any] = []  # random states and arrays
         self.cells: list[tuple[types.CellType, Any]] = []
         self.globals: list[tuple[dict[str, Any], str, Any]] = []
         if isinstance(function, nn.Module):  # by far the most common
@@ -69,6 +70,8 @@ class Reach:
             self.tensors.append(value)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
+        elif is_plain_state(value):
+            self.states.append(value)
         elif isinstance(value, _SKIPPED) or id(value) in self._seen:
             return
         elif _is_hidden(value):
@@ -173,10 +176,10 @@ class FunctionState:
         return [*self._generators, *(generator for each in self._snapshots for generator in each.generators())]
 
     def forward_done(self, *, runs_all: bool) -> FunctionState:
-        """This, with what the forward wrote and bound noted."""
+        """This, with what the forward wrote and bound noted. `runs_all` is False if it ran a part of the modules."""
         self._is_done = True
         pairs = zip(self._snapshots, self._runs_all, strict=True)
-        self._snapshots = [snapshot.forward_done(runs_all=runs_all) for snapshot, runs_all in pairs]
+        self._snapshots = [snapshot.forward_done(runs_all=runs_all and is_whole) for snapshot, is_whole in pairs]
         self._versions = [*self._versions, *_compat.versions_of(self._watched)]
         self._cells = [found for found in self._cells if _contents(found[0]) is found[1]]
         self._globals = [found for found in self._globals if found[0].get(found[1]) is found[2]]
