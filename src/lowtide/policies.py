@@ -34,6 +34,15 @@ class Policy(ABC):
         kept = self._kept(n, costs, bytes)
         return [layer not in kept for layer in range(n)]
 
+    def regions(
+        self, n: int, costs: Sequence[float] | None = None, bytes: Sequence[int] | None = None
+    ) -> list[Segment]:
+        """The runs of layers that `apply` recomputes, each from its input, the outer ones before those inside them.
+
+        Rules that speak of single layers recompute each on its own.
+        """
+        return [Segment(layer, layer) for layer, recomputed in enumerate(self.decide(n, costs, bytes)) if recomputed]
+
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         """Whether layer `i` of `n` is recomputed: `decide(n)[i]`. Rules that go by `i` alone need no `n`."""
         if n is None:
@@ -147,6 +156,9 @@ class Segments(Policy):
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return any(i in segment for segment in self.segments)
 
+    def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
+        return [Segment(segment.start, min(segment.end, n - 1)) for segment in self.segments if segment.start < n]
+
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
         return {layer for layer in range(n) if not self.should_checkpoint(layer)}
 
@@ -183,6 +195,9 @@ class Uniform(Policy):
         starts = [index * length for index in range(self.num_segments)]
         return [Segment(start, n - 1 if start == starts[-1] else start + length - 1) for start in starts]
 
+    def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
+        return self.segments(n)
+
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int] | range:
         segments = self.segments(n)
         return {segment.end for segment in segments[:-1]} if segments else range(n)
@@ -190,7 +205,14 @@ class Uniform(Policy):
 
 @dataclass(frozen=True)
 class SqrtN(Policy):
-    """Every k-th layer is kept, k the square root of their number: O(sqrt n) memory (Chen et al. 2016)."""
+    """Every k-th layer is kept, k the square root of their number: O(sqrt n) memory (Chen et al. 2016).
+
+    Under `apply`, each run of k layers is recomputed from its input.
+    """
+
+    def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
+        length = math.isqrt(n - 1) + 1 if n else 1
+        return [Segment(start, min(start + length, n) - 1) for start in range(0, n, length)]
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> range | set[int]:
         return range(0, n, math.isqrt(n - 1) + 1) if n else set()
@@ -201,7 +223,7 @@ class Revolve(Policy):
     """Binomial checkpointing of a chain with `slots` states, its input among them (Griewank and Walther 2000).
 
     The fewest runs of layers with that memory: `num_forwards(n)` of them. `decide` tells which outputs are kept after
-    the forward; `ActivationCheckpointer` carries out the whole schedule.
+    the forward; `ActivationCheckpointer` carries out the whole schedule, and `apply` does by segments in segments.
     """
 
     slots: int
@@ -237,6 +259,25 @@ class Revolve(Policy):
             if there == best:
                 return position
         raise AssertionError(f"no optimal split of {n} layers over {self.slots} slots")
+
+    def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
+        return self._split(0, n)
+
+    def _split(self, start: int, end: int) -> list[Segment]:
+        """The regions of layers whose input has one of the slots: so many of them side by side as there are slots."""
+        if end - start < 1:
+            return []
+        step = self.next_kept(end - start)
+        if step == end - start:
+            return self._one(start, end)
+        return [*self._one(start, start + step), *Revolve(self.slots - 1)._split(start + step, end)]
+
+    def _one(self, start: int, end: int) -> list[Segment]:
+        """One region, and those inside it."""
+        if end - start == 1:
+            return [Segment(start, start)]
+        parts = self._split(start, end) if self.slots > 1 else [*self._one(start, end - 1), Segment(end - 1, end - 1)]
+        return [Segment(start, end - 1), *parts]
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
         kept, state, policy = set(), 0, self

@@ -11,25 +11,27 @@ import contextlib
 import functools
 import inspect
 import os
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lowtide.engines import _compat
+from lowtide.engines.applied_stats import AppliedStats, RegionStats
 from lowtide.engines.regions import Selector, find_regions
 from lowtide.errors import LowtideError
 from lowtide.memory.savedbytes import SavedBytes
 from lowtide.memory.store import ActivationStore, check_store
 from lowtide.plans import Plan
-from lowtide.policies import Policy, check_policy
+from lowtide.policies import Policy, Segment, check_policy
 from lowtide.replay import region as replay
+from lowtide.replay import segment
 from lowtide.replay.checkpoint import checkpoint, hooks_of
+from lowtide.replay.segment import OpenSegment
 from lowtide.tracing.usecache import CacheOff
-from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.reports import Report
@@ -40,60 +42,21 @@ _MARK = "lowtide_region"
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
-@dataclass(frozen=True)
-class RegionStats:
-    """One layer: what its last measured forward saved for the backward, and what became of it."""
+class Level(NamedTuple):
+    """A region that a layer's call belongs to: the layer alone, or a `segment` by its number."""
 
-    name: str
-    recomputed: bool
-    saved_bytes: int
-    num_replays: int
+    segment: int | None = None
+    is_first: bool = True  # of the segment's calls
 
 
-@dataclass(frozen=True)
-class AppliedStats:
-    """What an applied policy or plan did so far. Bytes are measured; of layers, in the first forward of each shape.
+Opens = dict[int, OpenSegment]  # the segments that calls are joined to, in one forward or one replay, by their numbers
 
-    `stored_bytes` are in stores now. So far `moved_bytes` went to host memory or disk, `compressed_bytes` were written
-    as `compressed_to_bytes`, and compute stood still for copies for `waited_s`.
-    """
 
-    regions: tuple[RegionStats, ...]
-    stored_bytes: int
-    moved_bytes: int = 0
-    compressed_bytes: int = 0
-    compressed_to_bytes: int = 0
-    waited_s: float = 0.0
+class _Forward(threading.local):
+    """What a thread's forwards share."""
 
-    @property
-    def num_regions(self) -> int:
-        return len(self.regions)
-
-    @property
-    def num_recomputed(self) -> int:
-        return sum(region.recomputed for region in self.regions)
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(region.saved_bytes for region in self.regions if not region.recomputed)
-
-    @property
-    def recomputed_bytes(self) -> int:
-        return sum(region.saved_bytes for region in self.regions if region.recomputed)
-
-    @property
-    def num_replays(self) -> int:
-        return sum(region.num_replays for region in self.regions)
-
-    def __str__(self) -> str:
-        moved = f", {format_bytes(self.moved_bytes)} moved so far" if self.moved_bytes else ""
-        if self.compressed_bytes:
-            moved += f", {format_bytes(self.compressed_bytes)} compressed to {format_bytes(self.compressed_to_bytes)}"
-        return (
-            f"{self.num_regions} regions, {self.num_recomputed} recomputed: {format_bytes(self.kept_bytes)} kept, "
-            f"{format_bytes(self.recomputed_bytes)} recomputed, {format_bytes(self.stored_bytes)} stored; "
-            f"{self.num_replays} replays{moved}"
-        )
+    def __init__(self) -> None:
+        self.opens: Opens = {}
 
 
 class PatchedModule:
@@ -101,8 +64,9 @@ class PatchedModule:
 
     hidden_from_replay = True
 
-    def __init__(self, name: str, module: nn.Module, recomputed: bool) -> None:
-        self.name, self.module, self.recomputed = name, module, recomputed
+    def __init__(self, name: str, module: nn.Module, levels: tuple[Level, ...] = ()) -> None:
+        self.name, self.module, self.recomputed = name, module, bool(levels)
+        self.levels = levels  # the outermost first
         self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
         self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it, for plans
         self.saved_bytes = self.num_replays = 0
@@ -145,6 +109,7 @@ class Applied:
         self._input_hooks = None if store is None else hooks_of(store)
         self._max_checkpoints = max_checkpoints
         self._cache: CacheOff | None = None
+        self._forward = _Forward()
         for region in regions:
             self._patch(region)
 
@@ -189,6 +154,7 @@ class Applied:
         return AppliedStats(
             tuple(rows),
             stored_bytes=sum(store.held_bytes for store in stores),
+            segments=self._segments(),
             moved_bytes=sum(store.moved_down_bytes for store in stores),
             compressed_bytes=sum(store.compressed_bytes for store in stores),
             compressed_to_bytes=sum(store.compressed_to_bytes for store in stores),
@@ -197,6 +163,14 @@ class Applied:
 
     def _stores(self) -> list[ActivationStore]:
         return [] if self._store is None else [self._store]
+
+    def _segments(self) -> tuple[tuple[str, ...], ...]:
+        members: dict[int, list[str]] = {}
+        for region in self._regions:
+            for level in region.levels:
+                if level.segment is not None:
+                    members.setdefault(level.segment, []).append(region.name)
+        return tuple(tuple(members[number]) for number in sorted(members))
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
@@ -225,14 +199,56 @@ class Applied:
             return self._checkpointed(forward, args, kwargs) if region.recomputed else forward(*args, **kwargs)
         if not region.recomputed or self._is_full() or _compat.under_functorch():
             return self._measured(region, forward, args)(*args, **kwargs)
-        return replay.run(
-            self._measured(region, forward, args),
+        forward = self._measured(region, forward, args)
+        return self._run_levels(
+            self._forward.opens, region.levels, self._input_hooks, region, module, forward, args, kwargs
+        )
+
+    def _run_levels(
+        self,
+        opens: Opens,
+        levels: tuple[Level, ...],
+        input_hooks: replay.Hooks | None,
+        region: PatchedModule,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a layer's forward as a part of the regions that it lies in."""
+        if not levels:
+            return forward(*args, **kwargs)
+        number = levels[0].segment
+        if number is None:
+            return replay.run(forward, args, kwargs, module=module, replay=region.replay, input_hooks=input_hooks)
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            return self._run_levels(opens, levels[1:], None, region, module, forward, args, kwargs)
+
+        return segment.run(
+            opens.setdefault(number, OpenSegment(dict)),
+            inside,
             args,
             kwargs,
+            is_first=levels[0].is_first,
             module=module,
-            replay=region.replay,
-            input_hooks=self._input_hooks,
+            replay=functools.partial(self._replay_levels, levels[1:], region),
+            input_hooks=input_hooks,
         )
+
+    def _replay_levels(
+        self,
+        levels: tuple[Level, ...],
+        region: PatchedModule,
+        opens: Opens,
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        region.num_replays += 1
+        forward = region.plain_forward(module)
+        return self._run_levels(opens, levels, None, region, module, forward, args, kwargs)
 
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,13 +319,23 @@ def apply(
     check_store(store)
     refuse_other_checkpointing(model)
     found = find_regions(model, regions)
-    decisions = policy.decide(len(found), costs, bytes)
+    levels = _levels(policy.regions(len(found), costs, bytes), len(found))
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
-    chosen = [PatchedModule(name, found[name], recomputed) for name, recomputed in zip(found, decisions, strict=True)]
+    chosen = [PatchedModule(name, found[name], own) for name, own in zip(found, levels, strict=True)]
     handle = Applied(policy, chosen, store, max_checkpoints)
     handle.switch_cache_off(model)
     return handle
+
+
+def _levels(regions: list[Segment], num_layers: int) -> list[tuple[Level, ...]]:
+    """For each layer, the regions that it lies in, the outermost first."""
+    found: list[list[Level]] = [[] for _ in range(num_layers)]
+    for number, region in enumerate(regions):
+        for layer in range(region.start, region.end + 1):
+            is_alone = region.start == region.end
+            found[layer].append(Level(None if is_alone else number, layer == region.start))
+    return list(map(tuple, found))
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:

@@ -23,13 +23,14 @@ from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpoin
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
 from lowtide.engines.peakcheck import BudgetWatch
-from lowtide.engines.runs import NOTHING, Decisions, Now, PatchesBack, PlannedRegion, Run, Turn
+from lowtide.engines.runs import NOTHING, Decisions, Levels, Now, PatchesBack, Run, Turn, levels_of
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan
 from lowtide.replay import region as replay
+from lowtide.replay import segment as segments
 
 if TYPE_CHECKING:
     from lowtide.engines.fitting import Refitter
@@ -64,7 +65,9 @@ class AppliedPlan(Applied):
         # with: there only modules that are called once are regions, and always as the first plan has it.
         several = {module.path for module in plan.modules if module.num_calls > 1}
         self._anywhere = {
-            path: d[0] for path, d in self.decisions.regions.items() if d.keys() == {0} and path not in several
+            path: tuple(level for level in calls[0] if level.segment is None)
+            for path, calls in self.decisions.regions.items()
+            if calls.keys() == {0} and path not in several
         }
         self.shapes = ShapePlans(self, Planned(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ()))
         self.stepper = Stepper(self)
@@ -75,13 +78,11 @@ class AppliedPlan(Applied):
         modules = modules_for(self.model, plan)
         moves = Moves(plan, self.model) if plan.moves else None
         known = {region.name: region for region in self._regions}
-        paths = dict.fromkeys([*(region.path for region in plan.regions), *counted_paths(plan, self.model)])
-        regions: dict[str, dict[int, PlannedRegion]] = {}
-        for region in plan.regions:
-            regions.setdefault(region.path, {})[region.nth] = PlannedRegion(region)
+        regions = levels_of(plan)
+        paths = dict.fromkeys([*regions, *counted_paths(plan, self.model)])
         for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
             if path not in known:
-                known[path] = PatchedModule(path, modules[path], False)
+                known[path] = PatchedModule(path, modules[path])
                 known[path].replay = functools.partial(self._replay_alone, known[path])
                 self._regions.append(known[path])
                 self._patch(known[path])
@@ -178,25 +179,49 @@ class AppliedPlan(Applied):
     ) -> Any:
         if not torch.is_grad_enabled() or _compat.under_functorch():
             return forward(*args, **kwargs)
-        decision, moves = run.decisions.region(region.name, nth), run.decisions.moves
+        levels = run.decisions.levels(region.name, nth)
         if run.is_in_other_checkpoint():
-            decision = self._anywhere.get(region.name) if self.enabled else None
-        if decision is None:
+            levels = self._anywhere.get(region.name, ()) if self.enabled else ()
+        return self._run_planned(run, levels, region, module, nth, forward, args, kwargs)
+
+    def _run_planned(
+        self,
+        run: Run,
+        levels: Levels,
+        region: PatchedModule,
+        module: nn.Module,
+        nth: int,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a module's forward as a part of the planned regions that the call lies in."""
+        moves = run.decisions.moves
+        if not levels:
             if moves is None or (counting := moves.counting(region.name, nth)) is None:
                 return forward(*args, **kwargs)
             with counting:
                 return forward(*args, **kwargs)
         input_hooks = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
-        retained = None
-        if decision.retained is not None:
-            keeps = {} if moves is None else moves.keeping_outputs(region.name, nth)
-            retained = decision.retained.call(module, args, kwargs, keeps)
         function = self._measured(region, forward, args)
         again: Callable[..., Any] = region.replay
-        if region.inner_paths:  # which count calls and look for decisions of their own
-            function = functools.partial(self._run_inside, run, function)
-            again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(region.inner_paths))
-        run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
+        level, inner = levels[0], levels[1:]
+        if level.segment is not None:
+            function = functools.partial(self._run_next, run, inner, region, module, nth, function)
+            again = functools.partial(self._replay_next, inner, region, nth, run.counts_of(region.inner_paths))
+            segment = run.segment(level.segment)
+            run_region = functools.partial(
+                segments.run, segment, is_first=level.is_first, module=module, input_hooks=input_hooks
+            )
+        else:
+            retained = None
+            if level.retained is not None:
+                keeps = {} if moves is None else moves.keeping_outputs(region.name, nth)
+                retained = level.retained.call(module, args, kwargs, keeps)
+            if region.inner_paths:  # which count calls and look for decisions of their own
+                function = functools.partial(self._run_inside, run, function)
+                again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(region.inner_paths))
+            run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
         turn = self._turns[region.name]
         if turn is None:
             return run_region(function, args, kwargs, replay=again)
@@ -218,6 +243,40 @@ class AppliedPlan(Applied):
 
     def _run_inside(self, run: Run, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run_in(run.inside(), forward, args, kwargs)
+
+    def _run_next(
+        self,
+        run: Run,
+        levels: Levels,
+        region: PatchedModule,
+        module: nn.Module,
+        nth: int,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The part of a call that lies inside a segment."""
+        inside = run.inside()
+        return self._run_in(inside, self._run_planned, (inside, levels, region, module, nth, forward, args, kwargs), {})
+
+    def _replay_next(
+        self,
+        levels: Levels,
+        region: PatchedModule,
+        nth: int,
+        counts: dict[str, int] | None,
+        run: Run,
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        region.num_replays += 1
+        if run.counts is not None:
+            run.counts.update(counts or {})
+        with self._patches_back(region):
+            return self._run_next(run, levels, region, module, nth, region.plain_forward(module), *args, **kwargs)
 
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
@@ -246,6 +305,10 @@ class AppliedPlan(Applied):
             return nullcontext()
         prefix = f"{region.name}." if region.name else ""
         return PatchesBack([r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch)
+
+    def _segments(self) -> tuple[tuple[str, ...], ...]:
+        found = [(region.path, *(path for path, _ in region.more)) for region in self.plan.regions if region.more]
+        return tuple(found)
 
     def _stores(self) -> list[ActivationStore]:
         return [store for moves in self._all_moves for store in moves.stores.values()]

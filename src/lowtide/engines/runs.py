@@ -6,6 +6,7 @@ any of it: with other regions inside than its forward had, it would save other t
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,18 +17,37 @@ from torch import nn
 from lowtide.engines import _compat
 from lowtide.engines.eager import PatchedModule
 from lowtide.engines.moves import Moves
-from lowtide.errors import LowtideError
-from lowtide.plans import Recompute
+from lowtide.errors import LowtideError, PlanError
+from lowtide.plans import Plan, Recompute
 from lowtide.replay.retained import RetainedOps
+from lowtide.replay.segment import OpenSegment
 
 
 class PlannedRegion:
-    """A recomputed call of a plan on a live model."""
+    """A region of a plan on a live model, as one of its calls has it. `segment` is its number if it has several."""
 
     hidden_from_replay = True
 
-    def __init__(self, region: Recompute) -> None:
+    def __init__(self, region: Recompute, segment: int | None = None, *, is_first: bool = True) -> None:
         self.retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops else None
+        self.segment, self.is_first = segment, is_first
+
+
+Levels = tuple[PlannedRegion, ...]  # the regions that a call lies in, the outermost first
+
+
+def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
+    """The regions of every call that a plan recomputes, by module path and number of the call."""
+    found: dict[str, dict[int, Levels]] = {}
+    for number, region in sorted(enumerate(plan.regions), key=lambda item: -len(item[1].more)):
+        if region.more and region.keep_ops:
+            raise PlanError(f"the segment from {region.path} to {region.more[-1][0]} is to retain outputs: it cannot")
+        for path, nth in ((region.path, region.nth), *region.more):
+            is_first = (path, nth) == (region.path, region.nth)
+            level = PlannedRegion(region, number if region.more else None, is_first=is_first)
+            calls = found.setdefault(path, {})
+            calls[nth] = (*calls.get(nth, ()), level)
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,12 +56,12 @@ class Decisions:
 
     hidden_from_replay = True
 
-    regions: dict[str, dict[int, PlannedRegion]] = field(default_factory=dict)
+    regions: dict[str, dict[int, Levels]] = field(default_factory=dict)
     moves: Moves | None = None
 
-    def region(self, path: str, nth: int) -> PlannedRegion | None:
+    def levels(self, path: str, nth: int) -> Levels:
         calls = self.regions.get(path)
-        return None if calls is None else calls.get(nth)
+        return () if calls is None else calls.get(nth, ())
 
 
 NOTHING = Decisions()
@@ -51,13 +71,26 @@ class Run:
     """A forward of the model, or a replay of a part of it: the decisions it goes by, and the calls counted so far.
 
     `counts` is None outside of the model's forward. `checkpoint` is the innermost checkpoint that is known of: one
-    further in is someone else's.
+    further in is someone else's. `opens` are the segments that calls are joined to, by their numbers.
     """
 
     hidden_from_replay = True
 
-    def __init__(self, decisions: Decisions, counts: dict[str, int] | None = None, checkpoint: Any = None) -> None:
+    def __init__(
+        self,
+        decisions: Decisions,
+        counts: dict[str, int] | None = None,
+        checkpoint: Any = None,
+        opens: dict[int, OpenSegment] | None = None,
+    ) -> None:
         self.decisions, self.counts, self.checkpoint = decisions, counts, checkpoint
+        self.opens = {} if opens is None else opens
+
+    def segment(self, number: int) -> OpenSegment:
+        """The segment with this number, to join a call to. Its replays are runs of their own."""
+        if number not in self.opens:
+            self.opens[number] = OpenSegment(functools.partial(_new_run, self.decisions, self.counts is not None))
+        return self.opens[number]
 
     def is_in_other_checkpoint(self) -> bool:
         inner = _compat.checkpoint_in_force()
@@ -73,11 +106,15 @@ class Run:
 
     def inside(self) -> Run:
         """This run, as seen from within the checkpoint that was just entered."""
-        return Run(self.decisions, self.counts, _compat.checkpoint_in_force())
+        return Run(self.decisions, self.counts, _compat.checkpoint_in_force(), self.opens)
 
     def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
         """How often these were called so far, for a replay that begins here."""
         return None if self.counts is None else {path: self.counts[path] for path in paths if path in self.counts}
+
+
+def _new_run(decisions: Decisions, is_counted: bool) -> Run:
+    return Run(decisions, {} if is_counted else None)
 
 
 class Now(threading.local):

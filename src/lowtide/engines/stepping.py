@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide.engines import _compat
-from lowtide.engines.eager import AppliedStats
+from lowtide.engines.applied_stats import AppliedStats
 from lowtide.engines.matching import with_parameters
 from lowtide.engines.replanning import Limits, Planner
 from lowtide.engines.shapes import Planned, Replan, Shapes, rounded_up, shapes_of, watched_inputs

@@ -24,6 +24,9 @@ PLACES = ("device", "host", "disk")  # where moved values are; on the device the
 class Recompute:
     """One call of one module (its `nth`) whose activations are dropped and recomputed.
 
+    With `more`, the calls `(path, nth)` that follow it in the forward, it is a segment: a run of calls that are
+    recomputed as one, from what the run is given from outside. Outer regions come before those inside them.
+
     `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
     they make must be saved for the backward directly in the region, and not in a region inside it.
     """
@@ -31,6 +34,7 @@ class Recompute:
     path: str
     nth: int = 0
     keep_ops: tuple[int, ...] = ()
+    more: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

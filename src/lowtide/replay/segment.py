@@ -116,13 +116,12 @@ def run(
 class SegmentCall(Frame):
     """One call of a segment: what it was given and found. Its saves are the segment's."""
 
-    __slots__ = ("_changes_links", "_scope", "first_save", "links")
+    __slots__ = ("_scope", "first_save", "links")
 
     links: dict[int, Link]  # by the index of the tensor among its arguments
     first_save: int
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
-        self._changes_links = False
         super()._hold([tensor for index, tensor in enumerate(tensors) if index not in self.links], hooks)
         if self.links:
             held = iter(self._held)
@@ -133,7 +132,6 @@ class SegmentCall(Frame):
     def _inputs_changed(self, indices: list[int]) -> None:
         """As any in-place change within a region, that of a link is made again by the replay."""
         others = [index for index in indices if index not in self.links]
-        self._changes_links = len(others) < len(indices)
         if others:
             super()._inputs_changed(others)
 
@@ -155,9 +153,7 @@ class SegmentCall(Frame):
     def _inputs(self, made: dict[Link, Tensor]) -> list[Tensor]:
         found = [None if index in self.links else self._input_tensor(index) for index in range(len(self._held))]
         for index, link in self.links.items():
-            # Without its history, so that the call before is over; but a leaf could not be changed in place.
-            tensor = made[link]
-            found[index] = tensor if self._changes_links else tensor.detach().requires_grad_(self._requires_grad[index])
+            found[index] = made[link]  # that very tensor: a segment inside this one knows its links by it
         return found  # type: ignore[return-value]
 
     def _call_again(self, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,419 @@
+"""Segments: runs of calls recomputed as one region, under policies and plans, bit-equal to the plain model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Plan
+from lowtide.plans import Recompute
+
+WIDTH = 16
+
+
+def segment(first: int, last: int, path: str = "layers.{}") -> Recompute:
+    return Recompute(path.format(first), more=tuple((path.format(layer), 0) for layer in range(first + 1, last + 1)))
+
+
+class Layer(nn.Module):
+    """With random numbers, statistics and a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.dropout(torch.tanh(self.norm(self.linear(x))))
+        return x if mask is None else x * mask
+
+
+class Loop(nn.Module):
+    def __init__(self, num_layers: int, layer: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return x
+
+
+def steps(model: nn.Module, *inputs: Any, num_steps: int = 3) -> list[Any]:
+    """Losses, gradients, buffers and the random state after each step."""
+    torch.manual_seed(1)
+    found: list[Any] = []
+    for _ in range(num_steps):
+        model.zero_grad(set_to_none=True)
+        output = model(*inputs)
+        loss = (output if isinstance(output, Tensor) else output[0]).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters()), *map(torch.clone, model.buffers())]
+        found.append(torch.get_rng_state())
+    return found
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+PLANS = {
+    "one": (segment(0, 7),),
+    "two": (segment(0, 3), segment(4, 7)),
+    "in the middle": (segment(2, 5),),
+    "with calls inside": (segment(0, 5), Recompute("layers.1"), Recompute("layers.4"), Recompute("layers.4.linear")),
+    "in segments": (segment(0, 7), segment(0, 3), segment(0, 1), segment(4, 7), segment(6, 7), Recompute("layers.3")),
+    "begun alike": (segment(0, 7), segment(0, 6), segment(0, 5), Recompute("layers.0")),
+}
+
+
+@pytest.mark.parametrize("regions", PLANS.values(), ids=PLANS)
+def test_plans_are_the_plain_model(regions: tuple[Recompute, ...]) -> None:
+    plain, x, mask = Loop(8), torch.randn(4, WIDTH), torch.rand(4, WIDTH)
+    model = copy.deepcopy(plain)
+    expected = steps(plain, x, mask)
+    with lowtide.apply(model, Plan(regions=regions)) as handle:
+        assert_same(steps(model, x, mask), expected)
+    assert len(handle.stats().segments) == sum(bool(region.more) for region in regions)
+    assert_same(steps(model, x, mask), steps(plain, x, mask))
+
+
+POLICIES = [
+    *(lowtide.Uniform(1), lowtide.Uniform(3), lowtide.SqrtN(), lowtide.Revolve(1), lowtide.Revolve(2)),
+    *(lowtide.Revolve(3), lowtide.Segments((lowtide.Segment(1, 3), lowtide.Segment(5, 20)))),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_are_the_plain_model(policy: lowtide.Policy) -> None:
+    plain, x, mask = Loop(8), torch.randn(4, WIDTH), torch.rand(4, WIDTH)
+    model = copy.deepcopy(plain)
+    expected = steps(plain, x, mask)
+    with lowtide.apply(model, policy, regions="layers.*"):
+        assert_same(steps(model, x, mask), expected)
+
+
+def peak_bytes(model: nn.Module, x: Tensor) -> int:
+    """The most bytes that a step allocates."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    return lowtide.measure(step, device="cpu").peak_bytes
+
+
+class Tanh(nn.Module):
+    """Saves two tensors of the size of its input."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x.tanh().tanh()
+
+
+@pytest.mark.parametrize(("num_layers", "by_hand"), [(16, 13), (64, 25), (144, 37)])
+def test_memory_grows_with_the_square_root_of_the_depth(num_layers: int, by_hand: int) -> None:
+    model, x = Loop(num_layers, Tanh), torch.randn(64, 1024, requires_grad=True)
+    with lowtide.apply(model, lowtide.SqrtN(), regions="layers.*"):
+        assert peak_bytes(model, x) / x.nbytes <= by_hand
+    side = round(num_layers**0.5)
+    plan = Plan(regions=tuple(segment(start, start + side - 1) for start in range(0, num_layers, side)))
+    with lowtide.apply(model, plan):
+        assert peak_bytes(model, x) / x.nbytes <= by_hand
+    inner = tuple(Recompute(f"layers.{layer}") for layer in range(num_layers))
+    with lowtide.apply(model, Plan(regions=(*plan.regions, *inner))):  # layer by layer
+        assert peak_bytes(model, x) / x.nbytes <= 2 * side + 6
+
+
+# Models as they are.
+
+
+class Glued(Loop):
+    """With something done between the calls."""
+
+    def __init__(self, glue: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(6)
+        self.glue = glue
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, mask)
+            if number == 2:
+                x = self.glue(x)
+        return x
+
+
+def changed_in_place(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.mul_(2.0)
+    return x
+
+
+GLUES = {
+    "nothing": lambda x: x,
+    "sum": lambda x: x + 1.0,
+    "view": lambda x: x.view(-1, WIDTH),
+    "clone": lambda x: x.clone(),
+    "detached": lambda x: x.detach(),
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+    "in place": changed_in_place,
+    "added in place": lambda x: x.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("glue", GLUES.values(), ids=GLUES)
+def test_what_is_between_calls_is_not_replayed(glue: Callable[[Tensor], Tensor]) -> None:
+    plain, x = Glued(glue), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    for regions in [(segment(0, 5),), (segment(0, 5), segment(1, 4)), (segment(0, 5), Recompute("layers.3"))]:
+        run, again = copy.deepcopy(plain), copy.deepcopy(model)
+        expected = steps_without_missing(run, x)
+        with lowtide.apply(again, Plan(regions=regions)):
+            assert_same(steps_without_missing(again, x), expected)
+
+
+def steps_without_missing(model: nn.Module, x: Tensor) -> list[Any]:
+    """As `steps`, with zeros for gradients that are not there."""
+    torch.manual_seed(1)
+    found: list[Any] = []
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        found += [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+        found += [*map(torch.clone, model.buffers()), torch.get_rng_state()]
+    return found
+
+
+def test_layers_that_change_what_the_layer_before_made() -> None:
+    plain = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))))
+    model, x = copy.deepcopy(plain), torch.randn(4, WIDTH)
+    expected = steps(plain, x)
+    with lowtide.apply(model, lowtide.Uniform(2), regions="*"):
+        assert_same(steps(model, x), expected)
+
+
+def test_the_first_layer_may_not_change_its_input() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    stem = nn.Linear(WIDTH, WIDTH)
+    with lowtide.apply(model, lowtide.Uniform(1), regions="*"):
+        loss = model(stem(torch.randn(4, WIDTH))).sum()
+        with pytest.raises(lowtide.CheckpointError, match="changed by the region itself"):
+            loss.backward()
+
+
+class Passing(nn.Module):
+    """Gives and takes several values, as decoder layers with a position bias do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: dict[str, Tensor], bias: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+        bias = states["x"].mean(0) if bias is None else bias
+        return {"x": torch.tanh(self.linear(states["x"])) + bias, "first": states.get("first", states["x"])}, bias
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Passing() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, bias, seen = {"x": x}, None, []
+        for layer in self.layers:
+            states, bias = layer(states, bias)
+            seen.append(states["x"])  # an early output that is read at the end
+        return states["x"] + states["first"] + seen[2].sin() + seen[4].cos()
+
+
+def test_several_values_are_passed_on() -> None:
+    plain, x = Stack(), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    expected = steps(plain, x)
+    for regions in [(segment(0, 5),), (segment(0, 5), segment(1, 4), Recompute("layers.3"))]:
+        with lowtide.apply(model, Plan(regions=regions)):
+            assert_same(steps(model, x), expected)
+
+
+def test_a_layer_that_is_called_again() -> None:
+    class Twice(Loop):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(super().forward(x, mask), mask)
+
+    plain, x = Twice(3), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    expected = steps(plain, x)
+    calls = [(f"layers.{layer}", nth) for nth in range(2) for layer in range(3)]
+    region = Recompute(*calls[1], more=tuple(calls[2:5]))
+    with lowtide.apply(model, Plan(regions=(region,))) as handle:
+        assert_same(steps(model, x), expected)
+        assert handle.stats().num_replays == 3 * 4
+    with lowtide.apply(model, lowtide.Uniform(1), regions="layers.*"):
+        assert_same(steps(model, x), steps(plain, x))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_hosts_loops(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64}
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            **small, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+        )
+        plain, path = transformers.LlamaForCausalLM(config), "model.layers.{}"
+    elif name == "gpt2":
+        config = transformers.GPT2Config(**small, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+        plain, path = transformers.GPT2LMHeadModel(config), "transformer.h.{}"
+    else:
+        config = transformers.T5Config(**small, d_model=32, d_ff=64, d_kv=16, num_layers=4, num_heads=2)
+        config.decoder_start_token_id = 0
+        plain, path = transformers.T5ForConditionalGeneration(config), "encoder.block.{}"
+    plain.train()
+    model, words = copy.deepcopy(plain), torch.randint(0, 64, (2, 12))
+    mask = torch.ones_like(words)
+    mask[0, :3] = 0
+
+    def gradients(model: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        output = model(input_ids=words, attention_mask=mask, labels=words, use_cache=False, output_hidden_states=True)
+        (output.loss + (output.get("hidden_states") or output.encoder_hidden_states)[2].sum()).backward()
+        return [output.loss.detach(), *(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+    expected = gradients(plain)
+    for regions in [(segment(0, 3, path),), (segment(0, 3, path), segment(1, 2, path), Recompute(path.format(3)))]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = lowtide.apply(model, Plan(regions=regions))
+        with handle:
+            assert_same(gradients(model), expected)
+            assert handle.stats().num_replays >= 4
+
+
+# Backwards of every kind.
+
+
+def planned_loop() -> tuple[Loop, Loop, Tensor]:
+    plain = Loop(6)
+    model = copy.deepcopy(plain)
+    lowtide.apply(model, Plan(regions=(segment(0, 4), segment(2, 3))))
+    return plain, model, torch.randn(4, WIDTH)
+
+
+def test_backward_twice_and_several_forwards() -> None:
+    plain, model, x = planned_loop()
+    found = []
+    for each in (plain, model):
+        torch.manual_seed(3)
+        first, second = each(x).square().sum(), each(x * 2).square().sum()
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        found.append([p.grad for p in each.parameters()])
+    assert_same(found[1], found[0])
+
+
+def test_partial_and_double_gradients() -> None:
+    plain, model, x = planned_loop()
+    found = []
+    for each in (plain, model):
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        loss = each(leaf).square().sum()
+        last = torch.autograd.grad(loss, [each.layers[5].linear.weight], retain_graph=True)
+        middle = torch.autograd.grad(loss, [each.layers[2].linear.weight], retain_graph=True)
+        (once,) = torch.autograd.grad(loss, [leaf], create_graph=True)
+        once.square().sum().backward()
+        found.append([*last, *middle, once.detach(), leaf.grad, *(p.grad for p in each.parameters())])
+    assert_same(found[1], found[0])
+
+
+def test_an_exception_in_the_forward_leaves_nothing() -> None:
+    _, model, x = planned_loop()
+    broken = model.layers[3].linear.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    broken.remove()
+    plain = Loop(6)
+    plain.load_state_dict(model.state_dict())
+    assert_same(steps(model, x), steps(plain, x))
+
+
+def test_nothing_is_kept_alive() -> None:
+    _, model, x = planned_loop()
+    seen: list[weakref.ref[Tensor]] = []
+    model.layers[2].register_forward_hook(lambda _module, _args, output: seen.append(weakref.ref(output)))
+    loss = model(x).sum()
+    gc.collect()
+    assert seen[0]() is None  # between the calls of a segment nothing is held
+    loss.backward()
+    del loss
+    assert all(each() is None for each in seen)
+
+
+def test_removed_and_switched_off_before_the_backward() -> None:
+    for change in ("remove", "off", "eval"):
+        plain, x = Loop(6), torch.randn(4, WIDTH)
+        model = copy.deepcopy(plain)
+        handle = lowtide.apply(model, Plan(regions=(segment(0, 4), segment(2, 3), Recompute("layers.1.linear"))))
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(3)
+            loss = each(x).square().sum()
+            if each is model and change == "remove":
+                handle.remove()
+            elif each is model and change == "off":
+                handle.enabled = False
+            elif change == "eval":
+                each.eval()
+            loss.backward()
+            found.append([p.grad for p in each.parameters()])
+        assert_same(found[1], found[0])
+
+
+def test_a_segment_with_a_replay_that_differs_says_which_layer() -> None:
+    class Differing(Layer):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x.exp() if lowtide.is_recomputing() else x, mask)
+
+    model = Loop(4)
+    model.layers[2] = Differing()
+    with lowtide.apply(model, Plan(regions=(segment(0, 3),))):
+        loss = model(torch.randn(4, WIDTH)).sum()
+        with pytest.raises(lowtide.CheckpointError, match="region: layers.2|Differing"):
+            loss.backward()
+
+
+def test_a_changed_input_is_refused() -> None:
+    model, stem = Loop(4), nn.Linear(WIDTH, WIDTH)
+    with lowtide.apply(model, Plan(regions=(segment(0, 3),))):
+        x, mask = stem(torch.randn(4, WIDTH)), torch.rand(4, WIDTH)
+        loss = model(x, mask).sum()
+        mask.zero_()
+        with pytest.raises(lowtide.CheckpointError, match="changed in place"):
+            loss.backward()
+
+
+def test_copies_of_a_model_run_beside_it() -> None:
+    plain, x = Loop(4), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    with lowtide.apply(model, lowtide.Uniform(2), regions="layers.*"):
+        twin = copy.deepcopy(model)
+        expected = steps(plain, x)
+        assert_same(steps(model, x), expected)
+        assert_same(steps(twin, x), expected)
+
+
+def test_words_of_a_plan_that_cannot_be() -> None:
+    with pytest.raises(lowtide.PlanError, match="no such module"):
+        lowtide.apply(Loop(4), Plan(regions=(segment(2, 6),)))
