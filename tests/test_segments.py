@@ -390,7 +390,7 @@ def test_a_segment_with_a_replay_that_differs_says_which_layer() -> None:
     model.layers[2] = Differing()
     with lowtide.apply(model, Plan(regions=(segment(0, 3),))):
         loss = model(torch.randn(4, WIDTH)).sum()
-        with pytest.raises(lowtide.CheckpointError, match="region: layers.2|Differing"):
+        with pytest.raises(lowtide.CheckpointError, match=r"region: .*Differing"):
             loss.backward()
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+import lowtide
 from fuzz.engines import Facts, compiled_engines, fit_engines, random_engines
 from fuzz.judge import Verdict, generic, judge, reference_of
 from fuzz.programs import Spec, random_spec
@@ -44,7 +45,10 @@ def _run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str]) -> l
     first = reference_of(spec)
     if isinstance(first, str):
         return [Verdict(spec, "skipped", "plain", first)]
-    chosen = random_engines(spec, facts) if {"apply", "one"} & set(engines) else []
+    try:
+        chosen = random_engines(spec, facts) if {"apply", "one"} & set(engines) else []
+    except lowtide.LowtideError as error:  # a checkpoint of the program's own
+        return [Verdict(spec, "refused", type(error).__name__, str(error))]
     if "one" in engines and chosen:
         chosen = [chosen[seed % len(chosen)]]
     chosen += fit_engines() if "fit" in engines else []

@@ -11,16 +11,16 @@ import contextlib
 import functools
 import inspect
 import os
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lowtide.engines import _compat
 from lowtide.engines.applied_stats import AppliedStats, RegionStats
+from lowtide.engines.patched import Joining, Level, Now, PatchedModule
 from lowtide.engines.regions import Selector, find_regions
 from lowtide.errors import LowtideError
 from lowtide.memory.savedbytes import SavedBytes
@@ -40,50 +40,6 @@ if TYPE_CHECKING:
 _MARK = "lowtide_region"
 # Keyword arguments that `checkpoint` would take for its own.
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
-
-
-class Level(NamedTuple):
-    """A region that a layer's call belongs to: the layer alone, or a `segment` by its number."""
-
-    segment: int | None = None
-    is_first: bool = True  # of the segment's calls
-
-
-Opens = dict[int, OpenSegment]  # the segments that calls are joined to, in one forward or one replay, by their numbers
-
-
-class _Forward(threading.local):
-    """What a thread's forwards share."""
-
-    def __init__(self) -> None:
-        self.opens: Opens = {}
-
-
-class PatchedModule:
-    """A layer under a policy: how it is called, and what was seen of it."""
-
-    hidden_from_replay = True
-
-    def __init__(self, name: str, module: nn.Module, levels: tuple[Level, ...] = ()) -> None:
-        self.name, self.module, self.recomputed = name, module, bool(levels)
-        self.levels = levels  # the outermost first
-        self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
-        self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it, for plans
-        self.saved_bytes = self.num_replays = 0
-        self.measured_shape: Any = None
-        self.replay = self._replay  # bound once: what waits for the backward refers to it
-
-    def plain_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward that this patch stands in front of, for the module or its copy."""
-        if self.own_forward is not None:
-            return self.own_forward
-        if torch.compiler.is_compiling():
-            return functools.partial(type(module).forward, module)  # Dynamo makes no bound methods
-        return types.MethodType(type(module).forward, module)
-
-    def _replay(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.num_replays += 1
-        return self.plain_forward(module)(*args, **kwargs)
 
 
 class Applied:
@@ -109,7 +65,7 @@ class Applied:
         self._input_hooks = None if store is None else hooks_of(store)
         self._max_checkpoints = max_checkpoints
         self._cache: CacheOff | None = None
-        self._forward = _Forward()
+        self._now = Now() if any(level.segment is not None for each in regions for level in each.levels) else None
         for region in regions:
             self._patch(region)
 
@@ -200,13 +156,10 @@ class Applied:
         if not region.recomputed or self._is_full() or _compat.under_functorch():
             return self._measured(region, forward, args)(*args, **kwargs)
         forward = self._measured(region, forward, args)
-        return self._run_levels(
-            self._forward.opens, region.levels, self._input_hooks, region, module, forward, args, kwargs
-        )
+        return self._run_levels(region.levels, self._input_hooks, region, module, forward, args, kwargs)
 
     def _run_levels(
         self,
-        opens: Opens,
         levels: tuple[Level, ...],
         input_hooks: replay.Hooks | None,
         region: PatchedModule,
@@ -218,29 +171,59 @@ class Applied:
         """Call a layer's forward as a part of the regions that it lies in."""
         if not levels:
             return forward(*args, **kwargs)
-        number = levels[0].segment
+        number, inner, joining = levels[0].segment, levels[1:], None if self._now is None else self._now.joining
         if number is None:
-            return replay.run(forward, args, kwargs, module=module, replay=region.replay, input_hooks=input_hooks)
+            again: Callable[..., Any] = region.replay
+            if joining is not None:
+                again = functools.partial(self._replay_one, joining.within, region)
+            return replay.run(forward, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
+        assert joining is not None
+        if number in joining.within:
+            return self._run_levels(inner, input_hooks, region, module, forward, args, kwargs)
+        within = joining.within | {number}
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            return self._run_levels(opens, levels[1:], None, region, module, forward, args, kwargs)
+            return self._join(Joining(joining.opens, within), inner, region, module, forward, args, kwargs)
 
         return segment.run(
-            opens.setdefault(number, OpenSegment(dict)),
+            joining.opens.setdefault(number, OpenSegment(dict)),
             inside,
             args,
             kwargs,
             is_first=levels[0].is_first,
             module=module,
-            replay=functools.partial(self._replay_levels, levels[1:], region),
+            replay=functools.partial(self._replay_levels, within, inner, region),
             input_hooks=input_hooks,
         )
 
-    def _replay_levels(
+    def _join(
         self,
+        joining: Joining,
         levels: tuple[Level, ...],
         region: PatchedModule,
-        opens: Opens,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        assert self._now is not None
+        before, self._now.joining = self._now.joining, joining
+        try:
+            return self._run_levels(levels, None, region, module, forward, args, kwargs)
+        finally:
+            self._now.joining = before
+
+    def _replay_one(
+        self, within: frozenset[int], region: PatchedModule, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        return self._replay_levels(within, (), region, {}, module, *args, **kwargs)
+
+    def _replay_levels(
+        self,
+        within: frozenset[int],
+        levels: tuple[Level, ...],
+        region: PatchedModule,
+        opens: dict[int, OpenSegment],
         module: nn.Module,
         /,
         *args: Any,
@@ -248,7 +231,7 @@ class Applied:
     ) -> Any:
         region.num_replays += 1
         forward = region.plain_forward(module)
-        return self._run_levels(opens, levels, None, region, module, forward, args, kwargs)
+        return self._join(Joining(opens, within), levels, region, module, forward, args, kwargs)
 
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

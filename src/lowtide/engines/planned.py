@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines import _compat
-from lowtide.engines.eager import Applied, PatchedModule, refuse_other_checkpointing
+from lowtide.engines.eager import Applied, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
+from lowtide.engines.patched import PatchedModule
 from lowtide.engines.peakcheck import BudgetWatch
 from lowtide.engines.runs import NOTHING, Decisions, Levels, Now, PatchesBack, Run, Turn, levels_of
 from lowtide.engines.shapes import Planned, ShapePlans
@@ -52,7 +53,7 @@ class AppliedPlan(Applied):
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
         self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
         self.refitter: Refitter | None = None  # from `fit`
-        self._now = Now()
+        self._thread = Now()
         self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
         self._all_moves: list[Moves] = []  # of every plan so far
@@ -136,7 +137,7 @@ class AppliedPlan(Applied):
         forward = region.plain_forward(module)
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
-        if not self.enabled and self._now.run is None:  # a replay goes by what its forward went by
+        if not self.enabled and self._thread.run is None:  # a replay goes by what its forward went by
             return forward(*args, **kwargs)
         if region.name:
             return self._run_eagerly(region, module, forward, args, kwargs)
@@ -157,7 +158,7 @@ class AppliedPlan(Applied):
     def _run_eagerly(
         self, region: PatchedModule, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        run = self._now.run or Run(self.decisions if self.enabled else NOTHING)
+        run = self._thread.run or Run(self.decisions if self.enabled else NOTHING)
         nth, moves = run.count(region.name), run.decisions.moves
         if moves is None:
             return self._run_nth(run, region, module, nth, forward, args, kwargs)
@@ -207,8 +208,12 @@ class AppliedPlan(Applied):
         again: Callable[..., Any] = region.replay
         level, inner = levels[0], levels[1:]
         if level.segment is not None:
-            function = functools.partial(self._run_next, run, inner, region, module, nth, function)
-            again = functools.partial(self._replay_next, inner, region, nth, run.counts_of(region.inner_paths))
+            if level.segment in run.within:  # as a part of the call around
+                return self._run_planned(run, inner, region, module, nth, forward, args, kwargs)
+            within = run.within | {level.segment}
+            function = functools.partial(self._run_next, run, within, inner, region, module, nth, function)
+            counts = run.counts_of(region.inner_paths)
+            again = functools.partial(self._replay_next, within, inner, region, nth, counts)
             segment = run.segment(level.segment)
             run_region = functools.partial(
                 segments.run, segment, is_first=level.is_first, module=module, input_hooks=input_hooks
@@ -220,7 +225,7 @@ class AppliedPlan(Applied):
                 retained = level.retained.call(module, args, kwargs, keeps)
             if region.inner_paths:  # which count calls and look for decisions of their own
                 function = functools.partial(self._run_inside, run, function)
-                again = functools.partial(self._replay_inside, region, run.decisions, run.counts_of(region.inner_paths))
+                again = functools.partial(self._replay_inside, region, run, run.counts_of(region.inner_paths))
             run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
         turn = self._turns[region.name]
         if turn is None:
@@ -235,11 +240,11 @@ class AppliedPlan(Applied):
         return self._checkpointed(forward, args, kwargs)
 
     def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before, self._now.run = self._now.run, run
+        before, self._thread.run = self._thread.run, run
         try:
             return call(*args, **kwargs)
         finally:
-            self._now.run = before
+            self._thread.run = before
 
     def _run_inside(self, run: Run, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._run_in(run.inside(), forward, args, kwargs)
@@ -247,6 +252,7 @@ class AppliedPlan(Applied):
     def _run_next(
         self,
         run: Run,
+        within: frozenset[int],
         levels: Levels,
         region: PatchedModule,
         module: nn.Module,
@@ -257,11 +263,12 @@ class AppliedPlan(Applied):
         **kwargs: Any,
     ) -> Any:
         """The part of a call that lies inside a segment."""
-        inside = run.inside()
+        inside = run.inside(within)
         return self._run_in(inside, self._run_planned, (inside, levels, region, module, nth, forward, args, kwargs), {})
 
     def _replay_next(
         self,
+        within: frozenset[int],
         levels: Levels,
         region: PatchedModule,
         nth: int,
@@ -276,7 +283,8 @@ class AppliedPlan(Applied):
         if run.counts is not None:
             run.counts.update(counts or {})
         with self._patches_back(region):
-            return self._run_next(run, levels, region, module, nth, region.plain_forward(module), *args, **kwargs)
+            forward = region.plain_forward(module)
+            return self._run_next(run, within, levels, region, module, nth, forward, *args, **kwargs)
 
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
@@ -288,14 +296,15 @@ class AppliedPlan(Applied):
     def _replay_inside(
         self,
         region: PatchedModule,
-        decisions: Decisions,
+        forward_run: Run,
         counts: dict[str, int] | None,
         module: nn.Module,
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         region.num_replays += 1
-        run = Run(decisions, None if counts is None else dict(counts))
+        run = Run(forward_run.decisions, None if counts is None else dict(counts), within=forward_run.within)
         with self._patches_back(region):
             return self._run_in(run.inside(), region.plain_forward(module), args, kwargs)
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from lowtide.engines import _compat
-from lowtide.engines.eager import PatchedModule
 from lowtide.engines.moves import Moves
+from lowtide.engines.patched import PatchedModule
 from lowtide.errors import LowtideError, PlanError
 from lowtide.plans import Plan, Recompute
 from lowtide.replay.retained import RetainedOps
@@ -71,7 +71,8 @@ class Run:
     """A forward of the model, or a replay of a part of it: the decisions it goes by, and the calls counted so far.
 
     `counts` is None outside of the model's forward. `checkpoint` is the innermost checkpoint that is known of: one
-    further in is someone else's. `opens` are the segments that calls are joined to, by their numbers.
+    further in is someone else's. `opens` are the segments that calls are joined to, by their numbers; `within` are
+    those that the present call is a part of.
     """
 
     hidden_from_replay = True
@@ -82,9 +83,10 @@ class Run:
         counts: dict[str, int] | None = None,
         checkpoint: Any = None,
         opens: dict[int, OpenSegment] | None = None,
+        within: frozenset[int] = frozenset(),
     ) -> None:
         self.decisions, self.counts, self.checkpoint = decisions, counts, checkpoint
-        self.opens = {} if opens is None else opens
+        self.opens, self.within = {} if opens is None else opens, within
 
     def segment(self, number: int) -> OpenSegment:
         """The segment with this number, to join a call to. Its replays are runs of their own."""
@@ -104,9 +106,10 @@ class Run:
         self.counts[path] = nth + 1
         return nth
 
-    def inside(self) -> Run:
-        """This run, as seen from within the checkpoint that was just entered."""
-        return Run(self.decisions, self.counts, _compat.checkpoint_in_force(), self.opens)
+    def inside(self, within: frozenset[int] | None = None) -> Run:
+        """This run, as seen from within the checkpoint that was just entered: a part of these segments."""
+        within = self.within if within is None else within
+        return Run(self.decisions, self.counts, _compat.checkpoint_in_force(), self.opens, within)
 
     def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
         """How often these were called so far, for a replay that begins here."""

@@ -23,6 +23,9 @@ _MAX_MISMATCHES = 3
 class ReplayError(CheckpointError, TorchCheckpointError):
     """`lowtide.CheckpointError`, caught as well by code that waits for torch's."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointError, self.args  # the class that goes by this name
+
 
 class OverwrittenError(ReplayError):
     """A saved tensor was changed in place after it was saved."""
