@@ -599,8 +599,8 @@ class Hooked(Wrapper):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        if self.kind == "tensor" and y.requires_grad:
-            y.register_hook(_clamp)
+        if self.kind == "tensor" and y.grad_fn is not None:  # asked first: torch 2.13 crashes otherwise, after a view
+            y.register_hook(_clamp)  # of it was changed in place
         return y.clone() if self.kind.startswith("backward") else y
 
 
