@@ -4,7 +4,7 @@ An engine is a JSON object with a `kind`:
 
 - `none`: nothing but the checkpoints that the program itself has;
 - `policy`: `lowtide.apply` with a policy on the modules at `regions`, inputs in a store with `store`;
-- `plan`: `lowtide.apply` with a plan of `regions` `[path, nth, keep_ops]` and `moves` `[path, nth, save, op]`;
+- `plan`: `lowtide.apply` with a plan of `regions` `[path, nth, keep_ops, more]` and `moves` `[path, nth, save, op]`;
 - `fit`: `lowtide.fit` at `budget` bytes, or `share` of the way from the floor to the plain peak;
 - `offload`: the forward inside of `lowtide.offload`;
 - `compiled`: `lowtide.compile` with a compiler that runs every op as it is.
@@ -19,10 +19,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count, takewhile
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 import lowtide
 from fuzz.meter import bytes_of, peak_of
@@ -73,10 +75,10 @@ class Facts:
         names = {module: name for name, module in program.model.named_modules()}
         counts: dict[str, int] = {}
 
-        def count(module: nn.Module, args: Any) -> None:
+        def called(module: nn.Module, args: Any) -> None:
             counts[names[module]] = counts.get(names[module], 0) + 1
 
-        hooks = [module.register_forward_pre_hook(count) for module in names]
+        hooks = [module.register_forward_pre_hook(called) for module in names]
         program.before_step(0)
         program.loss(program.batch(0))
         for hook in hooks:
@@ -128,6 +130,7 @@ def random_engines(spec: Spec, facts: Facts) -> list[dict[str, Any]]:
     if rng.random() < 0.3 and _is_traced(facts):
         found += [_traced_plan(rng, facts) for _ in range(10)]
     found += [_counted_plan(rng, facts) for _ in range(4)]
+    found += [_segmented_plan(rng, facts) for _ in range(3)]
     found += [_random_policy(rng, facts) for _ in range(2)]
     for engine in found:
         if rng.random() < 0.2:
@@ -152,7 +155,7 @@ def compiled_engines() -> list[dict[str, Any]]:
 def _is_traced(facts: Facts) -> bool:
     try:
         return facts.graph is not None
-    except lowtide.LowtideError:
+    except (lowtide.LowtideError, CheckpointError):  # the latter of a checkpoint of the program's own
         return False
 
 
@@ -160,6 +163,26 @@ def _counted_plan(rng: random.Random, facts: Facts) -> dict[str, Any]:
     share = rng.choice((0.1, 0.3, 0.6, 1.0))
     chosen = [call for call in facts.calls if rng.random() < share] or [rng.choice(facts.calls)]
     return {"kind": "plan", "regions": [[path, nth, []] for path, nth in chosen]}
+
+
+def _segmented_plan(rng: random.Random, facts: Facts) -> dict[str, Any]:
+    """Segments of the model's layers, some inside others, and single calls around and inside them."""
+    paths = {path for path, _ in facts.calls}
+    layers = list(takewhile(paths.__contains__, (f"layers.{number}" for number in count())))
+    runs: list[list[Any]] = []
+
+    def add(first: int, last: int) -> None:
+        if first < last and rng.random() < 0.8:
+            runs.append([layers[first], 0, [], [[path, 0] for path in layers[first + 1 : last + 1]]])
+        if first < last and rng.random() < 0.7:
+            cut = rng.randrange(first, last)
+            add(first, cut)
+            add(cut + 1, last)
+
+    first = rng.randrange(max(len(layers) - 1, 1))
+    add(first, len(layers) - 1)
+    singles = _counted_plan(rng, facts)["regions"] if not runs or rng.random() < 0.5 else []
+    return {"kind": "plan", "regions": [*runs, *singles]}
 
 
 def _traced_plan(rng: random.Random, facts: Facts) -> dict[str, Any]:
@@ -219,7 +242,10 @@ def policy_of(description: list[Any]) -> lowtide.Policy:
 
 def plan_of(engine: dict[str, Any]) -> lowtide.Plan:
     """The plan that an engine describes."""
-    regions = tuple(Recompute(path, nth, tuple(kept)) for path, nth, kept in engine["regions"])
+    regions = tuple(
+        Recompute(path, nth, tuple(kept), tuple((path, nth) for path, nth in more[0]) if more else ())
+        for path, nth, kept, *more in engine["regions"]
+    )
     moves = tuple(Move(path, nth, save, op=op) for path, nth, save, op in engine.get("moves", ()))
     return lowtide.Plan(regions=regions, moves=moves)
 
