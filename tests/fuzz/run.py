@@ -47,8 +47,12 @@ def _run_seed(seed: int, engines: tuple[str, ...], without: frozenset[str]) -> l
         return [Verdict(spec, "skipped", "plain", first)]
     try:
         chosen = random_engines(spec, facts) if {"apply", "one"} & set(engines) else []
-    except lowtide.LowtideError as error:  # a checkpoint of the program's own
-        return [Verdict(spec, "refused", type(error).__name__, str(error))]
+    except Exception as error:
+        has_own = "checkpoint" in spec.names  # which the plain run leaves out
+        is_refused = isinstance(error, lowtide.LowtideError) or has_own
+        return [
+            Verdict(spec, "refused" if is_refused else "failed", f"trace: {type(error).__name__}", str(error)[:300])
+        ]
     if "one" in engines and chosen:
         chosen = [chosen[seed % len(chosen)]]
     chosen += fit_engines() if "fit" in engines else []
