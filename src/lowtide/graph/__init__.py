@@ -209,6 +209,14 @@ class StepGraph:
                 found[call] = nth
         return found
 
+    def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
+        """What a plan calls a call, path and nth: one pair, or those of all calls of a segment."""
+        return ((self.calls[call].path, self.nths[call]),)
+
+    def input_place(self, call: int, number: int) -> tuple[str, int, int]:
+        """What names an input of a recomputed call: path and nth of the call that is given it, and its number there."""
+        return self.calls[call].path, self.nths[call], number
+
     @cached_property
     def unreplayable(self) -> dict[int, str]:
         """The calls that no plan can recompute, and why: the forward changes what they were called with."""

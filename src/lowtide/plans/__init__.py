@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowtide.codings import CODINGS, LOSSLESS, Form, form_of
-from lowtide.errors import PlanError
+from lowtide.errors import GraphError, PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
+from lowtide.graph.segments import SegmentedGraph, members_of, segment_name, with_segments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,26 +23,41 @@ PLACES = ("device", "host", "disk")  # where moved values are; on the device the
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """One call of one module (its `nth`) whose activations are dropped and recomputed.
+    """One call of one module (its `nth`) whose activations are dropped and recomputed, or a segment: a run of calls.
 
-    `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
+    `more` are the calls after it, as path and nth, that are recomputed together with it, in the order of the forward:
+    siblings, with no op between them. What lies between two of them is not held but made anew by the first replay.
+    Regions may lie inside it, and one of them may begin with the same call. `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
     they make must be saved for the backward directly in the region, and not in a region inside it.
     """
 
     path: str
     nth: int = 0
     keep_ops: tuple[int, ...] = ()
+    more: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What people call it: `layers.3`, or `layers.3 ... layers.9`."""
+        return segment_name([(self.path, self.nth), *self.more])
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The modules of all its calls."""
+        return (self.path, *(path for path, _ in self.more))
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """A value that is not held as it is: the one of the `save`-th save made directly in the `nth` call of `path`.
 
-    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input. The value goes `to`
+    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input; so it is for each
+    call of a segment, of which the inputs are held that come from outside. The value goes `to`
     the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is). A value that is
     held in several places leaves the device if there is a move for each.
 
-    With `op`, it is the first output of that op of a recomputed call, one of its `keep_ops`; it moves as it is.
+    With `op`, it is the first output of that op of a recomputed call, one of its `keep_ops`; it moves as it is. A
+    segment goes by its first call here.
     """
 
     path: str
@@ -151,9 +167,9 @@ class Plan:
             raise PlanError(
                 f"a compiled plan has ops to keep; {len(self.regions)} regions and {len(self.moves)} moves are given"
             )
-        held = {(region.path, region.nth): region.keep_ops for region in self.regions}
+        held = {(region.path, region.nth, op) for region in self.regions for op in region.keep_ops}
         for move in self.moves:
-            if move.op is not None and move.op not in held.get((move.path, move.nth), ()):
+            if move.op is not None and (move.path, move.nth, move.op) not in held:
                 raise PlanError(
                     f"the output of op {move.op} in call {move.nth} of {move.path!r} is to be moved, and no region "
                     "holds it: the call has to be recomputed, with the op among its keep_ops"
@@ -245,25 +261,54 @@ class Plan:
 
         return summary(self)
 
+    def segmented(self, graph: StepGraph) -> StepGraph:
+        """`graph` with the plan's segments as calls, which are numbered anew; `graph` itself if there are none.
+
+        Raises `PlanError` where the graph has no such segment.
+        """
+        segments = [region for region in self.regions if region.more]
+        if not segments or isinstance(graph, SegmentedGraph):
+            return graph
+        spans = []
+        for region in segments:
+            calls = [_call(graph, path, nth) for path, nth in ((region.path, region.nth), *region.more)]
+            if members_of(graph, (calls[0], calls[-1])) != calls:
+                raise PlanError(
+                    f"{region.name} is no segment of this step: it takes {len(calls)} calls, one after the other and "
+                    "under one parent. Was the plan made for another model?"
+                )
+            spans.append((calls[0], calls[-1]))
+        try:
+            return with_segments(graph, spans)
+        except GraphError as error:
+            raise PlanError(f"{error}. Was the plan made for another model?") from error
+
     def calls(self, graph: StepGraph) -> dict[int, Recompute]:
-        """The recomputed calls of `graph`, by their number. Raises `PlanError` where the graph has no such call."""
+        """The recomputed calls, by their number in `segmented(graph)`: that of `graph`, if there are no segments.
+
+        Raises `PlanError` where the graph has no such call.
+        """
+        graph = self.segmented(graph)
+        numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
         found: dict[int, Recompute] = {}
         for region in self.regions:
-            call = _call(graph, region.path, region.nth)
+            call = numbers.get(((region.path, region.nth), *region.more), -1)
+            if call < 0:  # raises, and says what there is
+                call = _call(graph, region.path, region.nth)
             if call in found:
-                raise PlanError(f"{region.path} is recomputed twice")
+                raise PlanError(f"{region.name} is recomputed twice")
             if call in graph.unreplayable:
-                raise PlanError(f"{region.path} cannot be recomputed: {graph.unreplayable[call]}")
+                raise PlanError(f"{region.name} cannot be recomputed: {graph.unreplayable[call]}")
             length = graph.calls[call].end - graph.calls[call].first
             if any(not 0 <= op < length for op in region.keep_ops):
-                raise PlanError(f"{region.path} has {length} ops; {region.keep_ops} are to be kept")
+                raise PlanError(f"{region.name} has {length} ops; {region.keep_ops} are to be kept")
             found[call] = region
         if any(region.keep_ops for region in self.regions):
             _check_retained(graph, {call: region.keep_ops for call, region in found.items()})
         return found
 
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The recomputed calls of `graph`, and for each the ops, counted from its first, whose outputs are kept."""
+        """The calls of `calls`, and for each the ops, counted from its first, whose outputs are kept."""
         return {call: region.keep_ops for call, region in self.calls(graph).items()}
 
     def kept_ops(self, graph: StepGraph) -> tuple[int, ...]:
@@ -279,7 +324,8 @@ class Plan:
         """The move of each value of `graph` that has one."""
         if not self.moves:
             return {}
-        regions = self.calls(graph)
+        graph = self.segmented(graph)
+        regions = graph.innermost(self.calls(graph))
         found: dict[int, Move] = {}
         for move in self.moves:
             value = self._moved_value(graph, move, regions)
@@ -289,17 +335,19 @@ class Plan:
         return found
 
     def moved_outputs(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The values that recomputed calls of `graph` hold elsewhere than on the device, in the order of their ops."""
+        """The values that the calls of `calls` hold elsewhere than on the device, in the order of their ops."""
         named = [move for move in self.moves if move.op is not None]
+        graph = self.segmented(graph) if named else graph
         regions = self.calls(graph) if named else {}
         found: dict[int, set[int]] = {}
         for move in named:
-            value = self._moved_value(graph, move, regions)
-            found.setdefault(_call(graph, move.path, move.nth), set()).add(value)
+            value = self._moved_value(graph, move, {})
+            keepers = [c for c, region in regions.items() if move.op in region.keep_ops and _begins(region, move)]
+            found.setdefault(keepers[0], set()).add(value)
         return {call: tuple(sorted(values, key=lambda v: graph.values[v].born)) for call, values in found.items()}
 
     @staticmethod
-    def _moved_value(graph: StepGraph, move: Move, regions: dict[int, Recompute]) -> int:
+    def _moved_value(graph: StepGraph, move: Move, regions: dict[int, int]) -> int:
         """The value that a move names: one of a recomputed call's inputs, an output it holds, or that of a save."""
         call = _call(graph, move.path, move.nth)
         if move.op is not None:
@@ -307,7 +355,8 @@ class Plan:
             if not outputs:
                 raise PlanError(f"op {move.op} of {move.path} is to be moved, and makes nothing of its own")
             return outputs[0]
-        if call in regions:
+        parent = graph.calls[call].parent
+        if regions[call] == call or (regions[call] == parent >= 0 and graph.calls[parent].kind == "Segment"):
             inputs = graph.calls[call].inputs
             if not 0 <= move.save < len(inputs):
                 raise PlanError(f"{move.path} has {len(inputs)} inputs; number {move.save} is to be moved")
@@ -333,6 +382,10 @@ class Plan:
             if form is not None:
                 found[value] = form
         return found
+
+
+def _begins(region: Recompute, move: Move) -> bool:
+    return (region.path, region.nth) == (move.path, move.nth)
 
 
 def _check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> None:
