@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -171,7 +172,7 @@ def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
     title = _title(graph, members) if members else str(span)
     if len(members) < 2 or members[-1] != span[1]:
         raise GraphError(f"{title} is no run of several calls under one parent")
-    for before, after in zip(members, members[1:], strict=False):
+    for before, after in pairwise(members):
         a, b = graph.calls[before], graph.calls[after]
         if a.end != b.first:
             raise GraphError(f"{title} is no segment: {b.first - a.end} ops run between {a.path} and {b.path}")

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowtide.codings import CODINGS, LOSSLESS, Form, form_of
-from lowtide.errors import GraphError, PlanError
+from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
-from lowtide.graph.segments import SegmentedGraph, members_of, segment_name, with_segments
+from lowtide.graph.segments import segment_name
+from lowtide.plans.calls import call_named, check_retained, segmented
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +28,9 @@ class Recompute:
 
     `more` are the calls after it, as path and nth, that are recomputed together with it, in the order of the forward:
     siblings, with no op between them. What lies between two of them is not held but made anew by the first replay.
-    Regions may lie inside it, and one of them may begin with the same call. `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
+    Regions may lie inside it, and one of them may begin with the same call.
+
+    `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
     they make must be saved for the backward directly in the region, and not in a region inside it.
     """
 
@@ -266,22 +269,7 @@ class Plan:
 
         Raises `PlanError` where the graph has no such segment.
         """
-        segments = [region for region in self.regions if region.more]
-        if not segments or isinstance(graph, SegmentedGraph):
-            return graph
-        spans = []
-        for region in segments:
-            calls = [_call(graph, path, nth) for path, nth in ((region.path, region.nth), *region.more)]
-            if members_of(graph, (calls[0], calls[-1])) != calls:
-                raise PlanError(
-                    f"{region.name} is no segment of this step: it takes {len(calls)} calls, one after the other and "
-                    "under one parent. Was the plan made for another model?"
-                )
-            spans.append((calls[0], calls[-1]))
-        try:
-            return with_segments(graph, spans)
-        except GraphError as error:
-            raise PlanError(f"{error}. Was the plan made for another model?") from error
+        return segmented(graph, self.regions)
 
     def calls(self, graph: StepGraph) -> dict[int, Recompute]:
         """The recomputed calls, by their number in `segmented(graph)`: that of `graph`, if there are no segments.
@@ -294,7 +282,7 @@ class Plan:
         for region in self.regions:
             call = numbers.get(((region.path, region.nth), *region.more), -1)
             if call < 0:  # raises, and says what there is
-                call = _call(graph, region.path, region.nth)
+                call = call_named(graph, region.path, region.nth)
             if call in found:
                 raise PlanError(f"{region.name} is recomputed twice")
             if call in graph.unreplayable:
@@ -304,7 +292,7 @@ class Plan:
                 raise PlanError(f"{region.name} has {length} ops; {region.keep_ops} are to be kept")
             found[call] = region
         if any(region.keep_ops for region in self.regions):
-            _check_retained(graph, {call: region.keep_ops for call, region in found.items()})
+            check_retained(graph, {call: region.keep_ops for call, region in found.items()})
         return found
 
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
@@ -349,7 +337,7 @@ class Plan:
     @staticmethod
     def _moved_value(graph: StepGraph, move: Move, regions: dict[int, int]) -> int:
         """The value that a move names: one of a recomputed call's inputs, an output it holds, or that of a save."""
-        call = _call(graph, move.path, move.nth)
+        call = call_named(graph, move.path, move.nth)
         if move.op is not None:
             outputs = graph.ops[graph.calls[call].first + move.op].outputs
             if not outputs:
@@ -386,29 +374,3 @@ class Plan:
 
 def _begins(region: Recompute, move: Move) -> bool:
     return (region.path, region.nth) == (move.path, move.nth)
-
-
-def _check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> None:
-    """Raise `PlanError` where a region is to retain what it cannot."""
-    owner = graph.innermost(regions)
-    for call, kept in regions.items():
-        if kept and owner[graph.calls[call].parent] >= 0:
-            raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
-    for call, ops in graph.retainable.missing(regions).items():
-        path, first = graph.calls[call].path, graph.calls[call].first
-        names = ", ".join(f"{op} ({graph.ops[first + op].name})" for op in ops[:5])
-        raise PlanError(
-            f"{path or 'the model'} is to retain the outputs of ops {names}, and autograd does not save all of them "
-            "directly in it, so that no saved-tensor hook sees them. Leave these ops out of keep_ops."
-        )
-
-
-def _call(graph: StepGraph, path: str, nth: int) -> int:
-    calls = graph.calls_by_path.get(path)
-    if calls is None:
-        near = [known for known in graph.calls_by_path if known.split(".")[-1] == path.split(".")[-1]][:3]
-        hint = f" Calls with such a name: {', '.join(near)}." if near else ""
-        raise PlanError(f"the step calls no module {path!r}.{hint} Was the plan made for another model?")
-    if not 0 <= nth < len(calls):
-        raise PlanError(f"{path!r} is called {len(calls)} times in the step; call {nth} is planned")
-    return calls[nth]

@@ -60,7 +60,8 @@ class Places:
             saves = self._saves.get(value, ())
             places = [graph.save_places[save] for save in saves if owner[graph.saves[save].call] < 0]
             named = [(graph.calls[place].path, graph.nths[place], number) for place, number in places]
-            found += [Move(*name, *way) for name in [*named, *inputs.get(value, ())]]
+            for path, nth, number in [*named, *inputs.get(value, ())]:
+                found.append(Move(path, nth, number, *way))
             if value in outputs:
                 place, op, _ = outputs[value]
                 found.append(Move(*graph.names_of(place)[0], 0, *way, op=op))
