@@ -122,7 +122,8 @@ def _table(plan: Plan) -> list[str]:
     ordered = sorted(per_module, key=lambda path: (re.sub(r"\d+", "#", path), _numbers(path)))
     for (_, sizes, ops), group in groupby(ordered, key=key):
         paths = list(group)
-        name = paths[0] or "outside of modules" if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
+        link = " to " if " ... " in paths[0] else " ... "
+        name = paths[0] or "outside of modules" if len(paths) == 1 else f"{paths[0]}{link}{paths[-1]} ({len(paths)})"
         parts = [f"{format_bytes(size)} {_verb(action)}" for action, size in sizes]  # type: ignore[attr-defined]
         parts += [f"{ops} ops held"] if ops else []
         lines.append(f"  {name}: {', '.join(parts) or 'recomputed'}{' each' if len(paths) > 1 else ''}")

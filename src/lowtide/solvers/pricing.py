@@ -65,7 +65,7 @@ class Pricing:
         self._region_s = graph.hardware.region_s
         self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
-        self._stop = _stops(graph)
+        self._stop = stops_of(graph)
         self._children: list[list[int]] = [[] for _ in graph.calls]
         self._roots: list[int] = []
         for index, call in enumerate(graph.calls):
@@ -313,7 +313,7 @@ def contains_layers(graph: StepGraph) -> list[bool]:
     return found
 
 
-def _stops(graph: StepGraph) -> list[int]:
+def stops_of(graph: StepGraph) -> list[int]:
     """The position up to which each call is replayed as a region that retains nothing: its last save that is read."""
     stops = [0] * len(graph.calls)
     for save in graph.saves:
