@@ -8,54 +8,73 @@ whatever plays or plans regions works on it as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import fields, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from lowtide.errors import GraphError
-from lowtide.graph import Call, StepGraph
+from lowtide.graph import Call, Op, Save, StepGraph
 from lowtide.graph.arrays import StepArrays
 
 Span = tuple[int, int]  # the first and the last call of a segment, as numbered in the plain graph
 
 
-@dataclass(frozen=True)
 class SegmentedGraph(StepGraph):
-    """A graph whose call tree has segments. `plain` is the graph without them.
+    """The graph `plain` with other `calls`, some of which are segments.
 
     `plain_members[c]` are the calls of the plain graph that call `c` stands for: itself, or those of a segment.
+    `numbers` are the new numbers of the plain graph's calls. Ops and saves, which differ in their calls alone, are made
+    when they are asked for: to play regions takes only `arrays`, and solvers play many graphs.
     """
 
-    plain: StepGraph | None = None
-    plain_members: tuple[tuple[int, ...], ...] = ()
+    plain: StepGraph
+    plain_members: tuple[tuple[int, ...], ...]
 
-    def __post_init__(self) -> None:
-        pass  # made of a graph that was checked
+    def __init__(
+        self, plain: StepGraph, calls: tuple[Call, ...], plain_members: tuple[tuple[int, ...], ...], numbers: list[int]
+    ) -> None:
+        same = {field.name: getattr(plain, field.name) for field in fields(plain)}
+        del same["ops"], same["saves"]
+        vars(self).update(same, plain=plain, calls=calls, plain_members=plain_members, _numbers=[*numbers, -1])
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:  # type: ignore[override]
+        numbers = vars(self)["_numbers"]
+        return tuple(replace(op, call=numbers[op.call]) for op in self.plain.ops)
+
+    @cached_property
+    def saves(self) -> tuple[Save, ...]:  # type: ignore[override]
+        numbers = vars(self)["_numbers"]
+        return tuple(replace(save, call=numbers[save.call]) for save in self.plain.saves)
 
     @cached_property
     def fingerprint(self) -> str:
-        assert self.plain is not None
         return self.plain.fingerprint
+
+    @cached_property
+    def last_writes(self) -> dict[int, int]:
+        return self.plain.last_writes
 
     @cached_property
     def arrays(self) -> StepArrays:
         """As of any graph; segments capture the state of each of their calls."""
-        assert self.plain is not None
-        found, plain = StepArrays(self), self.plain.arrays
+        found, plain = copy(self.plain.arrays), self.plain.arrays
+        found.save_call = np.array(vars(self)["_numbers"], dtype=np.int64)[plain.save_call]
+        found.set_calls(self)
         found.num_modules = np.array([len(members) for members in self.plain_members], dtype=np.int64)
-        for index, members in enumerate(self.plain_members):
-            found.frame_bytes[index] = plain.frame_bytes[list(members)].sum()
-            found.replay_bytes[index] = plain.replay_bytes[list(members)].sum()
+        starts = np.cumsum(found.num_modules) - found.num_modules
+        members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
+        found.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
+        found.replay_bytes = np.add.reduceat(plain.replay_bytes[members], starts)
         return found
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
-        assert self.plain is not None
         return tuple((self.plain.calls[each].path, self.plain.nths[each]) for each in self.plain_members[call])
 
     def input_place(self, call: int, number: int) -> tuple[str, int, int]:
-        assert self.plain is not None
         value, plain = self.calls[call].inputs[number], self.plain
         taker = next(each for each in self.plain_members[call] if value in plain.calls[each].inputs)
         return plain.input_place(taker, plain.calls[taker].inputs.index(value))
@@ -128,26 +147,9 @@ def with_segments(graph: StepGraph, spans: Iterable[Span]) -> StepGraph:
             calls.append(_segment(graph, all_members[number], segment_parents[number]))
             plain_members.append(tuple(all_members[number]))
             number += 1
-        calls.append(replace(call, parent=parents[index]))
+        calls.append(call if call.parent == parents[index] else replace(call, parent=parents[index]))
         plain_members.append((index,))
-    first = ordered[0][0]
-    return SegmentedGraph(
-        tuple(op if op.call < first else replace(op, call=new_number[op.call]) for op in graph.ops),
-        graph.num_forward,
-        graph.values,
-        tuple(save if save.call < first else replace(save, call=new_number[save.call]) for save in graph.saves),
-        tuple(calls),
-        graph.hardware,
-        graph.optimizer_state_bytes,
-        graph.optimizer_workspace_bytes,
-        graph.other_bytes,
-        graph.step_s,
-        graph.is_measured,
-        graph.notes,
-        graph.versions,
-        plain=graph,
-        plain_members=tuple(plain_members),
-    )
+    return SegmentedGraph(graph, tuple(calls), tuple(plain_members), new_number)
 
 
 def segment_name(names: Sequence[tuple[str, int]]) -> str:

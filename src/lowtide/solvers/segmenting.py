@@ -66,8 +66,8 @@ class Segmenting:
         """A plan on the graph with its segments, simulated."""
         graph = with_segments(self._graph, plan.spans)
         numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
-        names = {call: self._graph.names_of(call) for call in plan.regions if self._can[call]}
-        regions: Regions = {numbers[name]: plan.regions[call] for call, name in names.items()}
+        names = [(self._graph.names_of(call), kept) for call, kept in plan.regions.items() if self._can[call]]
+        regions: Regions = {numbers[name]: kept for name, kept in names}
         regions |= {call: () for call in numbers.values() if graph.calls[call].kind == "Segment"}
         if self._pricing.must_keep.any():
             regions = Nesting(graph, replayable(graph, stops_of(graph)), self._pricing.must_keep).tidied(regions)
