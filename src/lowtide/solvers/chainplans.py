@@ -1,12 +1,12 @@
 """Segments of a chain of calls, cut by dynamic programming: what is best for the calls `s` to `t` with so much memory.
 
 The calls of some runs of a step (`graph.segments.runs`), and whatever lies between these runs, are the **items** of a
-chain. Of the items `s` to `t`, with the input of `s` at hand and so much memory for all that is held:
+chain. Of the items `s` to `t`, with so much memory for all that is held:
 
 - item `s` is run once, by one of several **ways** (its saves are held, or it has regions inside that hold less), and
   the rest has what memory is left; or
-- `s` to `u - 1` are a segment: nothing of them is held while `u` to `t`, whose input is held, have their forward and
-  backward. Then they are run once more, with all of the memory, as is best for it: so segments lie inside segments.
+- `s` to `u - 1` are a segment: nothing but their input is held while `u` to `t` have their forward and backward. Then
+  they are run once more, with all of the memory, as is best for it: so segments lie inside segments.
 
 This is the optimum for chains of Beaumont et al. (rotor), with ways to run an item, and only of plans that the engine
 can run. Costs of items are read off simulated steps in which all items are run in one way, so that what is found is
@@ -146,14 +146,16 @@ class Measuring:
 
     def carried(self, plain: Way) -> np.ndarray:
         """What else is there when the backward comes to each item: gradients, and all that is not held by items."""
-        played = EagerLives(self._graph, {})
+        graph, played = self._graph, EagerLives(self._graph, {})
         where = self._of_op[played.ops]
         found = np.zeros(len(self._items))
         sums = np.cumsum(plain.held)
         for item in range(len(self._items)):
             events = np.flatnonzero((where == item) & (played.phases == 2))
             if len(events):
-                found[item] = max(0.0, played.total_bytes[events[0]] - sums[item])
+                first = graph.ops[played.ops[events[0]]]
+                made = sum(graph.values[value].bytes for value in first.outputs) + first.workspace_bytes
+                found[item] = played.total_bytes[events[0]] - made - sums[item]
         return found
 
 
@@ -181,7 +183,8 @@ class ChainPlans:
         self.lowest = float(least.min())
         arrays = graph.arrays
         static = arrays.static_bytes + arrays.static_gradient_bytes
-        self._links = np.array([self._slots(size) for size in links], dtype=np.int64)
+        self._links = links
+        self._state = np.array([sum(int(arrays.frame_bytes[call]) for call in item.calls) for item in items])
         self._held = [np.array([self._slots(size) for size in way.held], dtype=np.int64) for way in ways]
         sums = np.concatenate([[0.0], np.cumsum(arrays.seconds[: graph.num_forward])])
         members = np.array([len(item.calls) for item in items])
@@ -192,7 +195,7 @@ class ChainPlans:
         self._solve()
 
     def _slots(self, size: float) -> int:
-        return round(size / self._slot)
+        return int(np.round(size / self._slot))
 
     def _solve(self) -> None:
         """Fill the table: by (first, last), the least seconds for each slot; the first column is for too little."""
@@ -211,9 +214,12 @@ class ChainPlans:
                 if len(splits):
                     peaks = np.maximum.accumulate(self._dropped_peak[first : splits[-1]])[splits - first - 1] + above
                     seconds = np.cumsum(self._seconds[first : splits[-1]])[splits - first - 1]
-                    places = np.maximum(slots[None, :] - self._links[splits][:, None], -1) + 1
-                    rest = self._table[splits[:, None], last, places]
-                    costs = rest + self._table[first, splits - 1, 1:] + seconds[:, None]
+                    state = np.cumsum(self._state[first : splits[-1]])[splits - first - 1]
+                    held = np.round((self._links[first] + state) / self._slot).astype(np.int64)
+                    places = np.maximum(slots - held[:, None], -1) + 1
+                    inner = np.maximum(slots - np.round(state / self._slot).astype(np.int64)[:, None], -1) + 1
+                    costs = self._table[splits[:, None], last, places] + seconds[:, None]
+                    costs += self._table[first, splits[:, None] - 1, inner]
                     costs[room[None, :] < peaks[:, None]] = np.inf
                     least = costs.argmin(axis=0)
                     cost = costs[least, slots]
@@ -279,6 +285,7 @@ class ChainPlans:
                 spans.append((calls[0], calls[-1]))
             else:
                 regions[calls[0]] = ()
-            self._collect(first, chosen - 1, slot, spans, regions)
-            slot -= int(self._links[chosen])
+            state = int(self._state[first:chosen].sum())
+            self._collect(first, chosen - 1, slot - self._slots(state), spans, regions)
+            slot -= self._slots(self._links[first] + state)
             first = chosen
