@@ -38,6 +38,7 @@ class Verdict:
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
     """Play `plan` on `graph`. Raises `AssertionError` where the books do not balance."""
+    graph = plan.segmented(graph)
     step = _Step(graph, plan)
     for position in range(graph.num_forward):
         step.pass_forward_position(position)
@@ -74,9 +75,9 @@ class _Regions:
             if all_saves[call]
         }
         self.all_saves = {call: all_saves[call] for call in self.kept_ops}
-        self.away_ops = {
-            (graph.calls_by_path[move.path][move.nth], move.op) for move in plan.moves if move.op is not None
-        }
+        moved = {(move.path, move.nth, move.op) for move in plan.moves if move.op is not None}
+        held = [(call, op) for call, region in planned.items() for op in region.keep_ops]
+        self.away_ops = {(call, op) for call, op in held if (planned[call].path, planned[call].nth, op) in moved}
         for call, kept in self.kept_ops.items():
             assert not kept or self.around(call) is None, "ops kept in a nested region"
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from lowtide.graph.segments import Span
 Regions = dict[int, tuple[int, ...]]
 
 _MOST_ITEMS = 192  # calls of longer chains are taken together
-_MOST_SPLITS = 40  # ends of a segment that are tried
+_MOST_SPLITS = 32  # ends of a segment that are tried
 _REPLAY = 1
 
 
@@ -159,6 +160,20 @@ class Measuring:
         return found
 
 
+@lru_cache
+def _steps(most: int) -> np.ndarray:
+    """Numbers of items that a segment may have, up to `most`: all, or evenly spaced ones."""
+    return np.unique(np.linspace(1, most, min(most, _MOST_SPLITS)).round().astype(np.int64))
+
+
+def _shifted(costs: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """Rows of costs by slot, each as if so many slots were taken; the first column is for too few."""
+    places = np.maximum(np.arange(costs.shape[1] - 1) - np.round(shifts).astype(np.int64)[:, None], -1) + 1
+    if (places == places[0]).all():
+        return costs[:, places[0]]
+    return np.take_along_axis(costs, places, axis=1)
+
+
 class ChainPlans:
     """The table of all parts of a chain, for memory in steps of `slot` bytes from `lowest` on.
 
@@ -210,17 +225,15 @@ class ChainPlans:
                 is_top = last == num - 1
                 above = 0.0 if is_top else float(self._above[last])
                 best, chosen = self._one_item(first, last, room, slots, above, is_top)
-                splits = self._splits(first, min(last, ends[first]))
+                splits = first + _steps(min(last, ends[first]) - first)
                 if len(splits):
                     peaks = np.maximum.accumulate(self._dropped_peak[first : splits[-1]])[splits - first - 1] + above
                     seconds = np.cumsum(self._seconds[first : splits[-1]])[splits - first - 1]
                     state = np.cumsum(self._state[first : splits[-1]])[splits - first - 1]
-                    held = np.round((self._links[first] + state) / self._slot).astype(np.int64)
-                    places = np.maximum(slots - held[:, None], -1) + 1
-                    inner = np.maximum(slots - np.round(state / self._slot).astype(np.int64)[:, None], -1) + 1
-                    costs = self._table[splits[:, None], last, places] + seconds[:, None]
-                    costs += self._table[first, splits[:, None] - 1, inner]
-                    costs[room[None, :] < peaks[:, None]] = np.inf
+                    costs = _shifted(self._table[splits, last], (self._links[first] + state) / self._slot)
+                    costs += _shifted(self._table[first, splits - 1], state / self._slot)
+                    costs += seconds[:, None]
+                    costs[room < peaks[:, None]] = np.inf
                     least = costs.argmin(axis=0)
                     cost = costs[least, slots]
                     is_better = cost < best * (1 - 1e-9)
@@ -252,12 +265,6 @@ class ChainPlans:
             if item.run >= 0:
                 ends[number] = ends[number + 1] if after.run == item.run else number + 1
         return ends
-
-    @staticmethod
-    def _splits(first: int, last: int) -> np.ndarray:
-        if last - first <= _MOST_SPLITS:
-            return np.arange(first + 1, last + 1)
-        return first + np.unique(np.linspace(1, last - first, _MOST_SPLITS).round().astype(np.int64))
 
     def all_plans(self) -> list[Segmentation]:
         """The best for each slot, those of little memory first; each once."""

@@ -23,6 +23,10 @@ class Found:
     extra_s: float
     spans: tuple[Span, ...] = ()
 
+    @property
+    def decisions(self) -> tuple[Regions, float, Codecs]:
+        return self.regions, self.share, self.codecs
+
 
 def faster(*candidates: Found | None) -> Found | None:
     """The fastest of those that there are; the smaller of two that are as fast."""

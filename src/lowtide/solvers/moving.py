@@ -49,8 +49,8 @@ class Mover:
                 call = graph.calls[call].parent
 
     def on(self, graph: StepGraph) -> Mover:
-        """The same for another graph of the step."""
-        return Mover(graph, self._room["host"], self._room["disk"], self._press)
+        """The same for another graph of the step; nothing is encoded."""
+        return Mover(graph, self._room["host"], self._room["disk"])
 
     def plan(self, regions: Regions, share: float, codecs: Codecs = ()) -> Plan:
         """These regions replayed, values moved that fit through `share` of the bandwidth, and those encoded."""

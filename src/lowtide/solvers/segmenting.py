@@ -88,13 +88,12 @@ class Segmenting:
         lowest = float(np.minimum.reduce([way.backward for way in ways]).min())
         range_bytes = max(float(EagerLives(graph, {}).peak_bytes) - lowest, 1.0)
         links = sorted(size for size in measuring.links if size)
-        slots = [range_bytes / (_NUM_SLOTS - 1)]
-        if links:
-            slots += [links[len(links) // 2] / number for number in _FINE]
+        coarse = range_bytes / (_NUM_SLOTS - 1)
+        link = links[len(links) // 2] if links else 0
+        if link > coarse:  # what most calls are given takes up whole slots
+            coarse = link / (link // coarse)
         found: dict[Segmentation, None] = {}
-        for slot in sorted(set(slots)):
-            if slot > slots[0]:
-                continue  # all of it is there in finer steps
+        for slot in sorted({coarse, *(link / number for number in _FINE if 0 < link / number < coarse)}):
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
             table = ChainPlans(graph, items, ways, dropped, measuring.links, carried, slot, num)
             found |= dict.fromkeys(table.all_plans())
@@ -151,7 +150,7 @@ class Segmenting:
 
 def plan_of(graph: StepGraph, found: Found, mover: Mover) -> Plan:
     """What was found, as a plan names it."""
-    return mover.on(with_segments(graph, found.spans)).plan(found.regions, found.share, found.codecs)
+    return mover.on(with_segments(graph, found.spans)).plan(found.regions, found.share)
 
 
 def _moved(graph: StepGraph, found: Found, share: float, mover: Mover) -> Found:

@@ -245,8 +245,7 @@ class Search:
             fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
-        timeline, bound_s = self._timeline_of(fastest), self.lower_bound_s(budget)
-        return described(self.graph, timeline, self.plain, budget, bound_s)
+        return described(self.graph, self._timeline_of(fastest), self.plain, budget, self.lower_bound_s(budget))
 
     def _of_chain(self, budget: int, chain: Chain | Loads, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
@@ -339,9 +338,8 @@ class Search:
         return played
 
     def _timeline_of(self, found: Found) -> Timeline:
-        if found.spans:
-            return simulate(self.graph, plan_of(self.graph, found, self._mover))
-        return self._timeline(found.regions, found.share, found.codecs)
+        plan = plan_of(self.graph, found, self._mover) if found.spans else self._mover.plan(*found.decisions)
+        return simulate(self.graph, plan)
 
     def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
         return simulate(self.graph, self._mover.plan(regions, share, codecs))
