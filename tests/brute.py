@@ -7,6 +7,7 @@ from itertools import chain, combinations, product
 
 from lowtide.codings import form_of
 from lowtide.graph import StepGraph
+from lowtide.graph.segments import runs, with_segments
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.solvers.places import Places
@@ -113,3 +114,25 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
                 timeline = simulate(graph, replace(plan, moves=everywhere))
                 found[timeline.peak_bytes, timeline.extra_s] = None
     return list(found)
+
+
+def all_costs_with_segments(graph: StepGraph, *, most: int) -> list[tuple[int, float]] | None:
+    """As `all_costs`, of plans with segments too: any part of a run of calls, and any that lie inside one another.
+
+    All sets of segments that do not overlap are parts of full bracketings of the runs.
+    """
+    found: dict[tuple[int, float], None] = {}
+    for brackets in product(*(_bracketings(run) for run in runs(graph))):
+        segmented = with_segments(graph, [span for spans in brackets for span in spans])
+        costs = all_costs(segmented, most=most)
+        if costs is None:
+            return None
+        found |= dict.fromkeys(costs)
+    return list(found)
+
+
+def _bracketings(run: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+    if len(run) == 1:
+        return [[]]
+    cuts = ((_bracketings(run[:at]), _bracketings(run[at:])) for at in range(1, len(run)))
+    return [[(run[0], run[-1]), *left, *right] for lefts, rights in cuts for left in lefts for right in rights]

@@ -38,6 +38,7 @@ class Verdict:
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
     """Play `plan` on `graph`. Raises `AssertionError` where the books do not balance."""
+    graph = plan.segmented(graph)
     step = _Step(graph, plan)
     for position in range(graph.num_forward):
         step.pass_forward_position(position)
@@ -74,9 +75,9 @@ class _Regions:
             if all_saves[call]
         }
         self.all_saves = {call: all_saves[call] for call in self.kept_ops}
-        self.away_ops = {
-            (graph.calls_by_path[move.path][move.nth], move.op) for move in plan.moves if move.op is not None
-        }
+        moved = {(move.path, move.nth, move.op) for move in plan.moves if move.op is not None}
+        held = [(call, op) for call, region in planned.items() for op in region.keep_ops]
+        self.away_ops = {(call, op) for call, op in held if (planned[call].path, planned[call].nth, op) in moved}
         for call, kept in self.kept_ops.items():
             assert not kept or self.around(call) is None, "ops kept in a nested region"
 
@@ -127,6 +128,8 @@ class _Regions:
     def captured_bytes(self, region: int) -> int:
         """Random states, and copies of the buffers of the region's module, of those read in it and those written."""
         path, ops = self.graph.calls[region].path, range(self.graph.calls[region].first, self.graph.calls[region].end)
+        if self.graph.calls[region].kind == "Segment":
+            return sum(self.captured_bytes(member) for member in self._members(region))
         total = self.graph.hardware.region_bytes
         for index, value in enumerate(self.graph.values):
             if value.kind == "buffer":
@@ -138,9 +141,18 @@ class _Regions:
 
     def put_back_bytes(self, region: int) -> int:
         """The present random states, and the present values of the buffers that a replay writes."""
+        if self.graph.calls[region].kind == "Segment":
+            return sum(self.put_back_bytes(member) for member in self._members(region))
         ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
         written = {value for op in ops for value in op.mutates if self.graph.values[value].kind == "buffer"}
         return self.graph.hardware.region_bytes + sum(self.graph.values[value].bytes for value in written)
+
+    def _members(self, region: int) -> list[int]:
+        """The calls of a segment, or the call itself."""
+        if self.graph.calls[region].kind != "Segment":
+            return [region]
+        inside = [index for index, call in enumerate(self.graph.calls) if call.parent == region]
+        return [member for index in inside for member in self._members(index)]
 
     def all_inside(self, region: int) -> list[int]:
         """Regions in `region`, directly or in others."""
@@ -158,7 +170,7 @@ class _Regions:
         Those ops that are not computed cost something too.
         """
         hardware = self.graph.hardware
-        total_s = hardware.region_s * len(self.kept_ops)
+        total_s = hardware.region_s * sum(len(self._members(call)) for call in self.kept_ops)
         for call, kept in self.kept_ops.items():
             if kept:
                 ops = range(self.graph.calls[call].first, self.stop(call))

@@ -369,14 +369,14 @@ def test_indices_are_never_made_again_and_changed_values_never_held(seed: int) -
     search = Search(graph)
     for budget in budgets_of(search, 6):
         plan = search.plan(budget)
-        calls = plan.calls(graph)
+        calls, segmented = plan.calls(graph), plan.segmented(graph)
         for call, region in calls.items():
-            first, outer = graph.calls[call].first, graph.calls[call].parent
+            first, outer = segmented.calls[call].first, segmented.calls[call].parent
             kept = {first + op for op in region.keep_ops}
             assert kept <= keepable
             while outer >= 0 and outer not in calls:
-                outer = graph.calls[outer].parent
-            inside = indices & set(range(first, graph.calls[call].end))
+                outer = segmented.calls[outer].parent
+            inside = indices & set(range(first, segmented.calls[call].end))
             assert inside <= kept if outer < 0 else not inside
         timeline = simulate(graph, plan)
         assert not indices & set(timeline.ops[timeline.phases == 1].tolist())

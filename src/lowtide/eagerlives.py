@@ -94,7 +94,8 @@ class EagerLives:
         retaining_s = 0.0
         for call, stop in zip(self._calls.tolist(), self._stop.tolist(), strict=True):
             retaining_s += self.graph.retainable.retaining_s(call, regions[call], stop)
-        return retaining_s + int(np.count_nonzero(self._has_saves)) * self.graph.hardware.region_s
+        num_modules = int(self.facts.num_modules[self._calls[self._has_saves]].sum())
+        return retaining_s + num_modules * self.graph.hardware.region_s
 
     def _set_ticks(self) -> None:
         """Number the ticks, and the events: ops that run after them."""

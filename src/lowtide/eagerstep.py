@@ -32,7 +32,7 @@ class EagerStep:
     """One step under an eager plan, played event by event."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
-        self.graph, self.plan = graph, plan
+        self.graph, self.plan = (graph := plan.segmented(graph)), plan
         self.regions = plan.calls(graph)
         self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
         self.retained = self._retained()
@@ -378,7 +378,7 @@ class EagerStep:
         graph, watched_s = self.graph, 0.0
         for call, region in sorted(self.regions.items()):  # floats: added up in the order of `EagerLives`
             watched_s += graph.retainable.retaining_s(call, region.keep_ops, self.stops.get(call, 0))
-        return watched_s + len(self.stops) * graph.hardware.region_s
+        return watched_s + int(graph.arrays.num_modules[list(self.stops)].sum()) * graph.hardware.region_s
 
     def columns(self) -> dict[str, Any]:
         """What a timeline is made of."""

@@ -138,4 +138,5 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
 
 
 def _lives(graph: StepGraph, plan: Plan) -> EagerLives:
-    return EagerLives(graph, plan.held_ops(graph))
+    segmented = plan.segmented(graph)
+    return EagerLives(segmented, plan.held_ops(segmented))

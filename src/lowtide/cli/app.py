@@ -329,7 +329,7 @@ def _read_plan(file: Path) -> lowtide.Plan:
 
 def _known_modules(found: lowtide.Plan) -> list[str]:
     """Every module that a plan says something about, and those around them."""
-    paths = [row.path for row in found.rows] + [region.path for region in found.regions]
+    paths = [row.path for row in found.rows] + [path for region in found.regions for path in region.paths]
     known: dict[str, None] = {}
     for path in paths:
         parts = path.split(".")

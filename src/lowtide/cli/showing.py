@@ -101,7 +101,7 @@ def explanation(found: lowtide.Plan, module: str) -> Shown:
     return text, {
         "module": module,
         "text": text,
-        "regions": [asdict(region) for region in found.regions if is_inside(region.path)],
+        "regions": [asdict(region) for region in found.regions if any(map(is_inside, region.paths))],
         "values": [asdict(row) for row in found.rows if is_inside(row.path)],
     }
 

@@ -209,11 +209,23 @@ class StepGraph:
                 found[call] = nth
         return found
 
+    def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
+        """What a plan calls a call, path and nth: one pair, or those of all calls of a segment."""
+        return ((self.calls[call].path, self.nths[call]),)
+
+    def input_place(self, call: int, number: int) -> tuple[str, int, int]:
+        """What names an input of a recomputed call: path and nth of the call that is given it, and its number there."""
+        return self.calls[call].path, self.nths[call], number
+
+    @cached_property
+    def last_writes(self) -> dict[int, int]:
+        """The last forward op that changes each value in place, of those that are changed."""
+        return {value: index for index, op in enumerate(self.ops[: self.num_forward]) for value in op.mutates}
+
     @cached_property
     def unreplayable(self) -> dict[int, str]:
         """The calls that no plan can recompute, and why: the forward changes what they were called with."""
-        last_write = {value: index for index, op in enumerate(self.ops[: self.num_forward]) for value in op.mutates}
-        found: dict[int, str] = {}
+        last_write, found = self.last_writes, dict[int, str]()
         for index, call in enumerate(self.calls):
             written = max((last_write.get(value, -1) for value in call.inputs), default=-1)
             if call.changes:

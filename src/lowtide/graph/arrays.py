@@ -22,7 +22,8 @@ class StepArrays:
     before the step), and the outputs of op `o` stand at `starts[o]` up to `starts[o + 1]`. Sizes are exact in floats:
     they are integers far below 2**53. `seconds` and `workspaces` have an entry for the optimizer's step at their end.
     For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states
-    and copies of buffers, and `replay_bytes` those of the state that its replay puts back when it is over.
+    and copies of buffers, and `replay_bytes` those of the state that its replay puts back when it is over;
+    `num_modules` are the calls that it patches: one, but for segments.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -45,16 +46,21 @@ class StepArrays:
         self.save_read = _ints(save.read for save in graph.saves)
         self.save_released = _ints(save.released for save in graph.saves)
         self.save_used = _ints(save.used for save in graph.saves)
+        self.set_calls(graph)
+        self.frame_bytes, self.replay_bytes = _state_bytes(graph)
+        self.num_modules = np.ones(len(graph.calls), dtype=np.int64)
+        there = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
+        self.static_gradient_bytes = sum(value.bytes for value in there if value.kind == "gradient")
+        self.static_bytes = sum(value.bytes for value in there) - self.static_gradient_bytes
+        self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
+
+    def set_calls(self, graph: StepGraph) -> None:
+        """Where calls lie in the forward and in each other, and their inputs."""
         self.first = _ints(call.first for call in graph.calls)
         self.parent = _ints(call.parent for call in graph.calls)
         self.after = self._after(graph)
         self.input_starts = _starts([len(call.inputs) for call in graph.calls])
         self.inputs = self.places[_ints(value for call in graph.calls for value in call.inputs)]
-        self.frame_bytes, self.replay_bytes = _state_bytes(graph)
-        there = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
-        self.static_gradient_bytes = sum(value.bytes for value in there if value.kind == "gradient")
-        self.static_bytes = sum(value.bytes for value in there) - self.static_gradient_bytes
-        self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
 
     def _after(self, graph: StepGraph) -> list[int]:
         """For each call, the number of the first call behind it that is not inside it."""

@@ -8,6 +8,7 @@ retained outputs in place of computing them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,11 @@ class Retainable:
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
         self.substituted_s = np.minimum(graph.arrays.seconds[: graph.num_forward], graph.hardware.spare_s)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """For each forward op the depth of that call."""
+        graph = self._graph
         saved_in: dict[int, set[int]] = {}  # by value, the calls around its saves
         for save in graph.saves:
             calls, call = saved_in.setdefault(save.value, set()), save.call
@@ -41,7 +47,7 @@ class Retainable:
                 while call >= 0 and graph.values[value].bytes and call not in saved_in.get(value, ()):
                     call = graph.calls[call].parent
             depths.append(graph.depths[call] if call >= 0 else -1)
-        self.depths = np.array(depths, dtype=np.int64)
+        return np.array(depths, dtype=np.int64)
 
     def missing(self, regions: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """By region, those of the ops it is to retain of which not every output is saved directly in it."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from lowtide.codings import CODINGS, LOSSLESS, Form, form_of
 from lowtide.errors import PlanError
 from lowtide.graph import UNKNOWN_HARDWARE, Hardware, StepGraph
+from lowtide.graph.segments import segment_name
+from lowtide.plans.calls import call_named, check_retained, segmented
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,10 +24,11 @@ PLACES = ("device", "host", "disk")  # where moved values are; on the device the
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """One call of one module (its `nth`) whose activations are dropped and recomputed.
+    """One call of one module (its `nth`) whose activations are dropped and recomputed, or a segment: a run of calls.
 
-    With `more`, the calls `(path, nth)` that follow it in the forward, it is a segment: a run of calls that are
-    recomputed as one, from what the run is given from outside. Outer regions come before those inside them.
+    `more` are the calls after it, as path and nth, that are recomputed together with it, in the order of the forward:
+    siblings, with no op between them. What lies between two of them is not held but made anew by the first replay.
+    Regions may lie inside it, and one of them may begin with the same call; outer ones come first.
 
     `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
     they make must be saved for the backward directly in the region, and not in a region inside it.
@@ -36,16 +39,28 @@ class Recompute:
     keep_ops: tuple[int, ...] = ()
     more: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def name(self) -> str:
+        """What people call it: `layers.3`, or `layers.3 ... layers.9`."""
+        return segment_name([(self.path, self.nth), *self.more])
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The modules of all its calls."""
+        return (self.path, *(path for path, _ in self.more))
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """A value that is not held as it is: the one of the `save`-th save made directly in the `nth` call of `path`.
 
-    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input. The value goes `to`
+    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input; so it is for each
+    call of a segment, of which the inputs are held that come from outside. The value goes `to`
     the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is). A value that is
     held in several places leaves the device if there is a move for each.
 
-    With `op`, it is the first output of that op of a recomputed call, one of its `keep_ops`; it moves as it is.
+    With `op`, it is the first output of that op of a recomputed call, one of its `keep_ops`; it moves as it is. A
+    segment goes by its first call here.
     """
 
     path: str
@@ -155,9 +170,9 @@ class Plan:
             raise PlanError(
                 f"a compiled plan has ops to keep; {len(self.regions)} regions and {len(self.moves)} moves are given"
             )
-        held = {(region.path, region.nth): region.keep_ops for region in self.regions}
+        held = {(region.path, region.nth, op) for region in self.regions for op in region.keep_ops}
         for move in self.moves:
-            if move.op is not None and move.op not in held.get((move.path, move.nth), ()):
+            if move.op is not None and (move.path, move.nth, move.op) not in held:
                 raise PlanError(
                     f"the output of op {move.op} in call {move.nth} of {move.path!r} is to be moved, and no region "
                     "holds it: the call has to be recomputed, with the op among its keep_ops"
@@ -249,25 +264,39 @@ class Plan:
 
         return summary(self)
 
+    def segmented(self, graph: StepGraph) -> StepGraph:
+        """`graph` with the plan's segments as calls, which are numbered anew; `graph` itself if there are none.
+
+        Raises `PlanError` where the graph has no such segment.
+        """
+        return segmented(graph, self.regions)
+
     def calls(self, graph: StepGraph) -> dict[int, Recompute]:
-        """The recomputed calls of `graph`, by their number. Raises `PlanError` where the graph has no such call."""
+        """The recomputed calls, by their number in `segmented(graph)`: that of `graph`, if there are no segments.
+
+        Raises `PlanError` where the graph has no such call.
+        """
+        graph = self.segmented(graph)
+        numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
         found: dict[int, Recompute] = {}
         for region in self.regions:
-            call = _call(graph, region.path, region.nth)
+            call = numbers.get(((region.path, region.nth), *region.more), -1)
+            if call < 0:  # raises, and says what there is
+                call = call_named(graph, region.path, region.nth)
             if call in found:
-                raise PlanError(f"{region.path} is recomputed twice")
+                raise PlanError(f"{region.name} is recomputed twice")
             if call in graph.unreplayable:
-                raise PlanError(f"{region.path} cannot be recomputed: {graph.unreplayable[call]}")
+                raise PlanError(f"{region.name} cannot be recomputed: {graph.unreplayable[call]}")
             length = graph.calls[call].end - graph.calls[call].first
             if any(not 0 <= op < length for op in region.keep_ops):
-                raise PlanError(f"{region.path} has {length} ops; {region.keep_ops} are to be kept")
+                raise PlanError(f"{region.name} has {length} ops; {region.keep_ops} are to be kept")
             found[call] = region
         if any(region.keep_ops for region in self.regions):
-            _check_retained(graph, {call: region.keep_ops for call, region in found.items()})
+            check_retained(graph, {call: region.keep_ops for call, region in found.items()})
         return found
 
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The recomputed calls of `graph`, and for each the ops, counted from its first, whose outputs are kept."""
+        """The calls of `calls`, and for each the ops, counted from its first, whose outputs are kept."""
         return {call: region.keep_ops for call, region in self.calls(graph).items()}
 
     def kept_ops(self, graph: StepGraph) -> tuple[int, ...]:
@@ -283,7 +312,8 @@ class Plan:
         """The move of each value of `graph` that has one."""
         if not self.moves:
             return {}
-        regions = self.calls(graph)
+        graph = self.segmented(graph)
+        regions = graph.innermost(self.calls(graph))
         found: dict[int, Move] = {}
         for move in self.moves:
             value = self._moved_value(graph, move, regions)
@@ -293,25 +323,28 @@ class Plan:
         return found
 
     def moved_outputs(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The values that recomputed calls of `graph` hold elsewhere than on the device, in the order of their ops."""
+        """The values that the calls of `calls` hold elsewhere than on the device, in the order of their ops."""
         named = [move for move in self.moves if move.op is not None]
+        graph = self.segmented(graph) if named else graph
         regions = self.calls(graph) if named else {}
         found: dict[int, set[int]] = {}
         for move in named:
-            value = self._moved_value(graph, move, regions)
-            found.setdefault(_call(graph, move.path, move.nth), set()).add(value)
+            value = self._moved_value(graph, move, {})
+            keepers = [c for c, region in regions.items() if move.op in region.keep_ops and _begins(region, move)]
+            found.setdefault(keepers[0], set()).add(value)
         return {call: tuple(sorted(values, key=lambda v: graph.values[v].born)) for call, values in found.items()}
 
     @staticmethod
-    def _moved_value(graph: StepGraph, move: Move, regions: dict[int, Recompute]) -> int:
+    def _moved_value(graph: StepGraph, move: Move, regions: dict[int, int]) -> int:
         """The value that a move names: one of a recomputed call's inputs, an output it holds, or that of a save."""
-        call = _call(graph, move.path, move.nth)
+        call = call_named(graph, move.path, move.nth)
         if move.op is not None:
             outputs = graph.ops[graph.calls[call].first + move.op].outputs
             if not outputs:
                 raise PlanError(f"op {move.op} of {move.path} is to be moved, and makes nothing of its own")
             return outputs[0]
-        if call in regions:
+        parent = graph.calls[call].parent
+        if regions[call] == call or (regions[call] == parent >= 0 and graph.calls[parent].kind == "Segment"):
             inputs = graph.calls[call].inputs
             if not 0 <= move.save < len(inputs):
                 raise PlanError(f"{move.path} has {len(inputs)} inputs; number {move.save} is to be moved")
@@ -339,27 +372,5 @@ class Plan:
         return found
 
 
-def _check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> None:
-    """Raise `PlanError` where a region is to retain what it cannot."""
-    owner = graph.innermost(regions)
-    for call, kept in regions.items():
-        if kept and owner[graph.calls[call].parent] >= 0:
-            raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
-    for call, ops in graph.retainable.missing(regions).items():
-        path, first = graph.calls[call].path, graph.calls[call].first
-        names = ", ".join(f"{op} ({graph.ops[first + op].name})" for op in ops[:5])
-        raise PlanError(
-            f"{path or 'the model'} is to retain the outputs of ops {names}, and autograd does not save all of them "
-            "directly in it, so that no saved-tensor hook sees them. Leave these ops out of keep_ops."
-        )
-
-
-def _call(graph: StepGraph, path: str, nth: int) -> int:
-    calls = graph.calls_by_path.get(path)
-    if calls is None:
-        near = [known for known in graph.calls_by_path if known.split(".")[-1] == path.split(".")[-1]][:3]
-        hint = f" Calls with such a name: {', '.join(near)}." if near else ""
-        raise PlanError(f"the step calls no module {path!r}.{hint} Was the plan made for another model?")
-    if not 0 <= nth < len(calls):
-        raise PlanError(f"{path!r} is called {len(calls)} times in the step; call {nth} is planned")
-    return calls[nth]
+def _begins(region: Recompute, move: Move) -> bool:
+    return (region.path, region.nth) == (move.path, move.nth)

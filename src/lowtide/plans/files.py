@@ -13,7 +13,10 @@ from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 FORMAT = "lowtide plan"
 VERSION = 4
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
-_DROPPED = {Recompute: {"skip_ops"}}  # fields that older files of this version have, and that are ignored
+_LATER: dict[type[Any], set[str]] = {Recompute: {"more"}}  # fields that older files lack: they get their defaults
+_DROPPED: dict[type[Any], set[str]] = {
+    Recompute: {"skip_ops"}
+}  # fields that older files of this version have, and that are ignored
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": Row}
 
 
@@ -58,9 +61,10 @@ def read(text: str) -> Plan:
 
 def _record(row: Any, record: type[Any]) -> Any:
     kinds = {field.name: str(field.type) for field in fields(record)}
-    if not isinstance(row, dict) or set(row) - _DROPPED.get(record, set()) != set(kinds):
+    needed = set(kinds) - _LATER.get(record, set())
+    if not isinstance(row, dict) or not needed <= set(row) - _DROPPED.get(record, set()) <= set(kinds):
         raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
-    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items()})
+    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items() if name in row})
 
 
 def _list(items: Any, name: str) -> list[Any]:
@@ -70,6 +74,11 @@ def _list(items: Any, name: str) -> list[Any]:
 
 
 def _scalar(item: Any, kind: str, name: str) -> Any:
+    if kind == "tuple[tuple[str, int], ...]":
+        pairs = [_list(each, name) for each in _list(item, name)]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"{name} holds something that is no path and number of a call")
+        return tuple((_scalar(path, "str", name), _scalar(nth, "int", name)) for path, nth in pairs)
     if kind.startswith("tuple[int"):
         return tuple(_scalar(each, "int", name) for each in _list(item, name))
     if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
@@ -85,7 +94,7 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
 
 def _check(plan: Plan) -> None:
     """Raise unless the plan agrees with itself."""
-    paths = [(region.path, region.nth) for region in plan.regions]
+    paths = [(region.path, region.nth, region.more) for region in plan.regions]
     if len(set(paths)) < len(paths):
         raise PlanError("damaged plan: a module is recomputed twice")
     if list(plan.keeps) != sorted(set(plan.keeps)):

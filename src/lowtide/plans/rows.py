@@ -12,6 +12,7 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[Row, ...]:
     """One row per saved activation, where it is first saved, in the order of the forward."""
     if plan.engine == "compiled":
         return _compiled_rows(graph, plan)
+    graph = plan.segmented(graph)
     regions, moves = plan.calls(graph), plan.moves_by_value(graph)
     forms = plan.forms(graph)
     owner = graph.outermost(regions)

@@ -48,8 +48,8 @@ def summary(plan: Plan) -> str:
 
 def explain(plan: Plan, path: str) -> str:
     """What happens to the values saved in module `path` and below it."""
-    rows = [row for row in plan.rows if not path or row.path == path or row.path.startswith(f"{path}.")]
-    inside = [region for region in plan.regions if region.path == path or region.path.startswith(f"{path}.")]
+    rows = [row for row in plan.rows if not path or _is_in(row.path, path)]
+    inside = [region for region in plan.regions if any(_is_in(each, path) for each in region.paths)]
     if not rows and not inside:
         known = sorted({row.path for row in plan.rows})
         near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]][:5] or known[:5]
@@ -57,9 +57,13 @@ def explain(plan: Plan, path: str) -> str:
     lines = []
     for region in inside:
         held = f", but for the outputs of {len(region.keep_ops)} ops" if region.keep_ops else ""
-        lines.append(f"{region.path} is recomputed in the backward{held}.")
+        lines.append(f"{region.name} is recomputed in the backward{' as one' if region.more else ''}{held}.")
     lines += [f"{row.path or 'outside of modules'}: {_reason(row)}" for row in rows]
     return "\n".join(lines)
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
 
 
 def _recomputes(plan: Plan) -> bool:
@@ -108,8 +112,8 @@ def _table(plan: Plan) -> list[str]:
             name = _block(row.path) if plan.engine == "compiled" else row.region or row.path
             per_module.setdefault(name, Counter())[row.action] += row.bytes
     for region in plan.regions:
-        per_module.setdefault(region.path, Counter())
-    kept_ops = {region.path: len(region.keep_ops) for region in plan.regions}
+        per_module.setdefault(region.name, Counter())
+    kept_ops = {region.name: len(region.keep_ops) for region in plan.regions}
 
     def key(path: str) -> tuple[object, ...]:
         return re.sub(r"\d+", "#", path), tuple(sorted(per_module[path].items())), kept_ops.get(path, 0)
@@ -118,7 +122,8 @@ def _table(plan: Plan) -> list[str]:
     ordered = sorted(per_module, key=lambda path: (re.sub(r"\d+", "#", path), _numbers(path)))
     for (_, sizes, ops), group in groupby(ordered, key=key):
         paths = list(group)
-        name = paths[0] or "outside of modules" if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
+        link = " to " if " ... " in paths[0] else " ... "
+        name = paths[0] or "outside of modules" if len(paths) == 1 else f"{paths[0]}{link}{paths[-1]} ({len(paths)})"
         parts = [f"{format_bytes(size)} {_verb(action)}" for action, size in sizes]  # type: ignore[attr-defined]
         parts += [f"{ops} ops held"] if ops else []
         lines.append(f"  {name}: {', '.join(parts) or 'recomputed'}{' each' if len(paths) > 1 else ''}")

@@ -84,7 +84,8 @@ def peak_rows(facts: Facts, *, most: int = 12) -> list[PeakRow]:
 
 def cost_rows(facts: Facts) -> list[CostRow]:
     """What is recomputed, alike calls together, and what else the plan adds; seconds sum to what the plan costs."""
-    graph, plan, planned = facts.graph, facts.plan, facts.planned
+    plan, planned = facts.plan, facts.planned
+    graph = plan.segmented(facts.graph)
     calls: dict[str, set[int]] = {}
     seconds: defaultdict[str, float] = defaultdict(float)
     freed: Counter[str] = Counter()

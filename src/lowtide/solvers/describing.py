@@ -35,7 +35,8 @@ def described(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int
 
 
 def _modules(graph: StepGraph, plan: Plan) -> tuple[PlannedModule, ...]:
-    paths = dict.fromkeys([*(region.path for region in plan.regions), *(move.path for move in plan.moves)])
+    recomputed = [path for region in plan.regions for path in region.paths]
+    paths = dict.fromkeys([*recomputed, *(move.path for move in plan.moves)])
     calls = {path: graph.calls_by_path[path] for path in paths if path in graph.calls_by_path}
     return tuple(PlannedModule(path, graph.calls[numbers[0]].kind, len(numbers)) for path, numbers in calls.items())
 

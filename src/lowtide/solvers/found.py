@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.graph.segments import Span
 from lowtide.solvers.chain import Regions
 from lowtide.solvers.pressing import Codecs
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan's decisions, and what they cost. `share` is how much of the link moves use, `codecs` what is encoded."""
+    """A plan's decisions, and what they cost. `share` is how much of the link moves use, `codecs` what is encoded.
+
+    With `spans`, calls of `regions` are those of the graph with these segments.
+    """
 
     regions: Regions
     share: float
     codecs: Codecs
     peak_bytes: int
     extra_s: float
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def decisions(self) -> tuple[Regions, float, Codecs]:
+        return self.regions, self.share, self.codecs
 
 
 def faster(*candidates: Found | None) -> Found | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
+from lowtide.graph.segments import runs
 from lowtide.simulator import Timeline
 from lowtide.solvers.pressing import Press
 from lowtide.solvers.pricing import Hull, Pricing, hull
@@ -17,7 +18,7 @@ from lowtide.solvers.pricing import Hull, Pricing, hull
 class Moment:
     """The best choices for a moment from everything held to as little as can be.
 
-    `bound` is the hull of all plans, those with codecs too; `hull` has none with codecs.
+    `bound` is the hull of all plans, those with codecs and segments too; `hull` has none with these.
     """
 
     pricing: Pricing
@@ -50,8 +51,10 @@ class Moment:
 def moment_at(graph: StepGraph, plain: Timeline, op: int, press: Press | None) -> Moment:
     """The moment at which op `op` of the plain step `plain` runs."""
     pricing = Pricing(graph, plain, op)
-    found = hull(pricing)
-    return Moment(pricing, found, found if press is None else hull(Pricing(graph, plain, op, press=press)))
+    found, has_runs = hull(pricing), bool(runs(graph))
+    if press is None and not has_runs:
+        return Moment(pricing, found, found)
+    return Moment(pricing, found, hull(Pricing(graph, plain, op, press=press, bounds_segments=has_runs)))
 
 
 def peak_op(timeline: Timeline | EagerLives, phase: int) -> int:

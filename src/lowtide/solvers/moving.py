@@ -48,6 +48,10 @@ class Mover:
                 self._replays[call] = min(self._replays.get(call, save.read), save.read)
                 call = graph.calls[call].parent
 
+    def on(self, graph: StepGraph) -> Mover:
+        """The same for another graph of the step; nothing is encoded."""
+        return Mover(graph, self._room["host"], self._room["disk"])
+
     def plan(self, regions: Regions, share: float, codecs: Codecs = ()) -> Plan:
         """These regions replayed, values moved that fit through `share` of the bandwidth, and those encoded."""
         forms = self._press.left_behind(codecs, regions) if self._press is not None else {}

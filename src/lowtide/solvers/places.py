@@ -49,21 +49,22 @@ class Places:
         """Moves of values, each by its way (where to, and the codec), that name every place in which one is held."""
         graph = self._graph
         owner = graph.innermost(regions)
-        inputs: dict[int, list[tuple[int, int]]] = {}
+        inputs: dict[int, list[tuple[str, int, int]]] = {}
         for call in sorted(regions):
             if owner[graph.calls[call].parent] < 0:
                 for number, value in enumerate(graph.calls[call].inputs):
-                    inputs.setdefault(value, []).append((call, number))
+                    inputs.setdefault(value, []).append(graph.input_place(call, number))
         outputs = held_outputs(graph, regions)
         found: list[Move] = []
         for value, way in ways.items():
             saves = self._saves.get(value, ())
             places = [graph.save_places[save] for save in saves if owner[graph.saves[save].call] < 0]
-            for place, number in [*places, *inputs.get(value, ())]:
-                found.append(Move(graph.calls[place].path, graph.nths[place], number, *way))
+            named = [(graph.calls[place].path, graph.nths[place], number) for place, number in places]
+            for path, nth, number in [*named, *inputs.get(value, ())]:
+                found.append(Move(path, nth, number, *way))
             if value in outputs:
                 place, op, _ = outputs[value]
-                found.append(Move(graph.calls[place].path, graph.nths[place], 0, *way, op=op))
+                found.append(Move(*graph.names_of(place)[0], 0, *way, op=op))
         return tuple(found)
 
 

@@ -4,7 +4,8 @@ A forward op is either outside of every replayed region, and then its saves are 
 again, or its output is retained. With a price per byte each op of a region decides for itself (`regionholds`); a region
 costs the sum over its ops and its inputs, and which regions to take is decided from the leaves of the module tree
 upwards: a call is either one region, or what is best for its ops and the calls inside it. Regions inside regions change
-what a replay holds, not what the forward leaves behind, so they have no place here.
+what a replay holds, not what the forward leaves behind, so they have no place here. Segments have none either: plans
+with segments come from `segmenting`, and for them the bound is one of calls that pay less (`bounds_segments`).
 
 Bytes are those held at one moment, while op `at` runs; `holding` says who pays for each value. Charging no value twice
 and none that the moment does not hold, and no op that a plan might get around, is what makes the least
@@ -21,6 +22,7 @@ from itertools import count
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.graph.segments import runs
 from lowtide.simulator import Timeline
 from lowtide.solvers.holding import Holding
 from lowtide.solvers.pressing import Charges, Press
@@ -48,6 +50,9 @@ class Pricing:
 
     `discount` is taken off the price of values that could be moved instead: saves outside of regions, and inputs. With
     `narrow`, no region contains several layers. With `press`, those values may be encoded.
+
+    With `bounds_segments`, calls of a run pay nothing for what the run makes, neither as inputs nor to retain what is
+    saved in the next call, and nothing once the backward has begun with the run: less than any segment of them pays.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Pricing:
         discount: float = 0.0,
         narrow: bool = False,
         press: Press | None = None,
+        bounds_segments: bool = False,
     ) -> None:
         self.graph = graph
         self._press = press
@@ -65,7 +71,7 @@ class Pricing:
         self._region_s = graph.hardware.region_s
         self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
-        self._stop = _stops(graph)
+        self._stop = stops_of(graph)
         self._children: list[list[int]] = [[] for _ in graph.calls]
         self._roots: list[int] = []
         for index, call in enumerate(graph.calls):
@@ -79,18 +85,49 @@ class Pricing:
             is_wide = contains_layers(graph)
             self.replayable = [can and not wide for can, wide in zip(self.replayable, is_wide, strict=True)]
         holding = Holding(graph, plain, at)
+        self._in_runs: dict[int, np.ndarray] = {}  # by depth, ops in calls of runs
+        self._run_firsts = [call.first for call in graph.calls]  # of each call, where its run begins
+        if bounds_segments:
+            self._begin_runs(holding)
         self.base_bytes = holding.base_bytes
         self._held = self._charges_of_ops(holding)
-        self._may_keep = {depth: self.may_keep & (graph.retainable.depths >= depth) for depth in self._held}
+        self._may_keep = {depth: self._keepable_at(depth) for depth in self._held}
         allowed = np.array(self.replayable, dtype=bool)
-        self.holds = RegionHolds(graph, self._stop, self._may_keep, self.must_keep, self._held, allowed)
+        self.holds = RegionHolds(
+            graph, self._stop, self._may_keep, self.must_keep, self._held, allowed, self._run_firsts
+        )
         self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
         if press is not None:
             num = len(graph.calls) + 1
             homes = [(home, value) for value, home in holding.homes.items() if value in press.options]
-            takers = [(call, value) for home, value in homes for call in holding.takers(value, home)]
+            takers = [(call, value) for home, value in homes for call in self._takers(holding, value, home)]
             self._pressed_direct = Charges(press, homes, num, 1 - discount)
             self._pressed_inputs = Charges(press, takers, num, 1 - discount)
+
+    def _begin_runs(self, holding: Holding) -> None:
+        """Let calls of a run be parts of segments."""
+        for run in runs(self.graph):
+            first, end = self.graph.calls[run[0]].first, self.graph.calls[run[-1]].end
+            has_begun = any(holding.has_begun[call] for call in run)
+            for call in run:
+                self._run_firsts[call], holding.has_begun[call] = first, has_begun
+                self.replayable[call] = self.replayable[call] or self._stop[call] > self.graph.calls[call].first
+            at_depth = self._in_runs.setdefault(self._depth[run[0]], np.zeros(self.graph.num_forward, dtype=bool))
+            at_depth[first:end] = True
+
+    def _takers(self, holding: Holding, value: int, payer: int) -> list[int]:
+        born = self.graph.values[value].born
+        return [call for call in holding.takers(value, payer) if born < self._run_firsts[call]]
+
+    def _keepable_at(self, depth: int) -> np.ndarray:
+        """The ops whose outputs regions at a depth may retain; what only segments may costs nothing."""
+        depths = self.graph.retainable.depths
+        may_keep = self.may_keep & (depths >= depth)
+        if depth in self._in_runs:
+            only_segments = self.may_keep & self._in_runs[depth] & (depths == depth - 1)
+            self._held[depth][only_segments] = 0.0
+            may_keep |= only_segments
+        return may_keep
 
     def _charges_of_calls(self, holding: Holding) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that each call holds directly if it is no region, and as inputs if it is one, less what is pressed."""
@@ -99,9 +136,9 @@ class Pricing:
         for value, home in holding.homes.items():
             if self._press is None or value not in self._press.options:
                 direct[home] += graph.values[value].bytes
-                inputs[holding.takers(value, home)] += graph.values[value].bytes
+                inputs[self._takers(holding, value, home)] += graph.values[value].bytes
         for value, payer in holding.passed.items():
-            for call in holding.takers(value, payer):
+            for call in self._takers(holding, value, payer):
                 inputs[call] += 0 if holding.has_begun[call] else graph.values[value].bytes
         return direct, inputs
 
@@ -313,7 +350,7 @@ def contains_layers(graph: StepGraph) -> list[bool]:
     return found
 
 
-def _stops(graph: StepGraph) -> list[int]:
+def stops_of(graph: StepGraph) -> list[int]:
     """The position up to which each call is replayed as a region that retains nothing: its last save that is read."""
     stops = [0] * len(graph.calls)
     for save in graph.saves:

@@ -66,7 +66,8 @@ def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
 
 def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
     """Regions given by call numbers, as a plan names them."""
-    return tuple(Recompute(graph.calls[call].path, graph.nths[call], regions[call]) for call in sorted(regions))
+    names = {call: graph.names_of(call) for call in sorted(regions)}
+    return tuple(Recompute(*each[0], regions[call], each[1:]) for call, each in names.items())
 
 
 def _products(graph: StepGraph, call: int) -> tuple[int, ...]:

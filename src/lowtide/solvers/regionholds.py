@@ -20,7 +20,7 @@ class RegionHolds:
 
     `may_keep[depth]` and `must_keep` are the ops whose outputs regions at that depth may and must retain, and
     `held[depth]` the bytes that each takes then. `stops` are the positions at which replays end if nothing is retained.
-    Calls that are not `allowed` to be regions cost inf.
+    Calls that are not `allowed` to be regions cost inf. What is made from `run_firsts` on may be retained for a call.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class RegionHolds:
         must_keep: np.ndarray,
         held: Mapping[int, np.ndarray],
         allowed: np.ndarray,
+        run_firsts: Sequence[int],
     ) -> None:
         self._graph, self._may_keep, self._must_keep, self._held = graph, may_keep, must_keep, held
         self._seconds, self._substituted_s = graph.arrays.seconds[: graph.num_forward], graph.retainable.substituted_s
@@ -41,7 +42,7 @@ class RegionHolds:
                 is_saved[born], unread[born] = True, unread[born] or save.read < 0
         self._is_read = is_saved & ~unread  # a region that could retain the output brings it back, or does retain it
         first, end = graph.arrays.first, np.array([call.end for call in graph.calls], dtype=np.int64)
-        least, entries = _least_stops(graph, may_keep)
+        least, entries = _least_stops(graph, may_keep, run_firsts)
         self._spans = first, least, np.maximum(least, np.array(stops, dtype=np.int64)), end
         # With a region inside, the replay around it may end where that begins.
         inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
@@ -111,7 +112,9 @@ def sums_of(items: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(items)])
 
 
-def _least_stops(graph: StepGraph, may_keep: Mapping[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _least_stops(
+    graph: StepGraph, may_keep: Mapping[int, np.ndarray], run_firsts: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """The earliest positions at which replays of calls can end: at the last save that is read and cannot be retained.
 
     And with regions inside: for a save in a call inside, where that call begins.
@@ -120,7 +123,7 @@ def _least_stops(graph: StepGraph, may_keep: Mapping[int, np.ndarray]) -> tuple[
     for save in graph.saves:
         call, reached, born = save.call, save.made, graph.values[save.value].born
         while save.read >= 0 and call >= 0:
-            is_inside = graph.calls[call].first <= born < graph.num_forward
+            is_inside = run_firsts[call] <= born < graph.num_forward
             if not (is_inside and may_keep[graph.depths[call]][born]):
                 least[call], entries[call] = max(least[call], save.made), max(entries[call], reached)
             call, reached = graph.calls[call].parent, graph.calls[call].first

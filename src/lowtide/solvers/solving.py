@@ -5,9 +5,9 @@ every price of a byte, which lie on a convex hull; `chain` fills in the plans be
 found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
 too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
 for links used to various shares, also with layers that change in an even spread and with what `loading` makes. Where
-codecs are allowed there are chains more, with values encoded (`pressing`). Beside these there are `standing` plans, and
-for smaller steps those that `exploring` finds and the smallest, by `lowering`; the fastest that fits is taken. The hull
-is also a bound on what any plan costs.
+codecs are allowed there are chains more, with values encoded (`pressing`). Beside these there are plans with segments
+(`segmenting`), `standing` plans, and for smaller steps those that `exploring` finds and the smallest, by `lowering`;
+the fastest that fits is taken. The hull is also a bound on what any plan costs.
 
 Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
 budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
@@ -41,6 +41,7 @@ from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
 from lowtide.solvers.pricing import Pricing, contains_layers, hull
+from lowtide.solvers.segmenting import Segmenting, plan_of
 from lowtide.solvers.standing import replayed_s, standing_plans
 from lowtide.units import check_seconds, parse_bytes
 
@@ -94,7 +95,8 @@ def search_for(
     lossy: str | tuple[str, ...] | None = None,
 ) -> Search | CompiledSearch:
     """What finds plans for an engine."""
-    check_graph(graph)
+    if not isinstance(graph, StepGraph):
+        raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
     host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
@@ -107,22 +109,11 @@ def search_for(
     return CompiledSearch(graph, time_limit_s)
 
 
-def check_graph(graph: object) -> None:
-    """Raise unless this is a graph."""
-    if not isinstance(graph, StepGraph):
-        raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
-
-
 class Search:
     """What solving one graph needs, made when it is first asked for and shared by all budgets of a sweep."""
 
     def __init__(
-        self,
-        graph: StepGraph,
-        host: int = 0,
-        disk: int = 0,
-        time_limit_s: float = 10.0,
-        lossy: tuple[str, ...] = (),
+        self, graph: StepGraph, host: int = 0, disk: int = 0, time_limit_s: float = 10.0, lossy: tuple[str, ...] = ()
     ) -> None:
         if (host or disk) and not graph.hardware.link_bytes_per_s:
             raise PlanError(
@@ -208,6 +199,13 @@ class Search:
         return Nesting(self.graph, pricing.replayable, pricing.must_keep)
 
     @cached_property
+    def _segmented(self) -> list[Found]:
+        """Plans with segments."""
+        shares = _SHARES if self._movable_bytes else ()
+        segmentings = [Segmenting(each.pricing, each.hull.choices) for each in self._moments[:1]]
+        return [plan for each in segmentings for plan in each.plans(self._is_late, self._mover, shares)]
+
+    @cached_property
     def _standing(self) -> list[tuple[float, Regions, Codecs]]:
         plans = standing_plans(self.graph, self._nesting) if self._moments else []
         found: list[tuple[float, Regions, Codecs]] = [(seconds, regions, ()) for seconds, regions in plans]
@@ -224,13 +222,15 @@ class Search:
     def plan(self, budget: int) -> Plan:
         """The plan for a budget, with everything a person wants to know about it."""
         if self.plain.peak_bytes <= budget:
-            return self._described(self.plain, budget)
+            return described(self.graph, self.plain, self.plain, budget, 0.0)
         fastest: Found | None = None
         for chain, share, _ in self._all_chains():
             if fastest is None or not self._is_late():
                 fastest = faster(fastest, self._of_chain(budget, chain, share, fastest))
         if fastest is None and budget < self.floor.peak_bytes:  # some nested plan may fit
             raise self._infeasible(budget)
+        if fastest is None or "_segmented" in vars(self) or not self._is_late():
+            fastest = faster(fastest, *(plan for plan in self._segmented if plan.peak_bytes <= budget))
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
             if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not self._is_late())):
                 nested = self._nested(number, share, splits, codecs)
@@ -245,7 +245,7 @@ class Search:
             fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
         if fastest is None:
             raise self._infeasible(budget)
-        return self._described(self._timeline(fastest.regions, fastest.share, fastest.codecs), budget)
+        return described(self.graph, self._timeline_of(fastest), self.plain, budget, self.lower_bound_s(budget))
 
     def _of_chain(self, budget: int, chain: Chain | Loads, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
@@ -337,6 +337,10 @@ class Search:
             del self._recent[next(iter(self._recent))]
         return played
 
+    def _timeline_of(self, found: Found) -> Timeline:
+        plan = plan_of(self.graph, found, self._mover) if found.spans else self._mover.plan(*found.decisions)
+        return simulate(self.graph, plan)
+
     def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
         return simulate(self.graph, self._mover.plan(regions, share, codecs))
 
@@ -355,21 +359,18 @@ class Search:
             return 0.0
         return max((moment.least_s(budget, self._movable_bytes) for moment in self._moments), default=0.0)
 
-    def _described(self, timeline: Timeline, budget: int) -> Plan:
-        return described(self.graph, timeline, self.plain, budget, self.lower_bound_s(budget))
-
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
         if (best := self._smallest) is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
-        return self._timeline(best.regions, best.share, best.codecs)
+        return self._timeline_of(best)
 
     @cached_property
     def _smallest(self) -> Found | None:
         """The plan with the smallest peak of all."""
         found = self._ends(regions_only=False) if self._movable_bytes or self._press else []
-        return smaller(*found, self._smallest_of_regions)
+        return smaller(*found, self._smallest_of_regions, *self._segmented)
 
     @cached_property
     def _smallest_of_regions(self) -> Found | None:

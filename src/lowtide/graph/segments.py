@@ -1,0 +1,180 @@
+"""Segments: runs of sibling calls that are recomputed together, from what the run is given from outside.
+
+A segment is replayed as a region around a call would be that spans the run and is the parent of its calls. So a graph
+`with_segments` has such calls, of the kind "Segment", in its call tree; ops, values and saves keep their numbers, and
+whatever plays or plans regions works on it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import fields, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from lowtide.errors import GraphError
+from lowtide.graph import Call, Op, Save, StepGraph
+from lowtide.graph.arrays import StepArrays
+
+Span = tuple[int, int]  # the first and the last call of a segment, as numbered in the plain graph
+
+
+class SegmentedGraph(StepGraph):
+    """The graph `plain` with other `calls`, some of which are segments.
+
+    `plain_members[c]` are the calls of the plain graph that call `c` stands for: itself, or those of a segment.
+    `numbers` are the new numbers of the plain graph's calls. Ops and saves, which differ in their calls alone, are made
+    when they are asked for: to play regions takes only `arrays`, and solvers play many graphs.
+    """
+
+    plain: StepGraph
+    plain_members: tuple[tuple[int, ...], ...]
+
+    def __init__(
+        self, plain: StepGraph, calls: tuple[Call, ...], plain_members: tuple[tuple[int, ...], ...], numbers: list[int]
+    ) -> None:
+        same = {field.name: getattr(plain, field.name) for field in fields(plain)}
+        del same["ops"], same["saves"]
+        vars(self).update(same, plain=plain, calls=calls, plain_members=plain_members, _numbers=[*numbers, -1])
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:  # type: ignore[override]
+        numbers = vars(self)["_numbers"]
+        return tuple(replace(op, call=numbers[op.call]) for op in self.plain.ops)
+
+    @cached_property
+    def saves(self) -> tuple[Save, ...]:  # type: ignore[override]
+        numbers = vars(self)["_numbers"]
+        return tuple(replace(save, call=numbers[save.call]) for save in self.plain.saves)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.plain.fingerprint
+
+    @cached_property
+    def last_writes(self) -> dict[int, int]:
+        return self.plain.last_writes
+
+    @cached_property
+    def arrays(self) -> StepArrays:
+        """As of any graph; segments capture the state of each of their calls."""
+        found, plain = copy(self.plain.arrays), self.plain.arrays
+        found.save_call = np.array(vars(self)["_numbers"], dtype=np.int64)[plain.save_call]
+        found.set_calls(self)
+        found.num_modules = np.array([len(members) for members in self.plain_members], dtype=np.int64)
+        starts = np.cumsum(found.num_modules) - found.num_modules
+        members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
+        found.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
+        found.replay_bytes = np.add.reduceat(plain.replay_bytes[members], starts)
+        return found
+
+    def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
+        return tuple((self.plain.calls[each].path, self.plain.nths[each]) for each in self.plain_members[call])
+
+    def input_place(self, call: int, number: int) -> tuple[str, int, int]:
+        value, plain = self.calls[call].inputs[number], self.plain
+        taker = next(each for each in self.plain_members[call] if value in plain.calls[each].inputs)
+        return plain.input_place(taker, plain.calls[taker].inputs.index(value))
+
+
+def members_of(graph: StepGraph, span: Span) -> list[int]:
+    """The calls of a segment, in the order of the forward."""
+    first, last = span
+    parent = graph.calls[first].parent
+    return [call for call in range(first, last + 1) if graph.calls[call].parent == parent]
+
+
+def runs(graph: StepGraph) -> list[tuple[int, ...]]:
+    """The longest runs of calls that can be recomputed together, each of two calls at least, by their first call.
+
+    Such calls have one parent and come directly one after the other, with no op between them. Each is a module of the
+    model that can be replayed, and of what the run makes it is given no more than what the call before it returns.
+    """
+    children: dict[int, list[int]] = {}
+    for index, call in enumerate(graph.calls):
+        children.setdefault(call.parent, []).append(index)
+    found: list[tuple[int, ...]] = []
+    for siblings in children.values():
+        run: list[int] = []
+        for index in siblings:
+            call = graph.calls[index]
+            can_be = bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
+            if run and not (can_be and _is_linked(graph, run, index)):
+                found.append(tuple(run))
+                run = []
+            run += [index] if can_be else []
+        found.append(tuple(run))
+    return sorted(run for run in found if sum(graph.calls[c].end > graph.calls[c].first for c in run) > 1)
+
+
+def _is_linked(graph: StepGraph, run: Sequence[int], index: int) -> bool:
+    call, before = graph.calls[index], graph.calls[run[-1]]
+    made = [value for value in call.inputs if graph.values[value].born >= graph.calls[run[0]].first]
+    return call.first == before.end and set(made) <= set(before.outputs)
+
+
+def with_segments(graph: StepGraph, spans: Iterable[Span]) -> StepGraph:
+    """`graph` with a call around each of these runs of calls. Spans may lie inside one another, and not overlap.
+
+    Raises `GraphError` for calls that do not follow each other directly.
+    """
+    ordered = sorted(set(spans), key=lambda span: (span[0], -span[1]))
+    if not ordered:
+        return graph
+    if isinstance(graph, SegmentedGraph):
+        raise GraphError("a graph that has segments is given no others: begin with the plain one")
+    all_members = [members_of(graph, span) for span in ordered]
+    for span, members in zip(ordered, all_members, strict=True):
+        _check(graph, span, members)
+    firsts = np.array([first for first, _ in ordered])
+    new_number = (np.arange(len(graph.calls)) + np.searchsorted(firsts, np.arange(len(graph.calls)), "right")).tolist()
+    parents = [new_number[call.parent] if call.parent >= 0 else -1 for call in graph.calls]
+    segment_parents: list[int] = []
+    for number, (span, members) in enumerate(zip(ordered, all_members, strict=True)):  # the inner ones last
+        segment_parents.append(parents[members[0]])
+        if parents[members[0]] != parents[members[-1]]:
+            raise GraphError(f"segments overlap: {_title(graph, members)} leaves another that it begins in")
+        for member in members:
+            parents[member] = span[0] + number
+    calls: list[Call] = []
+    plain_members: list[tuple[int, ...]] = []
+    number = 0
+    for index, call in enumerate(graph.calls):
+        while number < len(ordered) and ordered[number][0] == index:
+            calls.append(_segment(graph, all_members[number], segment_parents[number]))
+            plain_members.append(tuple(all_members[number]))
+            number += 1
+        calls.append(call if call.parent == parents[index] else replace(call, parent=parents[index]))
+        plain_members.append((index,))
+    return SegmentedGraph(graph, tuple(calls), tuple(plain_members), new_number)
+
+
+def segment_name(names: Sequence[tuple[str, int]]) -> str:
+    """What people call a region over these calls (path and nth): `layers.3 ... layers.9`."""
+    return names[0][0] if len(names) == 1 else f"{names[0][0]} ... {names[-1][0]}"
+
+
+def _segment(graph: StepGraph, members: Sequence[int], parent: int) -> Call:
+    calls = [graph.calls[member] for member in members]
+    first = calls[0].first
+    given = dict.fromkeys(value for call in calls for value in call.inputs if graph.values[value].born < first)
+    changes = next((call.changes for call in calls if call.changes), "")
+    end, outputs = calls[-1].end, calls[-1].outputs
+    return Call(_title(graph, members), "Segment", parent, first, end, tuple(given), outputs, changes=changes)
+
+
+def _title(graph: StepGraph, members: Sequence[int]) -> str:
+    return segment_name([(graph.calls[member].path, 0) for member in members])
+
+
+def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
+    title = _title(graph, members) if members else str(span)
+    if len(members) < 2 or members[-1] != span[1]:
+        raise GraphError(f"{title} is no run of several calls under one parent")
+    for before, after in pairwise(members):
+        a, b = graph.calls[before], graph.calls[after]
+        if a.end != b.first:
+            raise GraphError(f"{title} is no segment: {b.first - a.end} ops run between {a.path} and {b.path}")

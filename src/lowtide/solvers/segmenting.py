@@ -1,0 +1,199 @@
+"""Plans with segments: chains of calls cut in the best way for each amount of memory, and as people do by hand.
+
+None of these plans depends on the budget: each is simulated, and of those that fit a budget the fastest is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from lowtide.eagerlives import EagerLives
+from lowtide.graph import StepGraph
+from lowtide.graph.segments import Span, runs, with_segments
+from lowtide.plans import Plan
+from lowtide.simulator import simulate
+from lowtide.solvers.chain import Regions
+from lowtide.solvers.chainplans import ChainPlans, Item, Measuring, Segmentation, items_of
+from lowtide.solvers.found import Found
+from lowtide.solvers.moving import Mover
+from lowtide.solvers.nesting import Nesting
+from lowtide.solvers.pricing import Choice, Pricing, replayable, stops_of
+
+_NUM_SLOTS = 256
+_FINE = (4, 1)  # slots for what passes between two calls
+_MOST_WAYS = 6  # of the choices on a hull
+_MOST_LEVELS = 3  # of calls inside an item that are regions
+_MOST_PLAYED_OPS = 600_000  # of all plans that are simulated
+_MOST_PLANS = 400
+_FEWEST_PLANS = 48
+_MOST_MOVED = 6  # plans of which values are moved
+_MOST_DEPTH = 8  # of segments inside one another: each is replayed from inside the replay of the one around it
+_MOST_PARTS = 24  # of a chain that is cut evenly
+
+_Item = TypeVar("_Item")
+
+
+class Segmenting:
+    """Finds plans of a graph whose regions are segments, of which there are none if no calls follow each other."""
+
+    def __init__(self, pricing: Pricing, choices: Sequence[Choice]) -> None:
+        self._graph, self._pricing, self._choices = pricing.graph, pricing, choices
+        self.chains = chosen_runs(self._graph)
+        self._can = replayable(self._graph, stops_of(self._graph))
+
+    def plans(self, is_late: Callable[[], bool], mover: Mover, shares: Sequence[float]) -> list[Found]:
+        """Plans with segments, each simulated; the best of them also with these shares of the link used."""
+        if not self.chains:
+            return []
+        most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
+        found: list[Found] = []
+        for number, wanted in enumerate((self._by_hand, self._best)):
+            for plan in _thinned(wanted(), most) if not (number and is_late()) else ():
+                played = self._found(plan) if _depth(plan.spans) <= _MOST_DEPTH else None
+                found += [played] if played is not None and played.spans else []
+                if is_late() and len(found) >= _FEWEST_PLANS:
+                    break
+        front = _front(found)
+        pairs = [(plan, share) for share in shares for plan in _thinned(front, _MOST_MOVED)]
+        return front + [_moved(self._graph, plan, share, mover) for plan, share in pairs if not is_late()]
+
+    def _found(self, plan: Segmentation) -> Found | None:
+        """A plan on the graph with its segments, simulated."""
+        graph = with_segments(self._graph, plan.spans)
+        numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
+        names = [(self._graph.names_of(call), kept) for call, kept in plan.regions.items() if self._can[call]]
+        regions: Regions = {numbers[name]: kept for name, kept in names}
+        regions |= {call: () for call in numbers.values() if graph.calls[call].kind == "Segment"}
+        if self._pricing.must_keep.any():
+            regions = Nesting(graph, replayable(graph, stops_of(graph)), self._pricing.must_keep).tidied(regions)
+        if any(call in graph.unreplayable for call in regions):
+            return None
+        played = EagerLives(graph, dict(sorted(regions.items())))
+        return Found(regions, 0.0, (), played.peak_bytes, played.extra_s, plan.spans)
+
+    def _best(self) -> list[Segmentation]:
+        """The best cuts of the chains, for memory from the least on, in fine steps and in coarse ones."""
+        graph, items = self._graph, items_of(self._graph, self.chains)
+        measuring = Measuring(graph, items)
+        ways = [measuring.way({}, is_inner=True)]
+        ways += [measuring.way(regions, is_inner=True) for regions in self._inner_levels(items)]
+        ways += [measuring.way(regions, is_inner=False) for regions in self._of_choices(items)]
+        calls: Regions = {call: () for item in items for call in item.calls if self._can[call]}
+        dropped, carried = measuring.way(calls, is_inner=False), measuring.carried(ways[0])
+        lowest = float(np.minimum.reduce([way.backward for way in ways]).min())
+        range_bytes = max(float(EagerLives(graph, {}).peak_bytes) - lowest, 1.0)
+        links = sorted(size for size in measuring.links if size)
+        coarse = range_bytes / (_NUM_SLOTS - 1)
+        link = links[len(links) // 2] if links else 0
+        if link > coarse:  # what most calls are given takes up whole slots
+            coarse = link / (link // coarse)
+        found: dict[Segmentation, None] = {}
+        for slot in sorted({coarse, *(link / number for number in _FINE if 0 < link / number < coarse)}):
+            num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
+            table = ChainPlans(graph, items, ways, dropped, measuring.links, carried, slot, num)
+            found |= dict.fromkeys(table.all_plans())
+        return list(found)
+
+    def _inner_levels(self, items: Sequence[Item]) -> list[Regions]:
+        """The calls inside each item as regions: those of one level, and those of the next inside them."""
+        graph = self._graph
+        around = {call for item in items for call in item.calls}
+        found: list[Regions] = []
+        level, regions = around, dict[int, tuple[int, ...]]()
+        for _ in range(_MOST_LEVELS):
+            level = {call for call in range(len(graph.calls)) if graph.calls[call].parent in level}
+            inside: Regions = {call: () for call in sorted(level) if self._can[call]}
+            if not inside:
+                break
+            regions = {**regions, **inside}
+            found.append(regions)
+            if len(found) > 1:
+                found.append(inside)
+        return found
+
+    def _of_choices(self, items: Sequence[Item]) -> list[Regions]:
+        """Some of the choices on a hull, less regions that are in no single item."""
+        starts = [item.first for item in items]
+        found: dict[tuple[object, ...], Regions] = {}
+        for choice in self._choices[1:]:
+            regions: Regions = {}
+            for call, kept in choice.regions.items():
+                first, end = self._graph.calls[call].first, self._graph.calls[call].end
+                item = items[max(np.searchsorted(starts, first, "right") - 1, 0)]
+                if end <= item.end and len(item.calls) < 2:
+                    regions[call] = kept
+            if regions:
+                found.setdefault(tuple(sorted(regions.items())), regions)
+        return _thinned(list(found.values()), _MOST_WAYS)
+
+    def _by_hand(self) -> list[Segmentation]:
+        """Chains cut into parts of the same size: all of them recomputed, or all but the last; also layer by layer."""
+        found: list[Segmentation] = []
+        chain = max(self.chains, key=len)
+        for parts in range(2, min(_MOST_PARTS, len(chain)) + 1):
+            size = len(chain) // parts  # as torch's checkpoint_sequential cuts
+            cuts = [*range(0, size * (parts - 1), size), size * (parts - 1)]
+            spans = [chain[a:b] for a, b in zip(cuts, [*cuts[1:], len(chain)], strict=True)]
+            for some in (spans, spans[:-1]):
+                segments = tuple((span[0], span[-1]) for span in some if len(span) > 1)
+                singles: Regions = {span[0]: () for span in some if len(span) == 1}
+                found.append(Segmentation(segments, singles))
+                layers: Regions = dict.fromkeys(chain, ())
+                found.append(Segmentation(segments, layers))
+        return found
+
+
+def plan_of(graph: StepGraph, found: Found, mover: Mover) -> Plan:
+    """What was found, as a plan names it."""
+    return mover.on(with_segments(graph, found.spans)).plan(found.regions, found.share)
+
+
+def _moved(graph: StepGraph, found: Found, share: float, mover: Mover) -> Found:
+    moved = replace(found, share=share)
+    timeline = simulate(graph, plan_of(graph, moved, mover))
+    return replace(moved, peak_bytes=timeline.peak_bytes, extra_s=timeline.extra_s)
+
+
+def _depth(spans: Iterable[Span]) -> int:
+    """How many segments lie inside one another."""
+    deepest, around = 0, list[int]()
+    for first, last in sorted(spans, key=lambda span: (span[0], -span[1])):
+        while around and around[-1] < first:
+            around.pop()
+        around.append(last)
+        deepest = max(deepest, len(around))
+    return deepest
+
+
+def chosen_runs(graph: StepGraph) -> list[tuple[int, ...]]:
+    """Runs to cut, none inside another: those first that have many calls, and many ops."""
+
+    def weight(run: tuple[int, ...]) -> int:
+        return len(run) ** 2 * (graph.calls[run[-1]].end - graph.calls[run[0]].first)
+
+    found: list[tuple[int, ...]] = []
+    for run in sorted(runs(graph), key=lambda run: (-weight(run), run)):
+        first, end = graph.calls[run[0]].first, graph.calls[run[-1]].end
+        if all(graph.calls[o[-1]].end <= first or end <= graph.calls[o[0]].first for o in found):
+            found.append(run)
+    return found
+
+
+def _thinned(items: list[_Item], most: int) -> list[_Item]:
+    if len(items) <= most:
+        return items
+    return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
+
+
+def _front(plans: list[Found]) -> list[Found]:
+    """Plans that no other is faster and smaller than, the smallest first."""
+    found: list[Found] = []
+    for plan in sorted(plans, key=lambda plan: (plan.extra_s, plan.peak_bytes)):
+        if not found or plan.peak_bytes < found[-1].peak_bytes:
+            found.append(plan)
+    return found[::-1]
