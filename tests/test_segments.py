@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from lowtide import Plan
@@ -402,6 +404,27 @@ def test_a_changed_input_is_refused() -> None:
         mask.zero_()
         with pytest.raises(lowtide.CheckpointError, match="changed in place"):
             loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", [lowtide.checkpoint, functools.partial(torch_checkpoint, use_reentrant=False)])
+def test_a_checkpoint_of_ones_own_around_some_of_the_layers(checkpoint: Callable[..., Any]) -> None:
+    class Own(Loop):
+        def some(self, x: Tensor) -> Tensor:
+            for layer in self.layers[2:5]:
+                x = layer(x)
+            return x
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = checkpoint(self.some, self.layers[1](self.layers[0](x)))
+            return self.layers[6](self.layers[5](x))
+
+    model, x = Own(7), torch.randn(4, WIDTH)
+    for layer in model.layers:
+        layer.norm = nn.LayerNorm(WIDTH)  # torch's own counts batches twice
+    expected = steps(model, x)
+    for policy in (lowtide.Uniform(1), lowtide.Uniform(3), lowtide.Revolve(2)):
+        with lowtide.apply(model, policy, regions="layers.*"):
+            assert_same(steps(model, x), expected)
 
 
 def test_copies_of_a_model_run_beside_it() -> None:

@@ -6,7 +6,8 @@ are given (masks, positions). What a call gets from an earlier call of the run, 
 asks for replays the calls in order, up to the last one with a save that is needed.
 
 Calls are joined while they run, and nothing is taken for granted: a call that is given no output of the run so far, or
-an output that was changed in place meanwhile, begins a run of its own.
+an output that was changed in place meanwhile, begins a run of its own. So does one under other saved-tensor hooks, say
+those of somebody else's checkpoint, which is replayed by itself.
 
 Inside a segment, calls and shorter segments may be regions themselves. Then a replay of the segment brings back their
 inputs, and each of them is replayed when the backward gets to it.
@@ -41,16 +42,17 @@ class OpenSegment:
     `new_scope` makes what the calls of one replay share: it is passed to their `replay`.
     """
 
-    __slots__ = ("_frame", "_outputs", "new_scope")
+    __slots__ = ("_frame", "_hooks", "_outputs", "new_scope")
 
     def __init__(self, new_scope: Callable[[], Any]) -> None:
         self.new_scope = new_scope
         self._frame: weakref.ref[SegmentFrame] | None = None
+        self._hooks = 0  # the id of those around the frame
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # by id: of the calls so far
 
-    def joined(self, tensors: list[Tensor]) -> tuple[SegmentFrame | None, dict[int, Link]]:
+    def joined(self, tensors: list[Tensor], hooks: Hooks | None) -> tuple[SegmentFrame | None, dict[int, Link]]:
         """The frame that a call with these inputs continues, if any, and which of the inputs it gets from there."""
-        frame = None if self._frame is None else self._frame()
+        frame = None if self._frame is None or self._hooks != _id_of(hooks) else self._frame()
         links: dict[int, Link] = {}
         for index, tensor in enumerate(tensors) if frame is not None else ():
             reference, version, link = self._outputs.get(id(tensor), _NO_OUTPUT)
@@ -58,8 +60,8 @@ class OpenSegment:
                 links[index] = link
         return (frame if links else None), links
 
-    def begin(self, frame: SegmentFrame) -> None:
-        self._frame = weakref.ref(frame)
+    def begin(self, frame: SegmentFrame, hooks: Hooks | None) -> None:
+        self._frame, self._hooks = weakref.ref(frame), _id_of(hooks)
         self._outputs = {}
 
     def call_done(self, frame: SegmentFrame, output: Any) -> None:
@@ -69,6 +71,11 @@ class OpenSegment:
             reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
             if not is_held_itself(tensor) and (reference() is not tensor or before != version):
                 self._outputs[id(tensor)] = weakref.ref(tensor), version, Link(number, index)
+
+
+def _id_of(hooks: Hooks | None) -> int:
+    """Of what the pack hook is bound to: a method is another object each time."""
+    return 0 if hooks is None else id(getattr(hooks[0], "__self__", hooks[0]))
 
 
 def _no_tensor() -> None:
@@ -95,13 +102,14 @@ def run(
     `replay` is called in the backward with the scope, the module and the arguments. Otherwise as `region.run`.
     """
     arguments, tensors = Arguments.take(args, kwargs)
-    frame, links = (None, {}) if is_first else segment.joined(tensors)
+    hooks = _compat.current_hooks()
+    frame, links = (None, {}) if is_first else segment.joined(tensors, hooks)
     if frame is None:
         frame = SegmentFrame(segment.new_scope)
-        segment.begin(frame)
+        segment.begin(frame, hooks)
     call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
     call.links, call.first_save = links, frame.num_saves
-    call.begin(tensors, input_hooks or _compat.current_hooks())
+    call.begin(tensors, input_hooks or hooks)
     frame.calls.append(call)
     _compat.push_hooks(frame, frame)
     try:
