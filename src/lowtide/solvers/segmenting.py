@@ -32,7 +32,7 @@ _MOST_WAYS = 6  # of the choices on a hull
 _MOST_LEVELS = 3  # of calls inside an item that are regions
 _MOST_PLAYED_OPS = 600_000  # of all plans that are simulated
 _MOST_PLANS = 400
-_FEWEST_PLANS = 48
+_FEWEST_PLANS = 32
 _MOST_MOVED = 6  # plans of which values are moved
 _MOST_DEPTH = 8  # of segments inside one another: each is replayed from inside the replay of the one around it
 _MOST_PARTS = 24  # of a chain that is cut evenly
@@ -59,7 +59,7 @@ class Segmenting:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
         found: list[Found] = []
-        for wanted in (self._by_hand(), self._best()):
+        for wanted in (self._by_hand(), self._best(is_late)):
             for number, plan in enumerate(_thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
                     break
@@ -88,8 +88,8 @@ class Segmenting:
         played = EagerLives(graph, dict(sorted(regions.items())))
         return Found(regions, 0.0, (), played.peak_bytes, played.extra_s, plan.spans)
 
-    def _best(self) -> list[Segmentation]:
-        """The best cuts of the chains, for memory from the least on, in fine steps and in coarse ones."""
+    def _best(self, is_late: Callable[[], bool]) -> list[Segmentation]:
+        """The best cuts of the chains, for memory from the least on, in fine steps and if there is time in others."""
         graph, items = self._graph, items_of(self._graph, self.chains)
         measuring = Measuring(graph, items)
         ways = [measuring.way({}, is_inner=True)]
@@ -106,6 +106,8 @@ class Segmenting:
             coarse = link / (link // coarse)
         found: dict[Segmentation, None] = {}
         for slot in sorted({coarse, *(link / number for number in _FINE if 0 < link / number < coarse)}):
+            if found and is_late():
+                break
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
             table = ChainPlans(graph, items, ways, dropped, measuring.links, carried, slot, num)
             found |= dict.fromkeys(table.all_plans())
