@@ -28,7 +28,7 @@ from lowtide.graph.segments import Span
 
 Regions = dict[int, tuple[int, ...]]
 
-_MOST_ITEMS = 192  # calls of longer chains are taken together
+_MOST_ITEMS = 160  # calls of longer chains are taken together
 _MOST_SPLITS = 32  # ends of a segment that are tried
 _REPLAY = 1
 
@@ -168,10 +168,12 @@ def _steps(most: int) -> np.ndarray:
 
 def _shifted(costs: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     """Rows of costs by slot, each as if so many slots were taken; the first column is for too few."""
-    places = np.maximum(np.arange(costs.shape[1] - 1) - np.round(shifts).astype(np.int64)[:, None], -1) + 1
-    if (places == places[0]).all():
-        return costs[:, places[0]]
-    return np.take_along_axis(costs, places, axis=1)
+    width, steps = costs.shape[1] - 1, np.minimum(np.round(shifts).astype(np.int64), costs.shape[1] - 1)
+    if (steps == steps[0]).all():
+        found = np.full((len(costs), width), np.inf, dtype=costs.dtype)
+        found[:, steps[0] :] = costs[:, 1 : width + 1 - steps[0]]
+        return found
+    return np.take_along_axis(costs, np.maximum(np.arange(width) - steps[:, None], -1) + 1, axis=1)
 
 
 class ChainPlans:
@@ -215,7 +217,7 @@ class ChainPlans:
     def _solve(self) -> None:
         """Fill the table: by (first, last), the least seconds for each slot; the first column is for too little."""
         num, width = len(self._items), self._num
-        self._table = np.full((num, num, width + 1), np.inf)
+        self._table = np.full((num, num, width + 1), np.inf, dtype=np.float32)
         self._chosen = np.zeros((num, num, width), dtype=np.int32)
         room = self.lowest + self._slot * np.arange(width)
         slots = np.arange(width)
@@ -232,11 +234,11 @@ class ChainPlans:
                     state = np.cumsum(self._state[first : splits[-1]])[splits - first - 1]
                     costs = _shifted(self._table[splits, last], (self._links[first] + state) / self._slot)
                     costs += _shifted(self._table[first, splits - 1], state / self._slot)
-                    costs += seconds[:, None]
+                    costs += seconds[:, None].astype(np.float32)
                     costs[room < peaks[:, None]] = np.inf
                     least = costs.argmin(axis=0)
                     cost = costs[least, slots]
-                    is_better = cost < best * (1 - 1e-9)
+                    is_better = cost < best * (1 - 1e-6)
                     best = np.where(is_better, cost, best)
                     chosen = np.where(is_better, splits[least], chosen)
                 self._table[first, last, 1:], self._chosen[first, last] = best, chosen

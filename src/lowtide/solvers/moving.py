@@ -49,8 +49,9 @@ class Mover:
                 call = graph.calls[call].parent
 
     def on(self, graph: StepGraph) -> Mover:
-        """The same for another graph of the step; nothing is encoded."""
-        return Mover(graph, self._room["host"], self._room["disk"])
+        """The same for the step's graph with segments."""
+        press = self._press.on(graph) if self._press is not None else None
+        return Mover(graph, self._room["host"], self._room["disk"], press)
 
     def plan(self, regions: Regions, share: float, codecs: Codecs = ()) -> Plan:
         """These regions replayed, values moved that fit through `share` of the bandwidth, and those encoded."""

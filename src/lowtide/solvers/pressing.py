@@ -10,6 +10,7 @@ an error in everything that it scales.
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import combinations
 
 import numpy as np
@@ -59,6 +60,12 @@ class Press:
             if found := [form for form in forms if form is not None]:
                 self.options[value] = found
         self._is_read = {save.value for save in graph.saves if save.read >= 0}
+
+    def on(self, graph: StepGraph) -> Press:
+        """The same for the step's graph with segments."""
+        found = copy(self)
+        found._graph = graph
+        return found
 
     def size_of(self, value: int) -> int:
         return self._graph.values[value].bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from lowtide.solvers.chainplans import ChainPlans, Item, Measuring, Segmentation
 from lowtide.solvers.found import Found
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
+from lowtide.solvers.pressing import Codecs
 from lowtide.solvers.pricing import Choice, Pricing, replayable, stops_of
 
 _NUM_SLOTS = 256
@@ -30,7 +32,7 @@ _MOST_WAYS = 6  # of the choices on a hull
 _MOST_LEVELS = 3  # of calls inside an item that are regions
 _MOST_PLAYED_OPS = 600_000  # of all plans that are simulated
 _MOST_PLANS = 400
-_FEWEST_PLANS = 48
+_FEWEST_PLANS = 32
 _MOST_MOVED = 6  # plans of which values are moved
 _MOST_DEPTH = 8  # of segments inside one another: each is replayed from inside the replay of the one around it
 _MOST_PARTS = 24  # of a chain that is cut evenly
@@ -46,21 +48,31 @@ class Segmenting:
         self.chains = chosen_runs(self._graph)
         self._can = replayable(self._graph, stops_of(self._graph))
 
-    def plans(self, is_late: Callable[[], bool], mover: Mover, shares: Sequence[float]) -> list[Found]:
-        """Plans with segments, each simulated; the best of them also with these shares of the link used."""
+    def plans(
+        self, is_late: Callable[[], bool], mover: Mover, shares: Iterable[float] = (), all_codecs: Iterable[Codecs] = ()
+    ) -> list[Found]:
+        """Plans with segments, each simulated; the best of them also with values moved and encoded.
+
+        `shares` are of the link, and `all_codecs` what may be encoded; those that use neither are simulated anyway.
+        """
         if not self.chains:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
         found: list[Found] = []
-        for number, wanted in enumerate((self._by_hand, self._best)):
-            for plan in _thinned(wanted(), most) if not (number and is_late()) else ():
+        for wanted in (self._by_hand(), self._best(is_late)):
+            for number, plan in enumerate(_thinned(wanted, most)):
+                if number >= _FEWEST_PLANS and is_late():
+                    break
                 played = self._found(plan) if _depth(plan.spans) <= _MOST_DEPTH else None
                 found += [played] if played is not None and played.spans else []
-                if is_late() and len(found) >= _FEWEST_PLANS:
-                    break
         front = _front(found)
-        pairs = [(plan, share) for share in shares for plan in _thinned(front, _MOST_MOVED)]
-        return front + [_moved(self._graph, plan, share, mover) for plan, share in pairs if not is_late()]
+        ways = [(share, codecs) for share, codecs in product({0.0, *shares}, {(), *all_codecs}) if share or codecs]
+        more = [
+            replace(plan, share=share, codecs=codecs)
+            for share, codecs in sorted(ways)
+            for plan in _thinned(front, _MOST_MOVED)
+        ]
+        return front + [_simulated(self._graph, plan, mover) for plan in more if not is_late()]
 
     def _found(self, plan: Segmentation) -> Found | None:
         """A plan on the graph with its segments, simulated."""
@@ -76,8 +88,8 @@ class Segmenting:
         played = EagerLives(graph, dict(sorted(regions.items())))
         return Found(regions, 0.0, (), played.peak_bytes, played.extra_s, plan.spans)
 
-    def _best(self) -> list[Segmentation]:
-        """The best cuts of the chains, for memory from the least on, in fine steps and in coarse ones."""
+    def _best(self, is_late: Callable[[], bool]) -> list[Segmentation]:
+        """The best cuts of the chains, for memory from the least on, in fine steps and if there is time in others."""
         graph, items = self._graph, items_of(self._graph, self.chains)
         measuring = Measuring(graph, items)
         ways = [measuring.way({}, is_inner=True)]
@@ -94,6 +106,8 @@ class Segmenting:
             coarse = link / (link // coarse)
         found: dict[Segmentation, None] = {}
         for slot in sorted({coarse, *(link / number for number in _FINE if 0 < link / number < coarse)}):
+            if found and is_late():
+                break
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
             table = ChainPlans(graph, items, ways, dropped, measuring.links, carried, slot, num)
             found |= dict.fromkeys(table.all_plans())
@@ -150,13 +164,12 @@ class Segmenting:
 
 def plan_of(graph: StepGraph, found: Found, mover: Mover) -> Plan:
     """What was found, as a plan names it."""
-    return mover.on(with_segments(graph, found.spans)).plan(found.regions, found.share)
+    return mover.on(with_segments(graph, found.spans)).plan(*found.decisions)
 
 
-def _moved(graph: StepGraph, found: Found, share: float, mover: Mover) -> Found:
-    moved = replace(found, share=share)
-    timeline = simulate(graph, plan_of(graph, moved, mover))
-    return replace(moved, peak_bytes=timeline.peak_bytes, extra_s=timeline.extra_s)
+def _simulated(graph: StepGraph, found: Found, mover: Mover) -> Found:
+    timeline = simulate(graph, plan_of(graph, found, mover))
+    return replace(found, peak_bytes=timeline.peak_bytes, extra_s=timeline.extra_s)
 
 
 def _depth(spans: Iterable[Span]) -> int:

@@ -201,9 +201,9 @@ class Search:
     @cached_property
     def _segmented(self) -> list[Found]:
         """Plans with segments."""
-        shares = _SHARES if self._movable_bytes else ()
+        shares, codecs = _SHARES if self._movable_bytes else (), self._all_codecs
         segmentings = [Segmenting(each.pricing, each.hull.choices) for each in self._moments[:1]]
-        return [plan for each in segmentings for plan in each.plans(self._is_late, self._mover, shares)]
+        return [plan for each in segmentings for plan in each.plans(self._is_late, self._mover, shares, codecs)]
 
     @cached_property
     def _standing(self) -> list[tuple[float, Regions, Codecs]]:
