@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -349,6 +350,26 @@ def test_an_exception_in_the_forward_leaves_nothing() -> None:
     plain = Loop(6)
     plain.load_state_dict(model.state_dict())
     assert_same(steps(model, x), steps(plain, x))
+
+
+def test_a_layer_that_fails_and_is_left_out() -> None:
+    class Failing(Layer):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            super().forward(x, mask)
+            raise RuntimeError("no")
+
+    class Careful(Loop):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            for layer in self.layers:
+                with contextlib.suppress(RuntimeError):
+                    x = layer(x, mask)
+            return x
+
+    plain, x = Careful(5), torch.randn(4, WIDTH)
+    plain.layers[2] = Failing()
+    model = copy.deepcopy(plain)
+    with lowtide.apply(model, Plan(regions=(segment(0, 4),))):
+        assert_same(steps_without_missing(model, x), steps_without_missing(plain, x))
 
 
 def test_nothing_is_kept_alive() -> None:

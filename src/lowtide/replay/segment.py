@@ -64,6 +64,9 @@ class OpenSegment:
         self._frame, self._hooks = weakref.ref(frame), _id_of(hooks)
         self._outputs = {}
 
+    def end(self) -> None:
+        self._frame = None
+
     def call_done(self, frame: SegmentFrame, output: Any) -> None:
         number = len(frame.calls) - 1
         for index, tensor in enumerate(tensors_in(output)):
@@ -114,6 +117,9 @@ def run(
     _compat.push_hooks(frame, frame)
     try:
         output = function(*args, **kwargs)
+    except BaseException:
+        segment.end()  # nothing follows on a call that failed
+        raise
     finally:
         _compat.pop_hooks()
     call.forward_done(args, kwargs, tensors)
