@@ -461,3 +461,53 @@ def test_copies_of_a_model_run_beside_it() -> None:
 def test_words_of_a_plan_that_cannot_be() -> None:
     with pytest.raises(lowtide.PlanError, match="no such module"):
         lowtide.apply(Loop(4), Plan(regions=(segment(2, 6),)))
+
+
+# Plans that are found.
+
+
+class Routed(Layer):
+    """Every layer chooses among its rows: indices that a replay must not compute anew."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, mask)
+        return y + y[y.sum(1).topk(2).indices].mean(0)
+
+
+@pytest.mark.parametrize("layer", [Layer, Routed])
+def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]) -> None:
+    plain, x = Loop(12, layer), torch.randn(1024, WIDTH)
+    model = copy.deepcopy(plain)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
+    model.zero_grad(set_to_none=True)
+    there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    floor = lowtide.sweep(graph, []).floor_bytes
+    plan = lowtide.solve(graph, int(1.1 * floor))
+    of_layers = [region for region in plan.regions if region.more and region.path.count(".") == 1]
+    assert bool(of_layers) == (layer is Layer)
+    expected = steps(plain, x)
+    with lowtide.apply(model, plan):
+        assert_same(steps(model, x), expected)
+        model.zero_grad(set_to_none=True)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+
+        assert lowtide.measure(step, device="cpu").peak_bytes + there <= 1.01 * 1.1 * floor
+
+
+def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:
+    plain, x = Loop(24), torch.randn(512, WIDTH)
+    model = copy.deepcopy(plain)
+    every = Plan(regions=tuple(Recompute(f"layers.{layer}") for layer in range(24)))
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    graph = lowtide.trace(model, loss_fn, x, mode="real")
+    budget = lowtide.simulate(graph, every).peak_bytes * 7 // 10
+    expected = steps(plain, x)
+    with lowtide.fit(model, loss_fn, x, budget=budget) as handle:
+        assert handle.stats().segments
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
+        assert_same(steps(model, x), expected)
