@@ -61,6 +61,50 @@ def broken_start(monkeypatch: pytest.MonkeyPatch, breaking: Any) -> None:
     monkeypatch.setattr("fuzz.judge.start", start)
 
 
+FOUND = {
+    "a replay that draws random numbers under a dispatch mode, and a forward that does not": Spec(
+        net=[
+            [
+                "repeat",
+                2,
+                ["autocast", "partly off", ["memory", "dict", "detached", "zeros"], ["attention", 0.0]],
+                ["unused"],
+            ],
+            *(["custom", "stash"], ["attention", 0.2], ["no grad", ["outside", "functional"]]),
+        ],
+        **{"seed": 105269, "width": 16, "batch": 3, "loop": "accumulate", "optimizer": "momentum", "output": "tuple"},
+        input_grad=True,
+        engine={
+            "kind": "plan",
+            "regions": [
+                ["layers.0", 0, [17, 53, 66]],
+                ["layers.0.inner.parts.0.inner.parts.0.linear", 1, []],
+                ["layers.0.inner.parts.0.inner.parts.1.out", 1, []],
+            ],
+        },
+    ),
+    "torch's checkpoint inside a layer of a segment, around other layers of it": Spec(
+        net=[["checkpoint", "torch", ["repeat", 2, ["random", "bernoulli"]]], ["collects", ["outside", "functional"]]],
+        **{"seed": 105410, "length": 6, "loop": "accumulate", "optimizer": "momentum", "output": "dict"},
+        input_grad=True,
+        engine={
+            "kind": "policy",
+            "policy": ["Uniform", 2],
+            "regions": [
+                *("head", "layers.0", "layers.0.inner", "layers.0.inner.parts.0", "layers.0.inner.parts.0.inner"),
+                *("layers.0.inner.parts.0.inner.parts.0", "layers.0.inner.parts.0.inner.parts.0.linear", "layers.1"),
+                *("layers.1.collecting", "layers.1.collecting.body", "layers.1.collecting.body.parts.0"),
+            ],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("spec", FOUND.values(), ids=FOUND)
+def test_what_was_found_stays_mended(spec: Spec) -> None:
+    assert judge(spec).outcome == "equal"
+
+
 def test_a_right_engine_passes() -> None:
     assert judge(SMALL).outcome == "equal"
 

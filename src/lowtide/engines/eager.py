@@ -155,8 +155,11 @@ class Applied:
             return self._checkpointed(forward, args, kwargs) if region.recomputed else forward(*args, **kwargs)
         if not region.recomputed or self._is_full() or _compat.under_functorch():
             return self._measured(region, forward, args)(*args, **kwargs)
+        levels = region.levels
+        if self._now is not None and _compat.checkpoint_in_force() is not self._now.joining.checkpoint:
+            levels = tuple(level for level in levels if level.segment is None)
         forward = self._measured(region, forward, args)
-        return self._run_levels(region.levels, self._input_hooks, region, module, forward, args, kwargs)
+        return self._run_levels(levels, self._input_hooks, region, module, forward, args, kwargs)
 
     def _run_levels(
         self,
@@ -176,18 +179,16 @@ class Applied:
             again: Callable[..., Any] = region.replay
             if joining is not None:
                 again = functools.partial(self._replay_one, joining.within, region)
+                forward = functools.partial(self._join, joining, (), region, module, forward)
             return replay.run(forward, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
         assert joining is not None
         if number in joining.within:
             return self._run_levels(inner, input_hooks, region, module, forward, args, kwargs)
         within = joining.within | {number}
 
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            return self._join(Joining(joining.opens, within), inner, region, module, forward, args, kwargs)
-
         return segment.run(
             joining.opens.setdefault(number, OpenSegment(dict)),
-            inside,
+            functools.partial(self._join, joining._replace(within=within), inner, region, module, forward),
             args,
             kwargs,
             is_first=levels[0].is_first,
@@ -203,11 +204,13 @@ class Applied:
         region: PatchedModule,
         module: nn.Module,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        """The part of a call that lies inside a region."""
         assert self._now is not None
-        before, self._now.joining = self._now.joining, joining
+        before, self._now.joining = self._now.joining, joining._replace(checkpoint=_compat.checkpoint_in_force())
         try:
             return self._run_levels(levels, None, region, module, forward, args, kwargs)
         finally:
@@ -231,7 +234,7 @@ class Applied:
     ) -> Any:
         region.num_replays += 1
         forward = region.plain_forward(module)
-        return self._join(Joining(opens, within), levels, region, module, forward, args, kwargs)
+        return self._join(Joining(opens, within), levels, region, module, forward, *args, **kwargs)
 
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,11 +24,14 @@ class Level(NamedTuple):
 class Joining(NamedTuple):
     """What calls are joined to in one forward, or in one replay: segments by their numbers.
 
-    `within` are those that the present call is a part of: a layer inside it belongs to them already.
+    `within` are those that the present call is a part of: a layer inside it belongs to them already. `checkpoint` is
+    the innermost checkpoint that is known of. In one further in, of the user's own, layers are joined to nothing: its
+    replays know nothing of this.
     """
 
     opens: dict[int, OpenSegment]
     within: frozenset[int] = frozenset()
+    checkpoint: Any = None
 
 
 class Now(threading.local):

@@ -36,18 +36,22 @@ class Environment:
     ) -> None:
         self._modes = _modes()
         self._generators = _generators(devices, generators) if preserve_rng_state else ()
-        self._states = list(map(_state_of, self._generators))
+        self._states: list[State] | None = list(map(_state_of, self._generators))
 
     def drew(self) -> bool:
         """Whether random numbers were drawn since. If not, a replay of what ran since draws none: none are held."""
+        assert self._states is not None
         if all(map(_is_same, map(_state_of, self._generators), self._states)):
-            self._generators, self._states = (), _NO_STATES
+            self._states = None
             return False
         return True
 
-    def restore(self) -> Callable[[], None]:
-        """Bring back what was around the forward; call the result to have all as it is now."""
-        generators, now = self._generators, _modes()
+    def restore(self, *, is_watched: bool = False) -> Callable[[], None]:
+        """Bring back what was around the forward; call the result to have all as it is now.
+
+        A replay that `is_watched` by a dispatch mode may run other kernels, which draw where the forward's do not.
+        """
+        generators, now = self._generators if is_watched or self._states is not None else (), _modes()
         has_modes = now != self._modes or torch.is_inference_mode_enabled()
         if not has_modes and not generators:
             return nothing
@@ -61,7 +65,8 @@ class Environment:
             if has_modes:
                 torch.set_default_dtype(dtype)
 
-        _set_states(generators, self._states)
+        if self._states is not None:
+            _set_states(generators, self._states)
         if has_modes:
             torch.set_default_dtype(self._modes[0])
         for context in contexts:
@@ -81,9 +86,6 @@ class Environment:
         if now[1] != device:
             found.append(device or torch.device("cpu"))
         return found
-
-
-_NO_STATES: list[State] = []  # never written to
 
 
 def _modes() -> Modes:

@@ -281,7 +281,7 @@ class Frame:
             modes.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
         undo_state = self._state.restore(is_done=self._is_done)
         try:
-            undo_environment = self._environment.restore()
+            undo_environment = self._environment.restore(is_watched=bool(modes))
             collector.begin()
             try:
                 with Replaying(collector.pack):
