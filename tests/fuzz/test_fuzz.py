@@ -83,6 +83,15 @@ FOUND = {
             ],
         },
     ),
+    "a first forward, in which bytes are counted, with segments inside a layer": Spec(
+        net=[["sandwich", ["norm", "group"], ["no grad", ["norm", "group"]]], ["outside", "functional"]],
+        **{"seed": 200528, "width": 16, "batch": 8, "inputs": "dict", "output": "dict"},
+        engine={
+            "kind": "policy",
+            "policy": ["Uniform", 2],
+            "regions": ["head", "layers.0", "layers.0.inner.parts.0", "layers.0.inner.parts.1"],
+        },
+    ),
     "torch's checkpoint inside a layer of a segment, around other layers of it": Spec(
         net=[["checkpoint", "torch", ["repeat", 2, ["random", "bernoulli"]]], ["collects", ["outside", "functional"]]],
         **{"seed": 105410, "length": 6, "loop": "accumulate", "optimizer": "momentum", "output": "dict"},

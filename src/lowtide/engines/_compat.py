@@ -79,9 +79,12 @@ def num_storages(tensor: Tensor) -> int:
 def checkpoint_in_force() -> Any | None:
     """What tells the innermost checkpoint that runs or replays here from others; None outside of any.
 
-    Its pack hook, which a hook further in hides. Obsolete with a public way to ask for the checkpoint one is in.
+    Its pack hook, which a hook further in hides, unless that passes everything on. Obsolete with a public way to ask
+    for the checkpoint one is in.
     """
     hooks = current_hooks()
+    while hooks is not None and "passes_on_to" in getattr(hooks[0], "__dict__", ()):
+        hooks = hooks[0].passes_on_to  # type: ignore[attr-defined]
     module = "" if hooks is None else getattr(hooks[0], "__module__", None) or ""
     return hooks[0] if hooks is not None and module.startswith(_CHECKPOINTS) else None
 

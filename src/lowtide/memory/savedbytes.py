@@ -39,6 +39,7 @@ class SavedBytes:
         def unpack(packed: Any) -> Tensor:
             return packed.restore() if outer is None else outer[1](packed)
 
+        vars(pack)["passes_on_to"] = outer  # for those who look for hooks further out
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
 
