@@ -294,7 +294,7 @@ def _keeps_growing(spec: Spec, facts: Facts, *, collects: bool) -> bool:
     program.before_step(0)
     running = start(program, facts.with_budget(spec.engine))
     program.inputs = []
-    for step in range(16):
+    for step in range(40):
         program.before_step(step)
         _run_step(running, program, step, False)
         program.optimizer.step()
@@ -302,7 +302,7 @@ def _keeps_growing(spec: Spec, facts: Facts, *, collects: bool) -> bool:
             gc.collect()
         live.append(num_live_tensors())
     running.remove()
-    return max(live[10:]) > max(live[4:10])
+    return min(live[30:]) > max(live[5:15])
 
 
 def _first_line(error: Exception) -> str:
