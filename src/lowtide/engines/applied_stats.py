@@ -27,11 +27,11 @@ class AppliedStats:
 
     regions: tuple[RegionStats, ...]
     stored_bytes: int
-    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together, from one input
     moved_bytes: int = 0
     compressed_bytes: int = 0
     compressed_to_bytes: int = 0
     waited_s: float = 0.0
+    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together, from one input
 
     @property
     def num_regions(self) -> int:

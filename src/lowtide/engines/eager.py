@@ -20,7 +20,7 @@ from torch import nn
 
 from lowtide.engines import _compat
 from lowtide.engines.applied_stats import AppliedStats, RegionStats
-from lowtide.engines.patched import Joining, Level, Now, PatchedModule
+from lowtide.engines.patched import Joining, JoiningNow, Level, PatchedModule
 from lowtide.engines.regions import Selector, find_regions
 from lowtide.errors import LowtideError
 from lowtide.memory.savedbytes import SavedBytes
@@ -65,7 +65,9 @@ class Applied:
         self._input_hooks = None if store is None else hooks_of(store)
         self._max_checkpoints = max_checkpoints
         self._cache: CacheOff | None = None
-        self._now = Now() if any(level.segment is not None for each in regions for level in each.levels) else None
+        self._now = (
+            JoiningNow() if any(level.segment is not None for each in regions for level in each.levels) else None
+        )
         for region in regions:
             self._patch(region)
 
@@ -185,7 +187,6 @@ class Applied:
         if number in joining.within:
             return self._run_levels(inner, input_hooks, region, module, forward, args, kwargs)
         within = joining.within | {number}
-
         return segment.run(
             joining.opens.setdefault(number, OpenSegment(dict)),
             functools.partial(self._join, joining._replace(within=within), inner, region, module, forward),

@@ -14,8 +14,8 @@ from lowtide.plans import Plan, PlannedModule
 def modules_for(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The model's modules by path. Raises `PlanError` with what differs if the plan was made for another model."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    calls = [call for region in plan.regions for call in ((region.path, region.nth), *region.more)]
-    paths = dict.fromkeys([path for path, _ in calls] + [move.path for move in plan.moves])
+    recomputed = [path for region in plan.regions for path in region.paths]
+    paths = dict.fromkeys(recomputed + [move.path for move in plan.moves])
     missing = [path for path in paths if path not in modules]
     if missing:
         raise PlanError(

@@ -34,7 +34,7 @@ class Joining(NamedTuple):
     checkpoint: Any = None
 
 
-class Now(threading.local):
+class JoiningNow(threading.local):
     """What a thread is in."""
 
     def __init__(self) -> None:

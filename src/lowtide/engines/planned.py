@@ -316,8 +316,7 @@ class AppliedPlan(Applied):
         return PatchesBack([r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch)
 
     def _segments(self) -> tuple[tuple[str, ...], ...]:
-        found = [(region.path, *(path for path, _ in region.more)) for region in self.plan.regions if region.more]
-        return tuple(found)
+        return tuple(region.paths for region in self.plan.regions if region.more)
 
     def _stores(self) -> list[ActivationStore]:
         return [store for moves in self._all_moves for store in moves.stores.values()]

@@ -152,8 +152,7 @@ class Frame:
         generators = self._state.generators()
         if arguments.generators is not None:
             generators = [*generators, *arguments.generators]
-        preserve = self._options.preserve_rng_state
-        self._environment = Environment(devices, generators, preserve_rng_state=preserve)
+        self._environment = Environment(devices, generators, preserve_rng_state=self._options.preserve_rng_state)
         self._sequence = _compat.sequence_number()
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
@@ -345,11 +344,14 @@ class Frame:
         self._check_held()
 
     def _check_held(self) -> None:
-        if self._unpack_input is None and _compat.versions_of(self._held) == self._input_versions:
-            return
-        for index, (held, version) in enumerate(zip(self._held, self._input_versions, strict=True)):
+        if self._unpack_input is not None or _compat.versions_of(self._held) != self._input_versions:
+            self._check_each(range(len(self._held)))
+
+    def _check_each(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            held = self._held[index]
             is_ours = self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held))
-            if is_ours and _compat.version_of(held) != version:
+            if is_ours and _compat.version_of(held) != self._input_versions[index]:
                 path = self._arguments.path_of_tensor(index)
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
 

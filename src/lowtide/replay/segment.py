@@ -150,11 +150,7 @@ class SegmentCall(Frame):
             super()._inputs_changed(others)
 
     def _check_held(self) -> None:
-        for index, (held, version) in enumerate(zip(self._held, self._input_versions, strict=True)):
-            is_ours = self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held))
-            if is_ours and index not in self.links and _compat.version_of(held) != version:
-                path = self._arguments.path_of_tensor(index)
-                raise divergence.mutated_argument(self.name, path, "was changed in place")
+        self._check_each(index for index in range(len(self._held)) if index not in self.links)
 
     def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector) -> Any:
         """Run the call again, given what the calls before it `made`."""
