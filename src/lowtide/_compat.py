@@ -249,9 +249,16 @@ def has_values(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN_TYPES and not tensor.is_meta and torch._C._len_torch_dispatch_stack() == 0
 
 
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # in this thread. Obsolete with a public one
+
+
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """A block whose ops no dispatch mode sees (a selective checkpoint would count them)."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+    return _disable_current_modes() if num_dispatch_modes() else contextlib.nullcontext()
+
+
+# For any device type, in one call. Obsolete with a public one.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 @contextlib.contextmanager

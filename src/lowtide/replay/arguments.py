@@ -85,6 +85,8 @@ class Arguments:
     @classmethod
     def take(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Tensor]]:
         """The structure of some arguments, and their tensors, each once."""
+        if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+            return _ONE_TENSOR, [args[0]]
         arguments = cls()
         tensors: list[Tensor] = []
         indices: dict[int, int] = {}  # of tensors, by their id
@@ -95,6 +97,8 @@ class Arguments:
 
     def is_like(self, other: Arguments) -> bool:
         """Whether the two are the same but for their tensors, so that one may stand for the other."""
+        if self is other:
+            return True
         if self.callables is not None or self.generators is not None or self.objects is not None:
             return False
         return _is_same(self._args, other._args) and _is_same(self._kwargs, other._kwargs)
@@ -159,6 +163,10 @@ class Arguments:
             self.callables = [*(self.callables or ()), value]
             self.objects = [*(self.objects or ()), value]
         return value
+
+
+_ONE_TENSOR = Arguments()  # what most layers are called with
+_ONE_TENSOR._args = _SLOTS[:1]
 
 
 def _build(template: Any, tensors: Sequence[Tensor]) -> Any:
@@ -345,4 +353,5 @@ def alias_of(tensor: Tensor) -> Tensor:
 
 def is_held_itself(tensor: Tensor) -> bool:
     """Parameters are not activations, and autograd saves no inference tensors; neither gets a history."""
-    return isinstance(tensor, nn.Parameter) or tensor.is_inference()
+    is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # isinstance() is slow here
+    return is_parameter or tensor.is_inference()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,29 +23,33 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     early_stop: bool = True
 
-    @property
-    def value_of(self) -> Callable[[Tensor], Any] | None:
-        """What else must be the same of a saved tensor and its recomputation than its metadata, if anything."""
-        return checksum if self.determinism_check == "values" else None
+    def facts(self, tensor: Tensor) -> tuple[Any, ...]:
+        """What must be the same of a saved tensor and of its recomputation."""
+        if self.determinism_check == "none":
+            return ()
+        return facts_of(tensor) if self.determinism_check == "default" else (*facts_of(tensor), checksum(tensor))
+
+    def collector(self, needed: list[bool], stop: tuple[int, int]) -> Collector:
+        """What collects these saves of a replay with the least work."""
+        kind = CollectorOfAll if all(needed) and self.determinism_check != "values" else Collector
+        return kind(self, needed, stop)
 
 
 DEFAULT_OPTIONS = Options()
 
 
 class Collector:
-    """The pack hook of one replay: it keeps the saves that are needed."""
+    """The pack hook of one replay, `pack`: it keeps the saves that are needed."""
 
     __slots__ = (
-        *("_all_needed", "_sequence", "_stop_node", "_value_of", "is_stopped", "metadata", "needed", "stop"),
-        *("tensors", "versions"),
+        *("_metadata", "_sequence", "_options", "_stop_node", "is_stopped", "needed", "stop", "tensors", "versions"),
     )
 
     def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int]) -> None:
-        self._value_of = options.value_of
-        self.needed, self._all_needed = needed, all(needed)
+        self._options, self.needed = options, needed
         self.stop, self._stop_node = stop
         self._sequence = 0
-        self.metadata: list[Any] = []
+        self._metadata: list[Any] = []
         self.tensors: list[Tensor | None] = []
         self.versions: list[int] = []
         self.is_stopped = False
@@ -54,23 +57,48 @@ class Collector:
     def begin(self) -> None:
         self._sequence = _compat.sequence_number()
 
+    @property
+    def metadata(self) -> list[Any]:
+        """Of each save so far: what must be as it was in the forward."""
+        return self._metadata
+
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
-        index = len(self.metadata)
-        try:
-            metadata = METADATA[facts_of(tensor)]
-        except (KeyError, TypeError):
-            metadata = new_metadata(tensor)
-        self.metadata.append(metadata if self._value_of is None else (*metadata, self._value_of(tensor)))
+        index = len(self.tensors)
+        self._metadata.append(self._options.facts(tensor))
         # A tensor with its history would keep the replay's graph alive, and what hangs on it.
         saved = tensor if tensor.grad_fn is None else tensor.detach()
-        is_needed = self._all_needed or (index < len(self.needed) and self.needed[index])
-        self.tensors.append(saved if is_needed else None)
+        self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
         self.versions.append(version_of_saved(tensor))
-        if index == self.stop and _compat.sequence_number() - self._sequence - 1 == self._stop_node:
+        if index == self.stop:
+            self._may_stop()
+        return saved  # for a gradient that the region itself computes
+
+    def _may_stop(self) -> None:
+        if _compat.sequence_number() - self._sequence - 1 == self._stop_node:
             self.is_stopped = True
             raise Stop
-        return saved  # for a gradient that the region itself computes
+
+
+class CollectorOfAll(Collector):
+    """Where every save is needed, as in most replays: it does the least for each."""
+
+    __slots__ = ()
+
+    @property
+    def metadata(self) -> list[Any]:
+        facts = facts_of if self._options.determinism_check == "default" else self._options.facts
+        return list(map(facts, self.tensors))  # type: ignore[arg-type]
+
+    @_compat.never_compiled
+    def pack(self, tensor: Tensor) -> Tensor:
+        saved = tensor if tensor.grad_fn is None else tensor.detach()
+        index = len(self.tensors)
+        self.tensors.append(saved)
+        self.versions.append(version_of_saved(tensor))
+        if index == self.stop:
+            self._may_stop()
+        return saved
 
 
 # What is compared of a saved tensor and its recomputation: shape, dtype and device. One tuple for all tensors that are

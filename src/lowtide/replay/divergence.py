@@ -183,6 +183,8 @@ def mismatch(saved: Sequence[Sequence[Any]], recomputed: Sequence[Sequence[Any]]
 
 
 def _form(metadata: Sequence[Any]) -> str:
+    if not metadata:  # nothing is compared, so nothing is noted
+        return "unchecked"
     shape, dtype, device, *values = metadata
     checksum = f", checksum {int(values[0])}" if values else ""
     return f"shape {tuple(shape)}, {dtype}, {device}{checksum}"

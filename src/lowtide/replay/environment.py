@@ -89,8 +89,9 @@ class Environment:
 
 
 def _modes() -> Modes:
-    kinds, autocast = _device_types(), _NO_AUTOCAST
-    if any(map(torch.is_autocast_enabled, kinds)):
+    autocast = _NO_AUTOCAST
+    if _compat.is_any_autocast_enabled():
+        kinds = _device_types()
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
     return torch.get_default_dtype(), _compat.default_device(), autocast
 
@@ -130,6 +131,8 @@ class RandomStates:
 
 def _state_of(generator: torch.Generator) -> State:
     if generator is torch.default_generator or generator.device.type != "cuda":
+        if not _compat.num_dispatch_modes():
+            return generator.get_state()
         with _compat.without_modes():  # a fake tensor is no state
             return generator.get_state()
     if torch.cuda.is_current_stream_capturing():

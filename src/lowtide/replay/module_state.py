@@ -320,6 +320,8 @@ class Snapshot:
         If the forward `is_done`, a replay writes only what it has written.
         """
         undo_names = bind(self.tree, self.values)
+        if self._containers is None and not self._copied:
+            return undo_names
         undo_containers = nothing if self._containers is None else self._containers.restore()
         undo_tensors = self._overwrite(is_done)
 

@@ -106,9 +106,8 @@ class Frame:
     # fmt: off
     __slots__ = (
         "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions",
-        "_is_done", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
-        "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_value_of",
-        "_versions",
+        "_is_default", "_is_done", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
+        "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_versions",
     )
     # fmt: on
 
@@ -127,7 +126,7 @@ class Frame:
         self._is_done = False
         self._mutated_path: Any = None
         self._metadata: list[Any] = []
-        self._value_of = options.value_of
+        self._is_default = options.determinism_check == "default"
         self._tokens: list[int] = []
         self._recomputed: list[Tensor | None] = _EMPTY
         self._versions: list[int] = _EMPTY
@@ -172,10 +171,9 @@ class Frame:
             token = len(self._tokens) + FIRST_TOKEN
             self._tokens.append(token)
             try:
-                metadata = METADATA[facts_of(saved)]
+                self._metadata.append(METADATA[facts_of(saved)] if self._is_default else self._options.facts(saved))
             except (KeyError, TypeError):
-                metadata = new_metadata(saved)
-            self._metadata.append(metadata if self._value_of is None else (*metadata, self._value_of(saved)))
+                self._metadata.append(new_metadata(saved))
             return token
         index = saved - FIRST_TOKEN
         if index < len(self._recomputed):
@@ -241,7 +239,7 @@ class Frame:
         """Run the region again and have its saves here."""
         self._check_arguments()
         tensors, needed = self._input_tensors(), self._needed()
-        collector = Collector(self._options, needed, self._stop(needed))
+        collector = self._options.collector(needed, self._stop(needed))
         self._run_again(tensors, collector)
         self._finish(collector, tensors)
 

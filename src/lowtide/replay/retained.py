@@ -300,7 +300,7 @@ class RetainingFrame(region.Frame):
         if not is_right:
             # What the replay took was not what its ops make. Computing everything is always right.
             retained.give_up()
-            collector = Collector(self._options, needed, self._stop(needed))
+            collector = self._options.collector(needed, self._stop(needed))
             self._run_again(tensors, collector)
         self._finish(collector, tensors)
 
@@ -314,7 +314,7 @@ class RetainingCollector(Collector):
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
-        index = len(self.metadata)
+        index = len(self.tensors)
         try:
             return super().pack(tensor)
         finally:

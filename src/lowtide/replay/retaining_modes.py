@@ -230,7 +230,7 @@ class Taking(_Counting):
             found = None if self._is_astray else self._profile.ops.get(op)
             if found is not None and self._may_take(op, found, args, kwargs):
                 return self._take(op, found)
-            if _is_random(func) and len(self._collector.metadata) <= self._last_state:
+            if _is_random(func) and len(self._collector.tensors) <= self._last_state:
                 self._give_up()  # the forward drew numbers before the state was captured
         if self.taken and _may_write(func):
             storages = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
@@ -248,7 +248,7 @@ class Taking(_Counting):
         stop = self._collector.stop
         if op in self.taken or (stop >= 0 and max(found.saves.values()) > stop):
             return False
-        if min(found.saves.values()) < len(self._collector.metadata):
+        if min(found.saves.values()) < len(self._collector.tensors):
             self._give_up()  # what is kept was saved before there was this op
         if found.form is not None and found.form != (_form_of(args), _form_of(kwargs)):
             return False

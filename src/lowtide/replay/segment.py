@@ -201,7 +201,7 @@ class SegmentFrame(Frame):
         calls = self.calls[: self._call_of(last) + 1]
         for call in calls:
             call._check_arguments()
-        collector = Collector(self._options, needed, (stop, node))
+        collector = self._options.collector(needed, (stop, node))
         self._is_done = all(call._is_done for call in calls)
         self._run_calls(calls, collector)
         self._finish(collector, [])
