@@ -7,7 +7,7 @@ on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from zoo import Job
 
 @dataclass(frozen=True)
 class Size:
-    """How large a family is made: layers, width, batch, and tokens or pixels."""
+    """How large a family is made: layers, width, batch, and tokens or pixels. `words` are in the vocabulary."""
 
     layers: int
     width: int
     batch: int
     length: int
+    words: int = 32_000
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ def family(device: Size, cpu: Size, small_batch: int = 1) -> Callable[[Callable[
 def make(name: str, device: str, *, small_batch: bool = False) -> Job:
     """The family's step on a device: bf16 on a GPU, float32 on the CPU."""
     found = FAMILIES[name]
-    size = found.device if device == "cuda" else found.cpu
-    if small_batch:
-        size = Size(size.layers, size.width, found.small_batch, size.length)
+    size = found.device if device == "cuda" else replace(found.cpu, words=512)
+    if small_batch and device == "cuda":
+        size = replace(size, batch=found.small_batch)
+    elif small_batch:
+        size = replace(size, batch=1, length=size.length // 2)
     torch.manual_seed(0)
     job = found.make(size)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -68,8 +71,8 @@ def _transformer(kind: str, head: str, **config: Any) -> Any:
     return getattr(transformers, head)(getattr(transformers, f"{kind}Config")(**config))
 
 
-def _language(model: nn.Module, size: Size, vocabulary: int, blocks: str) -> Job:
-    ids = torch.randint(vocabulary, (size.batch, size.length))
+def _language(model: nn.Module, size: Size, blocks: str) -> Job:
+    ids = torch.randint(size.words, (size.batch, size.length))
     return Job(model, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, (ids,), blocks)
 
 
@@ -80,7 +83,7 @@ def _images(model: nn.Module, size: Size, blocks: str) -> Job:
 
 @family(device=Size(16, 2048, 8, 2048), cpu=Size(6, 128, 2, 128))
 def gpt(size: Size) -> Job:
-    return zoo.gpt(size.layers, size.width, max(4, size.width // 128), 32_000, (size.batch, size.length))
+    return zoo.gpt(size.layers, size.width, max(4, size.width // 128), size.words, (size.batch, size.length))
 
 
 @family(device=Size(16, 2048, 8, 2048), cpu=Size(6, 128, 2, 128))
@@ -88,26 +91,27 @@ def llama(size: Size) -> Job:
     heads = max(4, size.width // 128)
     model = _transformer(
         *("Llama", "LlamaForCausalLM"),
-        vocab_size=32_000,
+        vocab_size=size.words,
         hidden_size=size.width,
         intermediate_size=11 * size.width // 4,
         num_hidden_layers=size.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
     )
-    return _language(model, size, 32_000, "model.layers.*")
+    return _language(model, size, "model.layers.*")
 
 
 @family(device=Size(24, 1024, 32, 512), cpu=Size(6, 128, 2, 64))
 def bert(size: Size) -> Job:
     model = _transformer(
         *("Bert", "BertForMaskedLM"),
+        vocab_size=size.words,
         hidden_size=size.width,
         intermediate_size=4 * size.width,
         num_hidden_layers=size.layers,
         num_attention_heads=max(4, size.width // 64),
     )
-    ids = torch.randint(30_000, (size.batch, size.length))
+    ids = torch.randint(size.words, (size.batch, size.length))
     return Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), "bert.encoder.layer.*")
 
 
@@ -140,6 +144,11 @@ def whisper(size: Size) -> Job:
     heads = max(4, size.width // 64)
     model = _transformer(
         *("Whisper", "WhisperForConditionalGeneration"),
+        vocab_size=size.words,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
         d_model=size.width,
         encoder_layers=size.layers,
         decoder_layers=size.layers,
@@ -150,7 +159,7 @@ def whisper(size: Size) -> Job:
         max_source_positions=size.length // 2,
         use_cache=False,
     )
-    audio, labels = torch.randn(size.batch, 80, size.length), torch.randint(50_000, (size.batch, 224))
+    audio, labels = torch.randn(size.batch, 80, size.length), torch.randint(size.words, (size.batch, 224))
     return Job(
         model,
         lambda audio, labels: model(input_features=audio, labels=labels).loss,
@@ -163,7 +172,7 @@ def whisper(size: Size) -> Job:
 def mixtral(size: Size) -> Job:
     model = _transformer(
         *("Mixtral", "MixtralForCausalLM"),
-        vocab_size=32_000,
+        vocab_size=size.words,
         hidden_size=size.width,
         intermediate_size=11 * size.width // 4,
         num_hidden_layers=size.layers,
@@ -171,7 +180,7 @@ def mixtral(size: Size) -> Job:
         num_key_value_heads=4,
         num_local_experts=8,
     )
-    return _language(model, size, 32_000, "model.layers.*")
+    return _language(model, size, "model.layers.*")
 
 
 class ResidualBlock(nn.Module):

@@ -1,8 +1,9 @@
 """What recomputing every block costs, over the plain step: `python bench/replay.py`.
 
-Torch's checkpoint, `lowtide.checkpoint` and a plan of lowtide's, each with every block recomputed and nothing else. The
-ways take turns within one run, three steps in a row each, once with Python's garbage collector as users have it and
-once frozen. Writes bench/results/replay-<device>.md.
+Torch's checkpoint, `lowtide.checkpoint` (also with its check of replays switched off) and a plan of lowtide's, each
+with every block recomputed and nothing else. The ways take turns within one run, three steps in a row each, once with
+Python's garbage collector as users have it and once frozen. On the CPU the seconds are those of the one thread that
+computes, so that other processes do not count. Writes bench/results/replay-<device>.md.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def ways_of(job: Job) -> dict[str, Callable[[], Any]]:
         "plain": contextlib.nullcontext,
         "torch": lambda: checkpointed(job, functools.partial(checkpoint, use_reentrant=False)),
         "drop-in": lambda: checkpointed(job, lowtide.checkpoint),
+        "unchecked": lambda: checkpointed(job, functools.partial(lowtide.checkpoint, determinism_check="none")),
         "plan": lambda: planned(job),
         "off": lambda: planned(job, enabled=False),
     }
@@ -69,12 +71,14 @@ def step(job: Job) -> None:
 def in_turns(job: Job, device: str, rounds: int) -> dict[str, float]:
     """Seconds of a step under each way: by how much it takes longer than the plain steps before it, in the median."""
     ways = ways_of(job)
+    clock = time.perf_counter if device == "cuda" else time.thread_time
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
             with way():
-                step(job)  # what is worked out once is none of the step's
-                seconds = timed(functools.partial(step, job), device, NUM_IN_A_ROW)
+                for _ in range(2):  # what is worked out once is none of the step's
+                    step(job)
+                seconds = timed(functools.partial(step, job), device, NUM_IN_A_ROW, clock)
             if turn:
                 times[name].append(seconds)
     plain = statistics.median(times["plain"])
@@ -87,7 +91,7 @@ def in_turns(job: Job, device: str, rounds: int) -> dict[str, float]:
 def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
     """Seconds until the last launch of a plain step, and of its kernels."""
     if device != "cuda":
-        return 1.0, 0.0
+        return 0.0, 0.0
     for _ in range(3):
         step(job)
     torch.cuda.synchronize()
@@ -132,8 +136,9 @@ def rows_of(name: str, device: str, small_batch: bool, rounds: int) -> Iterator[
     host_s, device_s = host_and_device_s(job, device)
     ways = ways_of(job)
     objects = {each: waiting_objects(job, ways[each]) for each in ("plain", "torch", "plan")}
-    collections = {each: full_collections(job, ways[each], 10) for each in ("plain", "torch", "plan")}
+    collections = {each: full_collections(job, ways[each], 50) for each in ("plain", "torch", "plan")}
     limit = "host" if host_s > HOST_LIMITED * device_s else "both" if host_s > device_s / HOST_LIMITED else "device"
+    limit = limit if device == "cuda" else "-"
     # Where the device is the limit, the collector makes no difference to the step.
     for frozen in (True,) if limit == "device" else (False, True):
         if frozen:
@@ -142,7 +147,7 @@ def rows_of(name: str, device: str, small_batch: bool, rounds: int) -> Iterator[
         seconds = in_turns(job, device, rounds)
         gc.unfreeze()
         added = {each: seconds[each] - seconds["plain"] for each in seconds}
-        ratios = " | ".join(f"{added[each] / added['torch']:.2f}" for each in ("drop-in", "plan"))
+        ratios = " | ".join(f"{added[each] / added['torch']:.2f}" for each in ("drop-in", "unchecked", "plan"))
         yield (
             f"| {name}, batch {job.batch[0].shape[0]} | {limit} | {'frozen' if frozen else 'running'} "
             f"| {1e3 * seconds['plain']:.1f} | {1e3 * added['torch']:+.1f} | {1e3 * added['drop-in']:+.1f} "
@@ -160,22 +165,26 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(families.FAMILIES))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     page = Page(
         options.out,
         f"replay-{options.device}.md",
         f"# Recomputing every block, {device_name(options.device)}",
         "",
         f"{versions()}. Milliseconds added to the plain step by torch's checkpoint on every block, by "
-        "`lowtide.checkpoint` in its place (drop-in), and by a lowtide plan that recomputes the same blocks. In turns, "
-        f"{NUM_IN_A_ROW} steps in a row, {options.rounds} rounds, medians of differences to the plain steps before.",
+        '`lowtide.checkpoint` in its place (drop-in; unchecked with `determinism_check="none"`), and by a lowtide plan '
+        f"that recomputes the same blocks. In turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds, medians of "
+        "differences to the plain steps before.",
         "",
-        "| family | limit | collector | plain ms | torch | drop-in | plan | drop-in / torch | plan / torch "
+        "| family | limit | collector | plain ms | torch | drop-in | plan "
+        "| drop-in / torch | unchecked / torch | plan / torch "
         "| whole step: drop-in / torch | switched off / plain | objects: plain / torch / plan "
         "| full collections per 100 steps: plain / torch / plan |",
-        "|" + "---|" * 13,
+        "|" + "---|" * 14,
     )
     for name in options.families:
-        for small_batch in (False, True) if options.device == "cuda" else (False,):
+        for small_batch in (False, True):
             try:
                 for line in rows_of(name, options.device, small_batch, options.rounds):
                     page.add(line)

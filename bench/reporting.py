@@ -18,16 +18,18 @@ NUM_IN_A_ROW = 3  # steps on a GPU that follow one another, as in a training loo
 RESULTS = Path(__file__).parent / "results"
 
 
-def timed(call: Callable[[], Any], device: str, repeat: int = 1) -> float:
+def timed(
+    call: Callable[[], Any], device: str, repeat: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds that a call takes, what it started on the device included; one of several that follow one another."""
     if device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeat):
         call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeat
+    return (clock() - start) / repeat
 
 
 def median_over(times: list[float], plain: list[float]) -> float:
