@@ -174,8 +174,8 @@ def main() -> None:
         "",
         f"{versions()}. Milliseconds added to the plain step by torch's checkpoint on every block, by "
         '`lowtide.checkpoint` in its place (drop-in; unchecked with `determinism_check="none"`), and by a lowtide plan '
-        f"that recomputes the same blocks. In turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds, medians of "
-        "differences to the plain steps before.",
+        f"that recomputes the same blocks. In turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds, medians "
+        "of differences to the plain steps before.",
         "",
         "| family | limit | collector | plain ms | torch | drop-in | plan "
         "| drop-in / torch | unchecked / torch | plan / torch "
