@@ -247,14 +247,40 @@ def test_no_replay_flips_the_routing(kind: type[nn.Module], regions: str) -> Non
     expected = step(model, lambda x: model(x).square().mean(), x)
     plan = Plan(regions=tuple(NESTED[regions]), choosers=tuple(f"layers.{i}.moe" for i in range(4)))
     with_plan = lowtide.apply(model, plan)
-    for first in (0, 1, 0, 1):  # whatever parity the replays come at
-        _noise["calls"] = 4 * first  # of the four forwards, each layer by its own
+    for _ in range(3):
+        _noise["calls"] = 0  # forwards make the same choices; replays would not
         found = step(model, lambda x: model(x).square().mean(), x)
         assert torch.equal(found["loss"], expected["loss"])
         assert choices_of(found) == choices_of(expected)
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-5)
     with_plan.remove()
+
+
+@pytest.mark.parametrize("end", [lambda handle: handle.remove(), lambda handle: setattr(handle, "enabled", False)])
+def test_nor_where_the_plan_is_taken_off_before_the_backward(end) -> None:
+    torch.manual_seed(0)
+    model, x = with_near_ties(Model(Grouped)), torch.randn(TOKENS, WIDTH)
+    _noise["calls"] = 0
+    expected = step(model, lambda x: model(x).square().mean(), x)
+    plan = Plan(regions=tuple(NESTED["nested"]), choosers=tuple(f"layers.{i}.moe" for i in range(4)))
+    handle = lowtide.apply(model, plan)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        end(handle)
+        return loss
+
+    _noise["calls"] = 0
+    assert choices_of(step(model, loss_fn, x)) == choices_of(expected)
+
+
+def test_a_checkpoint_by_hand_can_look_at_values() -> None:
+    torch.manual_seed(0)
+    model, x = with_near_ties(Model(Grouped, 1)), torch.randn(TOKENS, WIDTH)
+    loss = lowtide.checkpoint(model, x, determinism_check="values").square().mean()
+    with pytest.raises(lowtide.CheckpointError):
+        loss.backward()
 
 
 def test_a_replay_that_recomputed_the_routing_would_flip_it() -> None:
