@@ -20,7 +20,7 @@ def modules_for(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     if missing:
         raise PlanError(
             f"the plan recomputes, moves or keeps values of {missing[0]!r}, and this model has no such module: it is "
-            f"for another. {len(missing)} of its {len(paths)} modules are missing here, such as {', '.join(missing[:3])}"
+            f"for another. {len(missing)} of its {len(paths)} modules are missing, such as {', '.join(missing[:3])}"
         )
     for planned in plan.modules:
         if planned.path in modules:
