@@ -21,20 +21,16 @@ def region_calls(graph: StepGraph) -> list[int]:
 
 
 def keepable_ops(graph: StepGraph) -> set[int]:
-    """Forward ops that make something, which nothing changes in place."""
+    """Forward ops that make something, which nothing changes in place. Choices are kept by the engine anyway."""
     changed = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
     return {
         index
         for index, op in enumerate(graph.ops[: graph.num_forward])
         if not op.mutates
-        and "mutates" not in op.flags
+        and not {"mutates", "index"} & set(op.flags)
         and not changed & set(op.outputs)
         and any(graph.values[value].kind == "activation" for value in op.outputs)
     }
-
-
-def index_ops(graph: StepGraph) -> set[int]:
-    return {index for index, op in enumerate(graph.ops[: graph.num_forward]) if "index" in op.flags}
 
 
 def codec_choices(graph: StepGraph, codecs: tuple[str, ...]) -> list[list[tuple[int, str]]]:
@@ -71,43 +67,35 @@ def _subsets(items: list[int]) -> chain[tuple[int, ...]]:
 def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> list[tuple[int, float]] | None:
     """Peak and extra seconds of every plan, None if there are more than `most`.
 
-    Any regions, in one another or not; those inside of none retain any outputs that are saved directly in them. Of ops
-    that make indices they do, always.
+    Any regions, in one another or not; those inside of none retain any outputs that are saved directly in them.
     Any values compressed by any of `codecs`.
     """
     choices = product(*codec_choices(graph, codecs))
     presses = [{value: ("device", codec) for value, codec in choice if codec} for choice in choices]
-    calls, keepable, indices = region_calls(graph), keepable_ops(graph), index_ops(graph)
+    calls, keepable = region_calls(graph), keepable_ops(graph)
     if 2 ** len(calls) * len(presses) > most:
         return None
     found: dict[tuple[int, float], None] = {}
     count = 0
     for regions in _subsets(calls):
-        outermost, ops, is_possible, owner = {}, [], True, graph.innermost(regions)
+        outermost, ops, owner = {}, [], graph.innermost(regions)
         saved = {(owner[save.call], save.value) for save in graph.saves}
         for call in regions:
             first, end, outer = graph.calls[call].first, graph.calls[call].end, graph.calls[call].parent
             while outer >= 0 and outer not in outermost:
                 outer = graph.calls[outer].parent
-            inside = set(range(first, end))
-            if outer >= 0:
-                is_possible &= not inside & indices
-            else:
+            if outer < 0:
                 outermost[call] = first
-                outputs = {op: [v for v in graph.ops[op].outputs if graph.values[v].bytes] for op in inside & keepable}
-                retainable = {op for op, made in outputs.items() if all((call, value) in saved for value in made)}
-                ops += sorted(retainable - indices)
-                is_possible &= (inside & indices) <= retainable
-        if not is_possible:
-            continue
+                inside = keepable & set(range(first, end))
+                outputs = {op: [v for v in graph.ops[op].outputs if graph.values[v].bytes] for op in inside}
+                ops += sorted(op for op, made in outputs.items() if all((call, value) in saved for value in made))
         count += 2 ** len(ops) * len(presses)
         if count > most:
             return None
         for kept in map(set, _subsets(ops)):
             held: dict[int, tuple[int, ...]] = dict.fromkeys(regions, ())
             for call, first in outermost.items():
-                inside = range(first, graph.calls[call].end)
-                held[call] = tuple(op - first for op in inside if op in kept or op in indices)
+                held[call] = tuple(op - first for op in range(first, graph.calls[call].end) if op in kept)
             plan = Plan(recomputes(graph, held))
             for ways in presses:
                 everywhere = Places(graph).everywhere(ways, dict.fromkeys(regions, ()))

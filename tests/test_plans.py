@@ -49,6 +49,7 @@ FULL = Plan(
     extra_s=0.5,
     lower_bound_s=0.25,
     host_bytes=11,
+    choosers=("layers.0.gate",),
     hardware=Hardware("test", 1000, link_bytes_per_s=2.0),
     fingerprint="abc",
     versions={"torch": "2"},
@@ -139,12 +140,18 @@ def test_damaged_files(text: str, problem: str) -> None:
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("name", sorted(set(json.loads(FULL.to_json())) - {"format", "version"}))
+@pytest.mark.parametrize("name", sorted(set(json.loads(FULL.to_json())) - {"format", "version", "choosers"}))
 def test_missing_fields(name: str) -> None:
     content = json.loads(FULL.to_json())
     del content[name]
     with pytest.raises(PlanError, match=f"'{name}' missing or unknown"):
         Plan.from_json(json.dumps(content))
+
+
+def test_a_file_from_before_there_were_choosers_has_none() -> None:
+    content = json.loads(FULL.to_json())
+    del content["choosers"]
+    assert Plan.from_json(json.dumps(content)) == replace(FULL, choosers=())
 
 
 @pytest.mark.parametrize("text", [None, 3, b"\xff", [], object()])

@@ -15,7 +15,7 @@ import pytest
 import zoo
 
 import lowtide
-from brute import all_costs, index_ops, keepable_ops
+from brute import all_costs, keepable_ops
 from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
 from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
 from lowtide.graph import Hardware, Op, Value
@@ -354,32 +354,28 @@ def test_nowhere_to_move_values_to(where: str) -> None:
         lowtide.sweep(graph, **{where: 1})
 
 
-# Ops that must not be run again, and values that must not be held
+# Choices, and values that must not be held
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_indices_are_never_made_again_and_changed_values_never_held(seed: int) -> None:
+def test_choices_are_in_regions_like_any_other_op_and_changed_values_never_held(seed: int) -> None:
     graph = larger(seed)
-    keepable = keepable_ops(graph)
     ops = list(graph.ops)
     for index in range(0, graph.num_forward, 5):
         ops[index] = replace(ops[index], flags=("index",))
     graph = replace(graph, ops=tuple(ops))
-    indices = index_ops(graph)
-    search = Search(graph)
+    keepable, search = keepable_ops(graph), Search(graph)
     for budget in budgets_of(search, 6):
         plan = search.plan(budget)
-        calls, segmented = plan.calls(graph), plan.segmented(graph)
-        for call, region in calls.items():
-            first, outer = segmented.calls[call].first, segmented.calls[call].parent
-            kept = {first + op for op in region.keep_ops}
-            assert kept <= keepable
-            while outer >= 0 and outer not in calls:
-                outer = segmented.calls[outer].parent
-            inside = indices & set(range(first, segmented.calls[call].end))
-            assert inside <= kept if outer < 0 else not inside
-        timeline = simulate(graph, plan)
-        assert not indices & set(timeline.ops[timeline.phases == 1].tolist())
+        recomputed: set[int] = set()
+        segmented = plan.segmented(graph)
+        for number, region in plan.calls(graph).items():
+            call = segmented.calls[number]
+            assert {call.first + op for op in region.keep_ops} <= keepable
+            recomputed |= set(range(call.first, call.end))
+        chosen = {graph.path_of(op) for op in recomputed if "index" in graph.ops[op].flags}
+        assert chosen <= set(plan.choosers)  # by their modules: other calls of which may be kept
+        assert recomputed or budget == search.plain.peak_bytes
 
 
 # The whole curve

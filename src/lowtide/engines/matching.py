@@ -15,12 +15,12 @@ def modules_for(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The model's modules by path. Raises `PlanError` with what differs if the plan was made for another model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     recomputed = [path for region in plan.regions for path in region.paths]
-    paths = dict.fromkeys(recomputed + [move.path for move in plan.moves])
+    paths = dict.fromkeys(recomputed + [move.path for move in plan.moves] + list(plan.choosers))
     missing = [path for path in paths if path not in modules]
     if missing:
         raise PlanError(
-            f"the plan recomputes or moves values of {missing[0]!r}, and this model has no such module: it is for "
-            f"another. {len(missing)} of its {len(paths)} modules are missing here, such as {', '.join(missing[:3])}"
+            f"the plan recomputes, moves or keeps values of {missing[0]!r}, and this model has no such module: it is "
+            f"for another. {len(missing)} of its {len(paths)} modules are missing, such as {', '.join(missing[:3])}"
         )
     for planned in plan.modules:
         if planned.path in modules:

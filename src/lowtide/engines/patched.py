@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lowtide.replay import choices
 from lowtide.replay.segment import OpenSegment
 
 
@@ -51,17 +52,17 @@ class PatchedModule:
         self.levels = levels  # the outermost first
         self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
         self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it, for plans
+        self.chooses = self.has_choosers = False  # its own ops do, or those of modules inside it: for plans
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
         self.replay = self._replay  # bound once: what waits for the backward refers to it
 
     def plain_forward(self, module: nn.Module) -> Callable[..., Any]:
         """The forward that this patch stands in front of, for the module or its copy."""
-        if self.own_forward is not None:
-            return self.own_forward
-        if torch.compiler.is_compiling():
-            return functools.partial(type(module).forward, module)  # Dynamo makes no bound methods
-        return types.MethodType(type(module).forward, module)
+        if torch.compiler.is_compiling():  # Dynamo makes no bound methods
+            return self.own_forward or functools.partial(type(module).forward, module)
+        forward = self.own_forward or types.MethodType(type(module).forward, module)
+        return functools.partial(choices.choosing, forward) if self.chooses else forward
 
     def _replay(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.num_replays += 1

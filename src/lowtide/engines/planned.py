@@ -30,6 +30,7 @@ from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan
+from lowtide.replay import choices
 from lowtide.replay import region as replay
 from lowtide.replay import segment as segments
 
@@ -80,7 +81,7 @@ class AppliedPlan(Applied):
         moves = Moves(plan, self.model) if plan.moves else None
         known = {region.name: region for region in self._regions}
         regions = levels_of(plan)
-        paths = dict.fromkeys([*regions, *counted_paths(plan, self.model)])
+        paths = dict.fromkeys([*regions, *plan.choosers, *counted_paths(plan, self.model)])
         for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
             if path not in known:
                 known[path] = PatchedModule(path, modules[path])
@@ -89,9 +90,11 @@ class AppliedPlan(Applied):
                 self._patch(known[path])
                 self._turns[path] = Turn.for_module(path, modules[path])
             known[path].recomputed |= path in regions
+            known[path].chooses |= path in plan.choosers
         for path, patched in known.items():  # those of earlier plans too: they look for a decision in any forward
             prefix = f"{path}." if path else ""
             patched.inner_paths = tuple(each for each in known if each.startswith(prefix) and each not in ("", path))
+            patched.has_choosers = patched.chooses or any(known[each].chooses for each in patched.inner_paths)
         self._all_moves += [] if moves is None else [moves]
         return Decisions(regions, moves)
 
@@ -227,6 +230,10 @@ class AppliedPlan(Applied):
                 function = functools.partial(self._run_inside, run, function)
                 again = functools.partial(self._replay_inside, region, run, run.counts_of(region.inner_paths))
             run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
+        if region.has_choosers:
+            log, start = choices.begin()
+            function = functools.partial(choices.recording, log, function)
+            again = functools.partial(choices.replaying, log, start, again)
         turn = self._turns[region.name]
         if turn is None:
             return run_region(function, args, kwargs, replay=again)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -241,6 +241,12 @@ class StepGraph:
         for call in self.calls:
             found.append(found[call.parent] + 1 if call.parent >= 0 else 0)
         return found
+
+    def around(self, call: int) -> Iterator[int]:
+        """A call and those that it lies in, the innermost first; none for -1."""
+        while call >= 0:
+            yield call
+            call = self.calls[call].parent
 
     def innermost(self, regions: Container[int]) -> dict[int, int]:
         """For each call, the innermost of `regions` that it is or lies in; -1 for none, and for no call at all (-1)."""

@@ -21,9 +21,9 @@ class StepArrays:
     Values that the step makes stand in the order of their ops: `places[v]` is where value `v` stands (-1: it is there
     before the step), and the outputs of op `o` stand at `starts[o]` up to `starts[o + 1]`. Sizes are exact in floats:
     they are integers far below 2**53. `seconds` and `workspaces` have an entry for the optimizer's step at their end.
-    For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states
-    and copies of buffers, and `replay_bytes` those of the state that its replay puts back when it is over;
-    `num_modules` are the calls that it patches: one, but for segments.
+    For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states,
+    copies of buffers and choices ("index"), and `replay_bytes` those of the state that its replay puts back when it is
+    over; `num_modules` are the calls that it patches: one, but for segments.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -90,10 +90,15 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """For each call, the bytes of random states and buffers that it captures as a region, and those that it changes."""
+    """For each call, the bytes of state that it captures as a region, and of buffers that it changes."""
     is_buffer = [value.kind == "buffer" for value in graph.values]
     buffers = [index for index in range(len(graph.values)) if is_buffer[index]]
     captured, changed = (np.full(len(graph.calls), graph.hardware.region_bytes, dtype=np.int64) for _ in range(2))
+    for op in graph.ops[: graph.num_forward]:
+        if "index" in op.flags:
+            chosen = op.outputs[1:] or op.outputs  # (values, indices), or indices alone
+            for around in graph.around(op.call):
+                captured[around] += sum(graph.values[value].bytes for value in chosen)
     if not buffers:
         return captured, changed
     read: list[set[int]] = [set() for _ in graph.calls]

@@ -132,7 +132,8 @@ class Plan:
     what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
     it was made for, and `graph` is that graph where it is at hand: what a report is drawn from. `modules` are those the
     plan is about, as they were, and `input_shapes` the shapes that the model was called with (the largest; empty where
-    nobody looked). `rows` say what becomes of each saved value.
+    nobody looked). `choosers` are modules inside of regions whose own ops choose by their numbers, such as routers:
+    what they choose in the forward is kept for the replays. `rows` say what becomes of each saved value.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -156,6 +157,7 @@ class Plan:
     hardware: Hardware = UNKNOWN_HARDWARE
     fingerprint: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    choosers: tuple[str, ...] = ()
     modules: tuple[PlannedModule, ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
     rows: tuple[Row, ...] = ()

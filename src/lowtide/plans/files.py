@@ -13,7 +13,10 @@ from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 FORMAT = "lowtide plan"
 VERSION = 4
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
-_LATER: dict[type[Any], set[str]] = {Recompute: {"more"}}  # fields that older files lack: they get their defaults
+_LATER: dict[type[Any], set[str]] = {
+    Recompute: {"more"},
+    Plan: {"choosers"},
+}  # fields that older files lack: they get their defaults
 _DROPPED: dict[type[Any], set[str]] = {
     Recompute: {"skip_ops"}
 }  # fields that older files of this version have, and that are ignored
@@ -30,6 +33,7 @@ def read(text: str) -> Plan:
     content = parse_object(text, FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}
+    content = {name: [] for name in _LATER[Plan]} | content
     if set(content) != set(known):
         odd = sorted(set(content) ^ set(known))
         raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
@@ -47,7 +51,7 @@ def read(text: str) -> Plan:
         ):
             raise ValueError("versions are not names and versions")
         for name, kind in known.items():
-            if kind in ("int", "float", "str", "tuple[int, ...]"):
+            if kind in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
                 content[name] = _scalar(content[name], kind, name)
         content["graph"] = None if content["graph"] is None else decode(content["graph"])
         plan = Plan(**content)
@@ -79,8 +83,8 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
         if any(len(pair) != 2 for pair in pairs):
             raise ValueError(f"{name} holds something that is no path and number of a call")
         return tuple((_scalar(path, "str", name), _scalar(nth, "int", name)) for path, nth in pairs)
-    if kind.startswith("tuple[int"):
-        return tuple(_scalar(each, "int", name) for each in _list(item, name))
+    if kind in ("tuple[int, ...]", "tuple[str, ...]"):
+        return tuple(_scalar(each, kind[6:9], name) for each in _list(item, name))
     if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
         return float(item)
     if kind == "int" and type(item) is int and 0 <= item < _LARGEST:

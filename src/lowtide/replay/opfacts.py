@@ -14,6 +14,7 @@ from lowtide.replay.arguments import tensors_in
 _INDEX_OPS = frozenset(
     "topk sort argsort argmax argmin multinomial nonzero unique _unique2 unique_dim unique_consecutive kthvalue".split()
 )
+_INDEX_OVERLOADS = frozenset({"aten.max.dim", "aten.min.dim"})  # of ops that else give values alone
 # They write their running statistics in training, which their schemas do not say.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
@@ -53,7 +54,7 @@ def facts_of(func: Any) -> OpFacts:
         "collective": namespace in _COLLECTIVE_NAMESPACES,
         "mutates": bool(written),
         "view": is_view,
-        "index": is_own and base in _INDEX_OPS,
+        "index": (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS,
         "custom": not is_own and namespace not in _COLLECTIVE_NAMESPACES,
     }
     names = tuple(_compat.op_argument_names(func))

@@ -29,6 +29,7 @@ def described(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int
         fingerprint=graph.fingerprint,
         versions=graph.versions,
         graph=graph,
+        choosers=_choosers(graph, timeline.plan),
         modules=_modules(graph, timeline.plan),
     )
     return replace(plan, rows=rows_of(graph, plan))
@@ -39,6 +40,18 @@ def _modules(graph: StepGraph, plan: Plan) -> tuple[PlannedModule, ...]:
     paths = dict.fromkeys([*recomputed, *(move.path for move in plan.moves)])
     calls = {path: graph.calls_by_path[path] for path in paths if path in graph.calls_by_path}
     return tuple(PlannedModule(path, graph.calls[numbers[0]].kind, len(numbers)) for path, numbers in calls.items())
+
+
+def _choosers(graph: StepGraph, plan: Plan) -> tuple[str, ...]:
+    """The modules inside of regions whose own ops choose; of modules that have no name, those around them."""
+    recomputed = {path for region in plan.regions for path in region.paths}
+    found: dict[str, None] = {}
+    for op in graph.ops[: graph.num_forward]:
+        if "index" in op.flags:
+            paths = [path for call in graph.around(op.call) if not (path := graph.calls[call].path).startswith("<")]
+            if not recomputed.isdisjoint(paths):
+                found[paths[0]] = None
+    return tuple(found)
 
 
 def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudgetError:

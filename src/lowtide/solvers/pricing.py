@@ -304,16 +304,17 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
 
 
 def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """For each forward op, whether a region may retain what it makes, and whether it must: indices can come out anew.
+    """For each forward op, whether a region may retain what it makes, and whether it must.
 
-    What an op changes in place, and what is changed after, would not be what it was.
+    What an op changes in place, and what is changed after, would not be what it was. Choices ("index") are kept by the
+    engine in any case (`lowtide.replay.choices`), so a region need not retain them; no other op must be retained.
     """
     may, must = np.zeros(graph.num_forward, dtype=bool), np.zeros(graph.num_forward, dtype=bool)
     mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
     for index, op in enumerate(graph.ops[: graph.num_forward]):
         makes = any(graph.values[value].kind == "activation" for value in op.outputs)
-        may[index] = makes and not op.mutates and "mutates" not in op.flags and mutated.isdisjoint(op.outputs)
-        must[index] = "index" in op.flags
+        is_changed = bool(op.mutates) or "mutates" in op.flags or not mutated.isdisjoint(op.outputs)
+        may[index] = makes and not is_changed and "index" not in op.flags
     return may, must
 
 

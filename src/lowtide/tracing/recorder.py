@@ -21,7 +21,7 @@ from lowtide.replay.opfacts import facts_of
 from lowtide.tracing import _compat
 from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
 from lowtide.tracing.faking import as_kernels_lay_out
-from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, tensors_in
+from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, settled_flags, tensors_in
 from lowtide.tracing.shadows import Shadows
 
 
@@ -88,6 +88,7 @@ class Recorder(_compat.DispatchMode):
         size = -(-storage.nbytes() // self.block_bytes) * self.block_bytes if is_here else 0
         uses = _compat.StorageUses(storage)
         value = RawValue(size, kind if is_here else "elsewhere", name, born, uses)
+        value.is_settled = not (tensor.is_floating_point() or tensor.is_complex())
         index = len(self.values)
         self.values.append(value)
         self._by_storage[uses.id] = index
@@ -187,8 +188,6 @@ class Recorder(_compat.DispatchMode):
                 if (value := self._value_of(tensor, "activation", name, born=index)) >= num_known
             )
         )
-        if "view" in flags and outputs:
-            flags = tuple(flag for flag in flags if flag != "view")
         workspace = 0
         if self._meter is not None:
             kept = sum(self.values[value].bytes for value in outputs)
@@ -211,6 +210,7 @@ class Recorder(_compat.DispatchMode):
                 layouts=tuple(map(Layout.of, given)) if self._shadows is not None else (),
             )
         )
+        self.ops[-1].flags = settled_flags(self.ops[-1], self.values)
         return out
 
     def _place(self) -> tuple[int, int]:

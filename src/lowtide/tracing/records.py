@@ -71,6 +71,7 @@ class RawValue:
     num_aliases: int = 0
     item_bytes: int | None = None  # unknown until it is saved; 0: not for codecs
     row_length: int = 1
+    is_settled: bool = False  # the same in every replay: integers, and what is made of nothing but those
 
     def note_saved(self, tensor: Tensor, *, is_plain: bool) -> None:
         """What a codec would find: numbers of one floating type, saved as their whole storage and not in parts."""
@@ -81,6 +82,25 @@ class RawValue:
             self.item_bytes, self.row_length = item_bytes, max(1, int(tensor.shape[-1])) if tensor.dim() else 1
         elif self.item_bytes != item_bytes:
             self.item_bytes = 0
+
+
+def settled_flags(op: RawOp, values: Sequence[RawValue]) -> tuple[str, ...]:
+    """The flags of an op that has run, and whether what it makes is settled.
+
+    Integers that ops make of floating-point numbers are choices: a replay could choose otherwise, so an engine keeps
+    them, and they are settled too. An op that has settled inputs alone chooses nothing: it is not flagged "index".
+    """
+    is_settled = _NEVER_SETTLED.isdisjoint(op.flags) and all(values[value].is_settled for value in op.inputs)
+    for value in op.outputs:
+        values[value].is_settled = is_settled or ("index" in op.flags and values[value].is_settled)
+    for value in op.mutates:
+        values[value].is_settled &= is_settled
+    dropped = {"view"} if op.outputs else set[str]()
+    dropped |= {"index"} if is_settled else set()
+    return tuple(flag for flag in op.flags if flag not in dropped)
+
+
+_NEVER_SETTLED = frozenset({"random", "custom", "collective"})
 
 
 @dataclass(slots=True)
