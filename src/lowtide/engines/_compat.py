@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -285,3 +287,30 @@ def is_inductor_option(name: str) -> bool:
     from torch._inductor import list_options
 
     return name.replace("-", "_") in list_options()
+
+
+class SynchronizingOps(TorchDispatchMode):
+    """Notes the ops that make the host wait for the device: `(op, where())` for each, where torch is told to warn.
+
+    Obsolete when torch's sync debug mode names the op.
+    """
+
+    def __init__(self, where: Callable[[], Any]) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = func(*args, **(kwargs or {}))
+        if any("synchroniz" in str(warning.message) for warning in caught):
+            self.found.append((str(func), self._where()))
+        return output
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks run after its gradient is accumulated, as those of an optimizer in the backward. Obsolete with a
+    public way to list them.
+    """
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

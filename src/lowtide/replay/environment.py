@@ -2,13 +2,14 @@
 
 The replay of a region draws the forward's random numbers, under the forward's autocast, default dtype and default
 device; afterwards everything is as the backward had it. A generator that counts an offset (CUDA's) is captured as two
-numbers, others as a copy of their state.
+numbers, others as a copy of their state. While a CUDA graph is captured such numbers cannot be had: `graph_draws`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.replay.bindings import nothing
+from lowtide.replay.graph_draws import GraphDraws, Rehearsal, position_of, set_position
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the device types for which autocast is on, and to which dtype
 Modes = tuple[torch.dtype, torch.device | None, Autocast]  # default dtype, default device
@@ -34,7 +36,7 @@ class Environment:
     def __init__(
         self, devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool
     ) -> None:
-        self._modes = _modes()
+        self._modes = modes_now()
         self._generators = _generators(devices, generators) if preserve_rng_state else ()
         self._states: list[State] | None = list(map(_state_of, self._generators))
 
@@ -51,7 +53,7 @@ class Environment:
 
         A replay that `is_watched` by a dispatch mode may run other kernels, which draw where the forward's do not.
         """
-        generators, now = self._generators if is_watched or self._states is not None else (), _modes()
+        generators, now = self._generators if is_watched or self._states is not None else (), modes_now()
         has_modes = now != self._modes or torch.is_inference_mode_enabled()
         if not has_modes and not generators:
             return nothing
@@ -88,7 +90,8 @@ class Environment:
         return found
 
 
-def _modes() -> Modes:
+def modes_now() -> Modes:
+    """torch's modes as they are."""
     kinds, autocast = _device_types(), _NO_AUTOCAST
     if any(map(torch.is_autocast_enabled, kinds)):
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
@@ -120,9 +123,14 @@ class RandomStates:
         return seeds == self._seeds()
 
     def _seeds(self) -> list[int]:
+        # While a CUDA graph is captured nobody may ask for a seed, and none can change.
         pairs = zip(self._generators, self._states, strict=True)
-        # While a CUDA graph is captured there are only whole states, and nobody may ask for a seed.
-        return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
+        can_ask = not isinstance(_draws, GraphDraws)
+        return [
+            each.initial_seed()
+            for each, state in pairs
+            if each.device.type == "cpu" or (type(state) is tuple and can_ask)
+        ]
 
     def are_current(self) -> bool:
         return all(map(_is_same, map(_state_of, self._generators), self._states))
@@ -132,9 +140,25 @@ def _state_of(generator: torch.Generator) -> State:
     if generator is torch.default_generator or generator.device.type != "cuda":
         with _compat.without_modes():  # a fake tensor is no state
             return generator.get_state()
-    if torch.cuda.is_current_stream_capturing():
+    if _draws is not None:
+        return _draws.state_of(generator)
+    if torch.cuda.is_current_stream_capturing():  # someone else's capture, in which draws leave no trace
         return generator.get_state()
-    return generator.initial_seed(), generator.get_offset()
+    return position_of(generator)
+
+
+_draws: Rehearsal | GraphDraws | None = None  # of the whole process: backwards run in threads of their own
+
+
+@contextlib.contextmanager
+def positions_by(draws: Rehearsal | GraphDraws) -> Iterator[None]:
+    """A block in which `draws` says where CUDA generators stand, and sets them. One at a time."""
+    global _draws
+    _draws = draws
+    try:
+        yield
+    finally:
+        _draws = None
 
 
 def _is_same(one: State, other: State) -> bool:
@@ -148,11 +172,10 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) 
     for generator, state in zip(generators, states, strict=True):
         if isinstance(state, Tensor):
             generator.set_state(state)
-            continue
-        seed, offset = state
-        if generator.initial_seed() != seed:
-            generator.manual_seed(seed)
-        generator.set_offset(offset)
+        elif _draws is not None:
+            _draws.set(generator, state)
+        else:
+            set_position(generator, state)
 
 
 def _generators(devices: Iterable[torch.device], generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
