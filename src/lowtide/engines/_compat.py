@@ -290,7 +290,7 @@ def is_inductor_option(name: str) -> bool:
 
 
 class SynchronizingOps(TorchDispatchMode):
-    """Notes the ops that make the host wait for the device: `(op, where())` for each, where torch is told to warn.
+    """Notes the ops that make the host wait for the device: `(op, where())` for each.
 
     Obsolete when torch's sync debug mode names the op.
     """
@@ -301,12 +301,19 @@ class SynchronizingOps(TorchDispatchMode):
         self._where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            output = func(*args, **(kwargs or {}))
-        if any("synchroniz" in str(warning.message) for warning in caught):
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that this is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
             self.found.append((str(func), self._where()))
-        return output
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return func(*args, **(kwargs or {}))
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

@@ -293,6 +293,8 @@ def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _refuse_handle(handle: Capturable, modules: list[nn.Module]) -> None:
+    if not handle.enabled:
+        raise CaptureError("the plan is switched off or removed: there is nothing to capture under it")
     if handle.moves_activations:
         raise CaptureError(
             "this plan moves or compresses activations, and copies to the host cannot be captured: plan with "

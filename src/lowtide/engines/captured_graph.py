@@ -1,9 +1,12 @@
 """One step, forward and backward, as a CUDA graph: run eagerly a few times, captured, and tried once.
 
-The step runs eagerly first (what is worked out once must not be in the graph, and `Rehearsal` needs the positions of
-the random generators), then under capture, then once as a graph, to see that it draws the numbers it should. Each of
-these leaves nothing behind: `Restorer` puts back what they change, before and after the capture, so that a cache which
-the step fills for itself is filled inside the graph and not read from memory that is freed.
+The step runs eagerly first, as what is worked out once must not be in the graph; then under capture; then once as a
+graph, to see that it draws as many random numbers as the eager step. Each of these leaves nothing behind: `Restorer`
+puts back what they change, before and after the capture, so that a cache which the step fills for itself is filled
+inside the graph and not read from memory that is freed.
+
+Regions redraw their forward's numbers inside the graph as they do eagerly: while a stream is capturing, a registered
+generator's state counts from the start of the graph and can be set back (`replay.environment`).
 
 Gradients are captured as the backward makes them, from none: what they are made of is the graph's own memory, shared
 with activations that are gone by then. Adding to gradients is a second graph, captured while the first one's gradients
@@ -20,8 +23,8 @@ import os
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +33,13 @@ import lowtide
 from lowtide.engines import _compat
 from lowtide.engines.capture_facts import StepFacts, changed_number
 from lowtide.errors import CaptureError
-from lowtide.replay.environment import positions_by
-from lowtide.replay.graph_draws import GraphDraws, Rehearsal
 from lowtide.tracing._compat import leaves_of
 from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer, generator_states
 
-_NUM_WARM_UPS = 3  # the first of which may learn what regions retain; the last is the rehearsal
-_SHIFT = 4 << 20  # a rehearsal starts that far off, so that a step which sets an offset itself is found out
+_NUM_WARM_UPS = 3  # as torch recommends; in the first, regions learn where outputs that they retain are saved
+_SHIFT = 4 << 20  # offsets of generators in warm-ups start that far off, to find out a step that sets one itself
 
 
 class CapturedGraph:
@@ -85,7 +86,7 @@ class CapturedGraph:
                 own.copy_(given, non_blocking=True)
             if adds:
                 self._take_over()
-        graph.draws.run(graph.graph)
+        graph.graph.replay()
         for key, leaf in self.leaves.items():
             gradient = self.gradients.get(key, leaf.grad if adds else None)
             if leaf.grad is not gradient:
@@ -105,37 +106,34 @@ class CapturedGraph:
 
     def _captured(self, *, adds: bool) -> _Graph:
         with torch.cuda.device(self._device):
-            rehearsal = self._rehearsed()
-            return self._capture(GraphDraws(rehearsal), adds)
+            draws = self._warm_up()
+            return self._capture(draws, adds)
 
-    def _rehearsed(self) -> Rehearsal:
+    def _warm_up(self) -> list[int]:
+        """Run the step eagerly; by how much it moves each generator."""
         with self._nothing_left():
             numbers, drawn = self.facts.numbers(), generator_states(None)
             versions = _compat.versions_of(self._inputs)
             weights = _compat.versions_of(self.facts.parameters)
             stream, current = capture_stream(self._device.index), torch.cuda.current_stream()
+            for generator in self._generators:
+                generator.set_offset(generator.get_offset() + _SHIFT)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 for number in range(_NUM_WARM_UPS):
-                    is_last = number == _NUM_WARM_UPS - 1
-                    if is_last:
-                        for generator in self._generators:
-                            generator.set_offset(generator.get_offset() + _SHIFT)
-                    rehearsal = Rehearsal(self._generators)
-                    with positions_by(rehearsal):
-                        self._step(is_first=number == 0)
-                    rehearsal.finish()
+                    before = self._positions()
+                    self._step(is_first=number == 0)
+                    draws = _distances(before, self._positions())
                     self._clear_gradients()
                     if number == 0:
                         self._refuse_what_python_does(numbers, drawn, versions, weights)
             current.wait_stream(stream)
-            return rehearsal
+            return draws
 
-    def _capture(self, draws: GraphDraws, adds: bool) -> _Graph:
+    def _capture(self, draws: list[int], adds: bool) -> _Graph:
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device.index)
-        draws.register(graph)
-        kept = {key: gradient.cpu() for key, gradient in self.gradients.items()} if adds else {}
-        with self._nothing_left():
+        self._register(graph)
+        with self._nothing_left(), self._gradients_kept() if adds else nullcontext():
             for key, gradient in self.gradients.items() if adds else ():
                 self.leaves[key].grad = gradient
             gc.collect()
@@ -143,33 +141,64 @@ class CapturedGraph:
             torch.cuda.empty_cache()
             failure: BaseException | None = None
             loss: Tensor | None = None
-            with torch.cuda.stream(stream), positions_by(draws):
+            with torch.cuda.stream(stream):
                 torch.clear_autocast_cache()  # a weight cast before the capture would stay as it was
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     loss = self._step()
-                    draws.check_complete()
                 except BaseException as error:
                     failure = error
                 finally:
                     torch.clear_autocast_cache()
-                    draws.end_capture()
                     failure = _end(graph, failure)
             if failure is not None:
                 traceback.clear_frames(failure.__traceback__)  # they hold tensors of the graph's memory
                 loss = None
                 self._clear_gradients()
-                _mend(draws, stream)
+                self._mend(stream)
                 refusal = self._refusal(failure)
                 raise refusal from (None if refusal is failure else failure)
             assert loss is not None
             if not adds:
                 self.gradients = {k: leaf.grad for k, leaf in self.leaves.items() if leaf.grad is not None}
-            draws.run(graph, check=True)
+            before = self._positions()
+            graph.replay()
             torch.cuda.synchronize()
-        for key, copy in kept.items():
-            self.gradients[key].copy_(copy)
-        return _Graph(graph, draws, loss)
+            if _distances(before, self._positions()) != draws:
+                raise CaptureError(_OTHER_DRAWS)
+        return _Graph(graph, loss)
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """A block after which the graph's gradients hold what they held: a run that adds to them is tried in it."""
+        kept = {key: gradient.cpu() for key, gradient in self.gradients.items()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for key, copy in kept.items():
+                    self.gradients[key].copy_(copy)
+
+    def _register(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+
+    def _positions(self) -> list[tuple[int, int]]:
+        """Seeds and offsets of the generators."""
+        return [(generator.initial_seed(), generator.get_offset()) for generator in self._generators]
+
+    def _mend(self, stream: torch.cuda.Stream) -> None:
+        """After a failed capture torch leaves generators in capture mode: a capture that succeeds ends that."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self._register(graph)
+        with torch.cuda.stream(stream):
+            scratch = torch.zeros(1, device=stream.device)
+            graph.capture_begin(capture_error_mode="thread_local")
+            scratch.zero_()
+            graph.capture_end()
+        graph.reset()
+        torch.cuda.empty_cache()
 
     def _step(self, *, is_first: bool = False) -> Tensor:
         loss = self._loss_fn(*self._args)
@@ -245,25 +274,22 @@ class CapturedGraph:
 
     def _synchronizing_ops(self) -> list[tuple[str, tuple[str, int] | None]]:
         """The ops of an eager step that make the host wait, and the lines that call them."""
-        before = torch.cuda.get_sync_debug_mode()
         ops = _compat.SynchronizingOps(lambda: _user_line(list(traceback.walk_stack(None))[::-1]))
         try:
-            torch.cuda.set_sync_debug_mode("warn")
             with ops:
                 self._step()
         except Exception:  # the line is known without it
             pass
         finally:
-            torch.cuda.set_sync_debug_mode(before)
             self._clear_gradients()
         return ops.found
 
 
-class _Graph:
-    """A graph, the random numbers it draws, and where it leaves the loss."""
+class _Graph(NamedTuple):
+    """A graph, and where it leaves the loss."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, draws: GraphDraws, loss: Tensor) -> None:
-        self.graph, self.draws, self.loss = graph, draws, loss
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
 
 
 @functools.cache
@@ -281,20 +307,16 @@ def _end(graph: torch.cuda.CUDAGraph, failure: BaseException | None) -> BaseExce
     return failure
 
 
-def _mend(draws: GraphDraws, stream: torch.cuda.Stream) -> None:
-    """After a failed capture torch leaves generators in capture mode: a capture that succeeds takes them out of it."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    draws.register(graph)
-    with torch.cuda.stream(stream):
-        scratch = torch.zeros(1, device=stream.device)
-        graph.capture_begin(capture_error_mode="thread_local")
-        scratch.zero_()
-        graph.capture_end()
-    graph.reset()
-    torch.cuda.empty_cache()
+def _distances(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> list[int]:
+    """By how much generators moved. One that was seeded anew moved nowhere that a graph could."""
+    return [end - start if seed == now else -1 for (seed, start), (now, end) in zip(before, after, strict=True)]
 
 
+_OTHER_DRAWS = (
+    "the step draws other random numbers while it is captured than eagerly. Either it seeds a generator itself: seed "
+    "before the step. Or it chooses other kernels while a stream is capturing, as some of Hugging Face's attention "
+    "does: set attn_implementation='eager', or dropout to 0"
+)
 _LIBRARIES = tuple(os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lowtide))
 
 

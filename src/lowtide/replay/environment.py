@@ -2,14 +2,13 @@
 
 The replay of a region draws the forward's random numbers, under the forward's autocast, default dtype and default
 device; afterwards everything is as the backward had it. A generator that counts an offset (CUDA's) is captured as two
-numbers, others as a copy of their state. While a CUDA graph is captured such numbers cannot be had: `graph_draws`.
+numbers, others as a copy of their state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.replay.bindings import nothing
-from lowtide.replay.graph_draws import GraphDraws, Rehearsal, position_of, set_position
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the device types for which autocast is on, and to which dtype
 Modes = tuple[torch.dtype, torch.device | None, Autocast]  # default dtype, default device
@@ -123,14 +121,9 @@ class RandomStates:
         return seeds == self._seeds()
 
     def _seeds(self) -> list[int]:
-        # While a CUDA graph is captured nobody may ask for a seed, and none can change.
         pairs = zip(self._generators, self._states, strict=True)
-        can_ask = not isinstance(_draws, GraphDraws)
-        return [
-            each.initial_seed()
-            for each, state in pairs
-            if each.device.type == "cpu" or (type(state) is tuple and can_ask)
-        ]
+        # While a CUDA graph is captured there are only whole states, and no other seed can be set.
+        return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
 
     def are_current(self) -> bool:
         return all(map(_is_same, map(_state_of, self._generators), self._states))
@@ -140,25 +133,11 @@ def _state_of(generator: torch.Generator) -> State:
     if generator is torch.default_generator or generator.device.type != "cuda":
         with _compat.without_modes():  # a fake tensor is no state
             return generator.get_state()
-    if _draws is not None:
-        return _draws.state_of(generator)
-    if torch.cuda.is_current_stream_capturing():  # someone else's capture, in which draws leave no trace
+    if torch.cuda.is_current_stream_capturing():
+        # Whole states then count from the start of the graph, and setting one leads the kernels captured next to these
+        # numbers (torch 2.11); offsets are refused.
         return generator.get_state()
-    return position_of(generator)
-
-
-_draws: Rehearsal | GraphDraws | None = None  # of the whole process: backwards run in threads of their own
-
-
-@contextlib.contextmanager
-def positions_by(draws: Rehearsal | GraphDraws) -> Iterator[None]:
-    """A block in which `draws` says where CUDA generators stand, and sets them. One at a time."""
-    global _draws
-    _draws = draws
-    try:
-        yield
-    finally:
-        _draws = None
+    return generator.initial_seed(), generator.get_offset()
 
 
 def _is_same(one: State, other: State) -> bool:
@@ -172,10 +151,11 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) 
     for generator, state in zip(generators, states, strict=True):
         if isinstance(state, Tensor):
             generator.set_state(state)
-        elif _draws is not None:
-            _draws.set(generator, state)
-        else:
-            set_position(generator, state)
+            continue
+        seed, offset = state
+        if generator.initial_seed() != seed:
+            generator.manual_seed(seed)
+        generator.set_offset(offset)
 
 
 def _generators(devices: Iterable[torch.device], generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
