@@ -66,6 +66,11 @@ def peak_of(step: Callable[[], Any]) -> int:
     return lowtide.measure(step, device="cuda", repeat=3).total_peak_bytes
 
 
+def seconds_of(step: Callable[[], Any]) -> float:
+    step()
+    return timed(step, "cuda", NUM_IN_A_ROW)
+
+
 CAPTURED = {"captured, no plan": 0, "captured, every second": 2, "captured, every block": 1}
 
 
@@ -74,8 +79,10 @@ def rows_of(name: str, small_batch: bool, rounds: int) -> list[str]:
         job = families.make(name, "cuda", small_batch=small_batch)
     rows = measured(name, job, rounds)
     if any("random numbers" in row for row in rows):
-        job.model.set_attn_implementation("eager")  # type: ignore[operator]
-        return [rows[0], *measured(f"{name}, eager attention", job, rounds), *rows[1:]]
+        for path, module in job.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and ".attention." in path:
+                module.p = 0.0
+        return [rows[0], *measured(f"{name}, no dropout in attention", job, rounds), *rows[1:]]
     return rows
 
 
@@ -92,30 +99,27 @@ def measured(name: str, job: Job, rounds: int) -> list[str]:
             handle, step = captured(job, every)
         except lowtide.LowtideError as error:
             notes.append(f"{name}, {way}: {' '.join(str(error).split())[:300]}")
-            break
+            continue
         peaks[way] = step.peak_bytes
         graph = functools.partial(step, *job.batch)
         with handle.disabled():  # the patched modules run plainly in the eager turns
             for turn in range(rounds + 1):
-                for eager, context in (("plain", contextlib.nullcontext), ("torch, every second", checkpointed)):
-                    if context is checkpointed and every != 2:
-                        continue  # torch's takes turns with the plan of the same blocks
-                    with context(job):
-                        eager_step(job)
-                        seconds = timed(run, "cuda", NUM_IN_A_ROW)
-                    if turn:
-                        times.setdefault(eager, []).append(seconds)
+                found = {"plain": seconds_of(run)}
+                if every == 2:  # torch's takes turns with the plan of the same blocks
+                    with checkpointed(job):
+                        found["torch, every second"] = seconds_of(run)
                 handle.enabled = True
-                graph()
-                seconds = timed(graph, "cuda", NUM_IN_A_ROW)
+                found[way] = seconds_of(graph)
                 handle.enabled = False
-                if turn:
-                    times.setdefault(way, []).append(seconds)
+                for each, seconds in found.items() if turn else ():
+                    times.setdefault(each, []).append(seconds)
         step.release()
         handle.remove()
         del graph, step, handle
         gc.collect()
         torch.cuda.empty_cache()
+    if not times:
+        times["plain"] = [seconds_of(run) for _ in range(rounds)]
     cells = [
         f"{1e3 * statistics.median(times[way]):.1f} / {peaks[way] / 2**30:.2f}" if way in times else "-"
         for way in ("plain", "torch, every second", *CAPTURED)
@@ -126,6 +130,7 @@ def measured(name: str, job: Job, rounds: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--families", nargs="*", default=[name for name, _ in FAMILIES])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     page = Page(
@@ -143,12 +148,15 @@ def main() -> None:
     )
     notes: list[str] = []
     for name, small_batch in FAMILIES:
+        if name not in options.families:
+            continue
         try:
             for line in rows_of(name, small_batch, options.rounds):
                 if line.startswith("|"):
                     page.add(line)
                 else:
                     notes.append(line)
+                    print(line)
         except Exception as error:  # one family must not cost the others their rows
             page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:200]} |")
         gc.collect()

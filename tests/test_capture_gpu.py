@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -143,46 +144,69 @@ def test_five_steps(name: str, kind: str) -> None:
     assert [same(*pair) for pair in zip(found, expected, strict=True)] == [True] * 5
 
 
-def test_fitted_at_random_budgets() -> None:
-    """With retained ops among them. The captured peak is within the budget, or the capture is refused with numbers."""
+def floor_and_peak(graph: lowtide.StepGraph) -> tuple[int, int]:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.solve(graph, 1)
+    return caught.value.floor_bytes, lowtide.simulate(graph).peak_bytes
+
+
+def test_plans_for_random_budgets() -> None:
+    """With retained ops among them."""
     twin, batches = gpt(), [tokens(number) for number in range(5)]
     expected = trained(twin, eagerly(loss_of(twin)), batches, "AdamW")
-    guess = lowtide.estimate(twin, loss_of(twin), batches[0])
-    generator, num_held, num_retained = random.Random(0), 0, 0
+    graph = lowtide.trace(twin, loss_of(twin), batches[0])
+    floor, peak = floor_and_peak(graph)
+    generator, num_retained = random.Random(0), 0
     for _ in range(6):
         model = gpt()
-        optimizer = torch.optim.AdamW(model.parameters())
-        loss_fn = loss_of(model)
-        budget = generator.randint(guess.floor_bytes, guess.peak_bytes)
-        plan = lowtide.plan(model, loss_fn, batches[0], budget=budget)
+        plan = lowtide.solve(graph, generator.randint(floor, peak), time_limit_s=1.0)
         num_retained += any(region.keep_ops for region in plan.regions)
         with lowtide.apply(model, plan) as handle:
-            step = handle.capture(loss_fn, batches[0])
+            step = handle.capture(loss_of(model), batches[0])
             assert all(map(same, trained(model, step, batches, "AdamW"), expected))
-        del step, handle
-        try:
-            handle = lowtide.fit(model, loss_fn, batches[0], budget=budget + (256 << 20), optimizer=optimizer)
-            step = handle.capture(loss_fn, batches[0])
-        except lowtide.InfeasibleBudgetError as error:
-            assert error.floor_bytes > budget
-            continue
-        assert step.peak_bytes <= budget + (256 << 20)
-        num_held += 1
     assert num_retained
-    assert num_held
+
+
+def test_fitted_steps_are_within_their_budget_or_refused() -> None:
+    model, batch = gpt(), tokens(batch=256)
+    optimizer, loss_fn = torch.optim.AdamW(model.parameters()), loss_of(model)
+    loss_fn(batch).backward()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    floor, peak = floor_and_peak(lowtide.trace(model, loss_fn, batch, optimizer=optimizer))
+    held = []
+    for share in (0.2, 0.5, 0.8, 1.2, 2.0):
+        budget = floor + int(share * (peak - floor)) + (96 << 20)  # for workspaces of one more stream
+        with lowtide.fit(model, loss_fn, batch, budget=budget, optimizer=optimizer, time_limit_s=1.0) as handle:
+            try:
+                step = handle.capture(loss_fn, batch)
+            except lowtide.InfeasibleBudgetError as error:
+                assert error.floor_bytes > budget
+                continue
+            held.append(share)
+            assert step.peak_bytes <= budget
+            step(batch)
+            optimizer.step()
+            step(batch)
+            model.zero_grad(set_to_none=True)
+            outside = torch.cuda.memory_allocated()
+            assert outside + step.pool_bytes - sum(p.nbytes for p in model.parameters()) <= budget
+    assert 2.0 in held
 
 
 def test_peak_and_budget() -> None:
     model, batch = gpt().train(), tokens(batch=256)
     loss_fn = loss_of(model)
     with lowtide.apply(model, Plan(regions=PLANS["every block"])) as handle:
-        torch.cuda.synchronize()
+        handle.capture(loss_fn, batch).release()  # the stream has its workspaces from then on
+        gc.collect()
         torch.cuda.empty_cache()
         outside = torch.cuda.memory_allocated()
         eager = lowtide.measure(lambda: loss_fn(batch).backward(), repeat=3).total_peak_bytes
         model.zero_grad(set_to_none=True)
         step = handle.capture(loss_fn, batch)
-        assert step.pool_bytes + outside <= step.peak_bytes <= eager + step.pool_bytes
+        assert step.pool_bytes + outside <= step.peak_bytes <= step.pool_bytes + outside + (80 << 20)
         assert step.peak_bytes >= eager - (2 << 20)
         torch.cuda.reset_peak_memory_stats()
         step(batch)
@@ -202,8 +226,30 @@ def test_peak_and_budget() -> None:
         assert caught.value.floor_bytes > step.peak_bytes // 2
         del caught
         assert same(before, seen(model))
-        torch.cuda.empty_cache()
+        gc.collect()
         assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
+
+
+def test_a_batch_of_many_rows() -> None:
+    """For which some kernels add in any order: what eager steps agree on, on two streams, the captured one has too."""
+    model, ids = gpt(), tokens(batch=256)
+
+    def run(step: Callable[..., Tensor]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        return [step(ids), *seen(model)]
+
+    eager = [run(eagerly(loss_of(model))) for _ in range(3)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        eager.append(run(eagerly(loss_of(model))))
+    torch.cuda.synchronize()
+    with lowtide.apply(model, Plan(regions=PLANS["every block"])) as handle:
+        captured = run(handle.capture(loss_of(model), ids))
+    agreed = [all(torch.equal(value, first) for value in values) for first, *values in zip(*eager, strict=True)]
+    found = [torch.equal(one, other) for one, other in zip(captured, eager[0], strict=True)]
+    assert [n for n, is_agreed in enumerate(agreed) if is_agreed and not found[n]] == []
+    assert agreed[0]
+    assert agreed[-2:] == [True, True]
 
 
 class Normed(nn.Module):
@@ -380,7 +426,7 @@ def test_what_waits_for_the_device_is_refused_by_line(name: str) -> None:
         del caught
         assert "test_capture_gpu.py:" in message
         assert f'"{name}": lambda x: ' in message or "LINES[name]" in message
-        assert "aten." in message
+        assert "aten." in message or name == "print"  # which switches dispatch modes off
         assert same(before, seen(model))
         torch.cuda.empty_cache()
         assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
@@ -395,7 +441,7 @@ def test_what_waits_for_the_device_is_refused_by_line(name: str) -> None:
 def test_a_line_in_a_module_is_named() -> None:
     class Waits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * float(x.abs().max())
+            return x * float(x.detach().abs().max())
 
     model = nn.Sequential(nn.Linear(8, 8), Waits()).cuda()
     x = torch.randn(4, 8, device="cuda")
@@ -705,16 +751,18 @@ def test_an_optimizer_in_the_backward_is_refused() -> None:
 
 def test_a_larger_batch_is_planned_for() -> None:
     """What is patched for it in the warm-up stays patched."""
-    model, small, large = gpt(), tokens(batch=64), tokens(1, batch=256)
+    model, small, large = gpt(), tokens(batch=2), tokens(1)
     twin, loss_fn = copy.deepcopy(model), loss_of(model)
-    guess = lowtide.estimate(model, loss_fn, large)
-    with lowtide.fit(model, loss_fn, small, budget=(guess.floor_bytes + guess.peak_bytes) // 2) as handle:
+    floor, peak = floor_and_peak(lowtide.trace(model, loss_fn, large))
+    with lowtide.fit(model, loss_fn, small, budget=peak, verify=False, time_limit_s=1.0) as handle:
+        handle.shapes.planner.budget_bytes = (floor + peak) // 2  # type: ignore[union-attr]
         handle.watch.budget_bytes = 1 << 40  # type: ignore[union-attr]
         step = handle.capture(loss_fn, small)
         torch.manual_seed(1)
         found = [step(large), *seen(model)]
         torch.manual_seed(1)
-        assert same(found, [eagerly(loss_of(twin))(large), *seen(twin)])
+        expected = [eagerly(loss_of(twin))(large), *seen(twin)]
+        assert [n for n, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)] == []
         assert step.num_graphs == 2
         assert handle.stats().replans
         replays = handle.stats().num_replays

@@ -265,7 +265,11 @@ class CapturedGraph:
             return CaptureError(f"the step cannot be captured: {said}. Everything is as before.")
         file, line = where
         code = linecache.getline(file, line).strip()
-        what = f"{op}, which makes the host wait for the device" if op else "something a stream cannot capture"
+        what = (
+            f"{op}, which makes the host wait for the device"
+            if op
+            else "something that a stream cannot capture: most likely the host waits for the device"
+        )
         return CaptureError(
             f"the step cannot be captured: {os.path.basename(file)}:{line} runs {what}\n    {code}\n({file}:{line}; "
             f"torch says: {said}). Keep the value on the device, or move that line out of the loss function. "
@@ -314,8 +318,8 @@ def _distances(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> l
 
 _OTHER_DRAWS = (
     "the step draws other random numbers while it is captured than eagerly. Either it seeds a generator itself: seed "
-    "before the step. Or it chooses other kernels while a stream is capturing, as some of Hugging Face's attention "
-    "does: set attn_implementation='eager', or dropout to 0"
+    "before the step. Or it runs other kernels while a stream is capturing, as attention of some Hugging Face models "
+    "does: try without dropout in the attention"
 )
 _LIBRARIES = tuple(os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lowtide))
 
