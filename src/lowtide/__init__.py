@@ -6,6 +6,7 @@ from lowtide.engines.eager import Applied, apply
 from lowtide.engines.fitting import fit, plan
 from lowtide.errors import (
     CapacityError,
+    CaptureError,
     ChangedInPlaceError,
     CheckpointError,
     GraphError,
@@ -49,6 +50,7 @@ __all__ = [
     "ActivationStore",
     "Applied",
     "CapacityError",
+    "CaptureError",
     "ChangedInPlaceError",
     "CheckpointError",
     "Estimate",

@@ -1,6 +1,7 @@
 """What lowtide raises.
 
 LowtideError
+├── CaptureError (RuntimeError)      a step that no CUDA graph can hold, or a graph that no longer fits its model
 ├── CheckpointError (RuntimeError)   a replay that is not its forward: it diverged, or something it reads was changed
 ├── StoreError (RuntimeError)        a stored value cannot be written, or not be had again as it was
 │   ├── CapacityError                no tier has room for a value
@@ -19,6 +20,10 @@ from __future__ import annotations
 
 class LowtideError(Exception):
     """The base of everything lowtide raises on its own account."""
+
+
+class CaptureError(LowtideError, RuntimeError):
+    """A step cannot be captured as a CUDA graph, or changed since; the message says what to do. All is as before."""
 
 
 class CheckpointError(LowtideError, RuntimeError):

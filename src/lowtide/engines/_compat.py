@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -285,3 +287,37 @@ def is_inductor_option(name: str) -> bool:
     from torch._inductor import list_options
 
     return name.replace("-", "_") in list_options()
+
+
+class SynchronizingOps(TorchDispatchMode):
+    """Notes the ops that make the host wait for the device: `(op, where())` for each.
+
+    Obsolete when torch's sync debug mode names the op.
+    """
+
+    def __init__(self, where: Callable[[], Any]) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that this is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            self.found.append((str(func), self._where()))
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return func(*args, **(kwargs or {}))
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks run after its gradient is accumulated, as those of an optimizer in the backward. Obsolete with a
+    public way to list them.
+    """
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

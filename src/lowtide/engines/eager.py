@@ -20,6 +20,7 @@ from torch import nn
 
 from lowtide.engines import _compat
 from lowtide.engines.applied_stats import AppliedStats, RegionStats
+from lowtide.engines.capture import Capturable
 from lowtide.engines.patched import Joining, JoiningNow, Level, PatchedModule
 from lowtide.engines.regions import Selector, find_regions
 from lowtide.errors import LowtideError
@@ -42,7 +43,7 @@ _MARK = "lowtide_region"
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
-class Applied:
+class Applied(Capturable):
     """A policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
 
     Used as a context manager, it is removed at the end of the block. Copies of the model made meanwhile run the same
@@ -50,6 +51,7 @@ class Applied:
     """
 
     hidden_from_replay = True
+    model: nn.Module
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Applied:
     ) -> None:
         self.policy = policy
         self.enabled = True
+        self.is_removed = False
         self._regions = regions
         self._store = store
         self._input_hooks = None if store is None else hooks_of(store)
@@ -82,12 +85,12 @@ class Applied:
                     del region.module.forward
                 else:
                     region.module.forward = region.own_forward
-        self.enabled = False
+        self.enabled, self.is_removed = False, True
         if self._cache is not None:
             self._cache.restore()
 
     def put_back(self) -> None:
-        """Patch every layer again after `remove()`; `enabled` is left as it is."""
+        """Patch every layer again; `enabled` is left as it is."""
         for region in self._regions:
             self._patch(region)
 
@@ -118,6 +121,16 @@ class Applied:
             compressed_to_bytes=sum(store.compressed_to_bytes for store in stores),
             waited_s=sum(store.waited_s for store in stores),
         )
+
+    @property
+    def num_patched(self) -> int:
+        """Layers whose forward is ours."""
+        return len(self._regions)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations leave the device, or are held in another form."""
+        return bool(self._stores())
 
     def _stores(self) -> list[ActivationStore]:
         return [] if self._store is None else [self._store]
@@ -311,6 +324,7 @@ def apply(
         store = ActivationStore()
     chosen = [PatchedModule(name, found[name], own) for name, own in zip(found, levels, strict=True)]
     handle = Applied(policy, chosen, store, max_checkpoints)
+    handle.model = model
     handle.switch_cache_off(model)
     return handle
 

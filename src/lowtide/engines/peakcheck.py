@@ -43,7 +43,7 @@ class BudgetWatch:
     def __init__(
         self, handle: AppliedPlan, device: torch.device, budget_bytes: int, planned_state_bytes: int, static_bytes: int
     ) -> None:
-        self._handle, self._device, self._budget = handle, device, budget_bytes
+        self._handle, self._device, self.budget_bytes = handle, device, budget_bytes
         self._planned_states, self._static = planned_state_bytes, static_bytes
         self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
         self._has_warned = False
@@ -66,6 +66,10 @@ class BudgetWatch:
         if peak > self._limit and peak != before:
             self._warn(f"a peak of {format_bytes(peak)} was reached", self._growth())
 
+    def missing_state_bytes(self) -> int:
+        """Of the optimizer's states that were planned for, what is not there yet: its first step is still to come."""
+        return max(0, self._planned_states - _state_bytes(self._handle.model, self._device))
+
     def run_step(self, number: int, step: Callable[[], Tensor]) -> Tensor:
         """`step()`, a forward and a backward under the plan; some of them measured, on the CPU."""
         is_due = number + 1 >= self._next_profiled and self._device.type == "cpu"
@@ -85,7 +89,7 @@ class BudgetWatch:
     @property
     def _limit(self) -> int:
         """The budget; or the peak of a plan for larger inputs that is above it, which was said when it was made."""
-        return max([self._budget, *(planned.plan.peak_bytes for planned in self._handle.shapes.all)])
+        return max([self.budget_bytes, *(planned.plan.peak_bytes for planned in self._handle.shapes.all)])
 
     def _read_peak(self) -> int:
         return 0 if self._device.type == "cpu" else torch.accelerator.max_memory_allocated(self._device)
@@ -119,7 +123,11 @@ class BudgetWatch:
         )  # fmt: skip
         cure = "handle.refit(optimizer=...)" if "optimizer state" in growth else "handle.refit()"
         logger.warning(
-            "the budget of %s may no longer hold: %s (%s). %s plans anew.", format_bytes(self._budget), found, why, cure
+            "the budget of %s may no longer hold: %s (%s). %s plans anew.",
+            format_bytes(self.budget_bytes),
+            found,
+            why,
+            cure,
         )
 
 

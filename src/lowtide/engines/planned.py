@@ -55,7 +55,6 @@ class AppliedPlan(Applied):
         self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
         self.refitter: Refitter | None = None  # from `fit`
         self._thread = Now()
-        self._is_removed = False
         self._turns: dict[str, Turn | None] = {}
         self._all_moves: list[Moves] = []  # of every plan so far
         try:
@@ -130,10 +129,6 @@ class AppliedPlan(Applied):
         recomputed = tuple(region for region in found.regions if region.recomputed)
         facts = {**vars(found), "regions": recomputed}
         return PlanStats(**facts, replans=tuple(self.shapes.replans), out_of_memory=tuple(self.stepper.events))
-
-    def remove(self) -> None:
-        super().remove()
-        self._is_removed = True
 
     def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module's forward as planned."""
@@ -317,7 +312,7 @@ class AppliedPlan(Applied):
 
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
         """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""
-        if not self._is_removed:
+        if not self.is_removed:
             return nullcontext()
         prefix = f"{region.name}." if region.name else ""
         return PatchesBack([r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch)

@@ -90,7 +90,7 @@ class Stepper:
         """See `AppliedPlan.step`."""
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if self._handle.enabled:
-            self._plan_for_larger(loss_fn, args)
+            self.plan_for_larger(loss_fn, args)
             planned = self._handle.shapes.for_arguments(shapes_of(args))
             if planned is not None:
                 self._handle.use(planned)  # should the model's own inputs not tell
@@ -129,7 +129,7 @@ class Stepper:
             watch.forward_begins()
         return watch.run_step(number, run)
 
-    def _plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+    def plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
         """Where the batch is larger than any plan is for, one that is, from a trace of the whole step."""
         shapes, seen = self._handle.shapes, shapes_of(args)
         planner = shapes.planner

@@ -34,7 +34,7 @@ class Environment:
     def __init__(
         self, devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool
     ) -> None:
-        self._modes = _modes()
+        self._modes = modes_now()
         self._generators = _generators(devices, generators) if preserve_rng_state else ()
         self._states: list[State] | None = list(map(_state_of, self._generators))
 
@@ -51,7 +51,7 @@ class Environment:
 
         A replay that `is_watched` by a dispatch mode may run other kernels, which draw where the forward's do not.
         """
-        generators, now = self._generators if is_watched or self._states is not None else (), _modes()
+        generators, now = self._generators if is_watched or self._states is not None else (), modes_now()
         has_modes = now != self._modes or torch.is_inference_mode_enabled()
         if not has_modes and not generators:
             return nothing
@@ -88,7 +88,8 @@ class Environment:
         return found
 
 
-def _modes() -> Modes:
+def modes_now() -> Modes:
+    """torch's modes as they are."""
     autocast = _NO_AUTOCAST
     if _compat.is_any_autocast_enabled():
         kinds = _device_types()
@@ -122,7 +123,7 @@ class RandomStates:
 
     def _seeds(self) -> list[int]:
         pairs = zip(self._generators, self._states, strict=True)
-        # While a CUDA graph is captured there are only whole states, and nobody may ask for a seed.
+        # While a CUDA graph is captured there are only whole states, and no other seed can be set.
         return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
 
     def are_current(self) -> bool:
@@ -136,6 +137,8 @@ def _state_of(generator: torch.Generator) -> State:
         with _compat.without_modes():  # a fake tensor is no state
             return generator.get_state()
     if torch.cuda.is_current_stream_capturing():
+        # Whole states then count from the start of the graph, and setting one leads the kernels captured next to these
+        # numbers (torch 2.11); offsets are refused.
         return generator.get_state()
     return generator.initial_seed(), generator.get_offset()
 

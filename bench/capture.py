@@ -1,0 +1,169 @@
+"""Fitted steps as CUDA graphs: `python bench/capture.py`, on a CUDA device.
+
+The plain eager step, torch's checkpoint on every second block, and plans of lowtide's that recompute every second block
+and every block, captured. The ways take turns within one run, three steps in a row each. Peaks are those of
+`torch.cuda.max_memory_allocated()` for eager steps, and `step.peak_bytes` for captured ones, which counts all of the
+graph's memory pool. Writes bench/results/capture-cuda.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import torch
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, timed, versions
+from torch.utils.checkpoint import checkpoint
+from zoo import Job
+
+import lowtide
+from lowtide.engines.regions import find_regions
+from lowtide.plans import Plan, Recompute
+
+FAMILIES = (("convnext", False), ("whisper", False), ("gpt", True), ("llama", True), ("bert", True), ("vit", False))
+
+
+@contextlib.contextmanager
+def checkpointed(job: Job) -> Iterator[None]:
+    """torch's checkpoint around the forward of every second block."""
+    blocks = list(find_regions(job.model, job.blocks).values())[::2]
+    for block in blocks:
+        plain = type(block).forward.__get__(block)
+        block.forward = functools.partial(checkpoint, plain, use_reentrant=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def eager_step(job: Job) -> None:
+    job.model.zero_grad(set_to_none=True)
+    job.step()
+
+
+def captured(job: Job, every: int) -> tuple[Any, Any]:
+    """A handle and a captured step, with every n-th block recomputed; none for 0."""
+    names = list(find_regions(job.model, job.blocks))[::every] if every else []
+    handle = lowtide.apply(job.model, Plan(regions=tuple(map(Recompute, names))))
+    try:
+        return handle, handle.capture(job.loss_fn, *job.batch, ignore_host_draws=True)
+    except BaseException:
+        handle.remove()
+        raise
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return lowtide.measure(step, device="cuda", repeat=3).total_peak_bytes
+
+
+def seconds_of(step: Callable[[], Any]) -> float:
+    step()
+    return timed(step, "cuda", NUM_IN_A_ROW)
+
+
+CAPTURED = {"captured, no plan": 0, "captured, every second": 2, "captured, every block": 1}
+
+
+def rows_of(name: str, small_batch: bool, rounds: int) -> list[str]:
+    with torch.device("cuda"):  # weights are made there, and not moved
+        job = families.make(name, "cuda", small_batch=small_batch)
+    rows = measured(name, job, rounds)
+    if any("random numbers" in row for row in rows):
+        for path, module in job.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and ".attention." in path:
+                module.p = 0.0
+        return [rows[0], *measured(f"{name}, no dropout in attention", job, rounds), *rows[1:]]
+    return rows
+
+
+def measured(name: str, job: Job, rounds: int) -> list[str]:
+    run = functools.partial(eager_step, job)
+    peaks = {"plain": peak_of(run)}
+    with checkpointed(job):
+        peaks["torch, every second"] = peak_of(run)
+    times: dict[str, list[float]] = {}
+    notes = []
+    # Each graph keeps its memory, so one is held at a time; its rounds alternate with those of the eager ways.
+    for way, every in CAPTURED.items():
+        try:
+            handle, step = captured(job, every)
+        except lowtide.LowtideError as error:
+            notes.append(f"{name}, {way}: {' '.join(str(error).split())[:300]}")
+            continue
+        peaks[way] = step.peak_bytes
+        graph = functools.partial(step, *job.batch)
+        with handle.disabled():  # the patched modules run plainly in the eager turns
+            for turn in range(rounds + 1):
+                found = {"plain": seconds_of(run)}
+                if every == 2:  # torch's takes turns with the plan of the same blocks
+                    with checkpointed(job):
+                        found["torch, every second"] = seconds_of(run)
+                handle.enabled = True
+                found[way] = seconds_of(graph)
+                handle.enabled = False
+                for each, seconds in found.items() if turn else ():
+                    times.setdefault(each, []).append(seconds)
+        step.release()
+        handle.remove()
+        del graph, step, handle
+        gc.collect()
+        torch.cuda.empty_cache()
+    if not times:
+        times["plain"] = [seconds_of(run) for _ in range(rounds)]
+    cells = [
+        f"{1e3 * statistics.median(times[way]):.1f} / {peaks[way] / 2**30:.2f}" if way in times else "-"
+        for way in ("plain", "torch, every second", *CAPTURED)
+    ]
+    return [f"| {name}, batch {job.batch[0].shape[0]} | {' | '.join(cells)} |", *notes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--families", nargs="*", default=[name for name, _ in FAMILIES])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    page = Page(
+        options.out,
+        "capture-cuda.md",
+        f"# Captured steps, {device_name('cuda')}",
+        "",
+        f"{versions()}. Milliseconds of a step, forward and backward in bf16, and GiB at its peak. Eager ways: the "
+        "plain step and torch's checkpoint on every second block, by the allocator's peak. Captured: `handle.capture` "
+        "under a plan that recomputes no block, every second or every block, by `step.peak_bytes`, which counts the "
+        f"whole memory pool of the graph. In turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds, medians.",
+        "",
+        "| family | plain | torch, every second | captured, no plan | captured, every second | captured, every block |",
+        "|" + "---|" * 6,
+    )
+    notes: list[str] = []
+    for name, small_batch in FAMILIES:
+        if name not in options.families:
+            continue
+        try:
+            for line in rows_of(name, small_batch, options.rounds):
+                if line.startswith("|"):
+                    page.add(line)
+                else:
+                    notes.append(line)
+                    print(line)
+        except Exception as error:  # one family must not cost the others their rows
+            page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:200]} |")
+        gc.collect()
+        torch.cuda.empty_cache()
+    if notes:
+        page.add("", *(f"- {note}" for note in notes))
+
+
+if __name__ == "__main__":
+    main()
