@@ -9,6 +9,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from lowtide import Plan
+from lowtide.graph.segments import with_segments
 from lowtide.plans import Recompute
+from stepping import RunsOf
 
 WIDTH = 16
 
@@ -461,6 +464,78 @@ def test_copies_of_a_model_run_beside_it() -> None:
 def test_words_of_a_plan_that_cannot_be() -> None:
     with pytest.raises(lowtide.PlanError, match="no such module"):
         lowtide.apply(Loop(4), Plan(regions=(segment(2, 6),)))
+
+
+# Segments that retain outputs.
+
+
+def retaining(model: nn.Module, x: Tensor, mask: Tensor | None, first: int, last: int, *names: str) -> Recompute:
+    """A segment that retains all outputs of some ops that it can."""
+    graph = lowtide.trace(model, lambda x, mask: model(x, mask).square().mean(), x, mask, mode="real")
+    model.zero_grad(set_to_none=True)
+    calls = [graph.calls_by_path[f"layers.{layer}"][0] for layer in (first, last)]
+    segmented = with_segments(graph, [(calls[0], calls[1])])
+    at = next(index for index, call in enumerate(segmented.calls) if call.kind == "Segment")
+    call, depths = segmented.calls[at], segmented.retainable.depths
+    ops = [op - call.first for op in range(call.first, call.end) if graph.ops[op].name.split(".")[1] in names]
+    kept = tuple(op for op in ops if depths[call.first + op] >= segmented.depths[at])
+    assert kept
+    return replace(segment(first, last), keep_ops=kept)
+
+
+class Noisy(Layer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x * torch.rand_like(x), mask)
+
+
+@pytest.mark.parametrize("names", ["addmm", "tanh", "rand_like", "rand_like mul tanh addmm"])
+def test_segments_that_retain_are_the_plain_model(names: str) -> None:
+    plain, x, mask = Loop(8, Noisy), torch.randn(4, WIDTH), torch.rand(4, WIDTH)
+    model = copy.deepcopy(plain)
+    regions = tuple(retaining(copy.deepcopy(plain), x, mask, first, first + 2, *names.split()) for first in (1, 5))
+    expected = steps(plain, x, mask, num_steps=5)
+    with lowtide.apply(model, Plan(regions=regions)):
+        assert_same(steps(model, x, mask, num_steps=5), expected)
+
+
+def test_what_a_segment_retains_is_not_computed_again() -> None:
+    model, x = Loop(6), torch.randn(4, WIDTH, requires_grad=True)
+    with lowtide.apply(model, Plan(regions=(retaining(copy.deepcopy(model), x, None, 1, 4, "tanh"),))):
+        num_tanh = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            with RunsOf(torch.ops.aten.tanh.default) as runs:
+                loss.backward()
+            num_tanh.append(runs.count)
+    assert num_tanh == [4, 0, 0]
+
+
+def test_a_segment_that_retains_and_is_broken_up() -> None:
+    """Calls that do not follow each other make segments of their own, which retain nothing."""
+    plain, x = Glued(torch.neg), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    region = retaining(Loop(6), x, None, 0, 5, "tanh", "addmm")
+    expected = steps(plain, x, num_steps=5)
+    with lowtide.apply(model, Plan(regions=(region,))):
+        assert_same(steps(model, x, num_steps=5), expected)
+
+
+def test_a_segment_that_retains_has_several_forwards_and_backwards() -> None:
+    plain, x = Loop(6), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            losses = [model(x * scale).square().mean() for scale in (1, 2)]
+            losses[0].backward(retain_graph=True)
+            sum(losses, torch.zeros(())).backward()
+        return [*(p.grad for p in model.parameters()), *map(torch.clone, model.buffers()), torch.get_rng_state()]
+
+    expected = run(plain)
+    with lowtide.apply(model, Plan(regions=(retaining(copy.deepcopy(plain), x, None, 0, 5, "tanh", "addmm"),))):
+        assert_same(run(model), expected)
 
 
 # Plans that are found.

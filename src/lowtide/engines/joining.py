@@ -69,7 +69,7 @@ class Joining:
             levels = levels[1:]
         if not levels:
             return self._run_innermost(run, region, nth, forward, args, kwargs)
-        number = levels[0].segment
+        number, is_first, retained = levels[0]
         function, part = forward, None
         again: Callable[..., Any]
         if region.inner_paths or len(levels) > 1:
@@ -77,20 +77,21 @@ class Joining:
             part = Part(region, nth, levels[1:], within, run.decisions, run.counts_of(region.inner_paths))
             function = functools.partial(self._run_part, part, run, module, forward)
         input_hooks = self._hooks_for_inputs(run, region, nth, args, kwargs)
+        retain = None
+        if retained is not None:
+            retain = functools.partial(run.decisions.retained, retained, region.name, nth, args, kwargs)
         if number is None:
             again = region.replay if part is None else functools.partial(self._replay_part, part, None)
-            retained = run.decisions.retained(levels[0], region.name, nth, module, args, kwargs)
-            run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
+            run_region = functools.partial(replay.run, retained=None if retain is None else retain())
         else:
             again = region.replay_in_segment if part is None else functools.partial(self._replay_part, part)
-            run_region = functools.partial(
-                segments.run, run.segment(number), is_first=levels[0].is_first, module=module, input_hooks=input_hooks
-            )
+            run_region = functools.partial(segments.run, run.segment(number), is_first=is_first, retained=retain)
         turn = region.turn
         if turn is None:
-            return run_region(function, args, kwargs, replay=again)
+            return run_region(function, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
         with turn:
-            return run_region(function, args, kwargs, replay=functools.partial(turn.during, again))
+            again = functools.partial(turn.during, again)
+            return run_region(function, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
 
     def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, self._thread.run = self._thread.run, run

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from lowtide.engines import _compat
 from lowtide.engines.moves import Moves
 from lowtide.engines.patched import PatchedModule
-from lowtide.errors import PlanError
 from lowtide.plans import Plan
 from lowtide.replay.retained import RetainedCall, RetainedOps
 from lowtide.replay.segment import OpenSegment
@@ -38,11 +35,10 @@ def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
     """The regions of every call that a plan recomputes, by module path and number of the call."""
     found: dict[str, dict[int, Levels]] = {}
     for number, region in sorted(enumerate(plan.regions), key=lambda item: -len(item[1].more)):
-        if region.more and region.keep_ops:
-            raise PlanError(f"the segment from {region.path} to {region.more[-1][0]} is to retain outputs: it cannot")
         for path, nth in ((region.path, region.nth), *region.more):
-            retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops else None
-            level = Level(number if region.more else None, (path, nth) == (region.path, region.nth), retained)
+            is_first = (path, nth) == (region.path, region.nth)
+            retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops and is_first else None
+            level = Level(number if region.more else None, is_first, retained)
             calls = found.setdefault(path, {})
             calls[nth] = (*calls.get(nth, ()), level)
     return found
@@ -61,14 +57,10 @@ class Decisions:
         calls = self.regions.get(path)
         return () if calls is None else calls.get(nth, ())
 
-    def retained(
-        self, level: Level, path: str, nth: int, module: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> RetainedCall | None:
-        """What one call of a region retains."""
-        if level.retained is None:
-            return None
+    def retained(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> RetainedCall | None:
+        """What a region retains that begins with this call."""
         keeps = {} if self.moves is None else self.moves.keeping_outputs(path, nth)
-        return level.retained.call(module, args, kwargs, keeps)
+        return ops.call(args, kwargs, keeps)
 
 
 NOTHING = Decisions()
