@@ -571,6 +571,41 @@ def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]
         assert lowtide.measure(step, device="cpu").peak_bytes + there <= 1.01 * 1.1 * floor
 
 
+class DownUp(nn.Module):
+    """What takes long makes something small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(4, 4, 8, stride=8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x + nn.functional.interpolate(nn.functional.gelu(self.down(x)), scale_factor=8)
+
+
+def test_found_segments_retain_small_outputs_that_take_long() -> None:
+    plain, x = Loop(12, DownUp), torch.randn(4, 4, 64, 64)
+    model = copy.deepcopy(plain)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
+    model.zero_grad(set_to_none=True)
+    long = {"aten.convolution.default": 1.0, "aten.convolution_backward.default": 2.0}
+    graph = replace(graph, ops=tuple(replace(op, seconds=long.get(op.name, 2.0**-6)) for op in graph.ops))
+    floor, peak = lowtide.sweep(graph, []).floor_bytes, lowtide.simulate(graph, Plan()).peak_bytes
+    plan = lowtide.solve(graph, floor + (peak - floor) // 4)
+    retaining = [region for region in plan.regions if region.more and region.keep_ops]
+    assert retaining
+    assert plan.extra_s < 3.0  # of twelve convolutions hardly any runs again
+    dropping = replace(plan, regions=tuple(replace(region, keep_ops=()) for region in plan.regions))
+    assert lowtide.simulate(graph, dropping).extra_s > 6.0
+    expected = steps(plain, x)
+    with lowtide.apply(model, plan):
+        assert_same(steps(model, x), expected)
+        model.zero_grad(set_to_none=True)
+        loss = model(x).square().mean()
+        with RunsOf(torch.ops.aten.convolution.default) as runs:
+            loss.backward()
+        assert runs.count < 3
+
+
 def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:
     plain, x = Loop(24), torch.randn(512, WIDTH)
     model = copy.deepcopy(plain)

@@ -276,7 +276,7 @@ class _Retaining(region.Frame):
         stop = (-1, 0) if retained.begin_replay(needed) else self._stop(needed)
         collector: Collector = RetainingCollector(self._options, needed, stop, retained)
         try:
-            self._run_again(tensors, collector, retained.replay_mode(collector, self._modules()))
+            self._run_again(tensors, collector, retained.replay_mode(collector, self._own_modules()))
             found, expected = self._compared(collector)
             is_right = retained.replay_done(saves_agree=found == expected)
         except Exception as error:
@@ -290,7 +290,7 @@ class _Retaining(region.Frame):
             self._run_again(tensors, collector)
         self._finish(collector, tensors)
 
-    def _modules(self) -> list[nn.Module]:
+    def _own_modules(self) -> list[nn.Module]:
         raise NotImplementedError
 
 
@@ -307,7 +307,7 @@ class RetainingFrame(_Retaining):
         super().forward_done(args, kwargs, tensors)
         self._retained.forward_done(len(self._tokens))
 
-    def _modules(self) -> list[nn.Module]:
+    def _own_modules(self) -> list[nn.Module]:
         assert self._module is not None
         return [self._module]
 
@@ -326,7 +326,7 @@ class RetainingSegment(_Retaining, SegmentFrame):
             self._retained.forward_done(self.num_saves)
         super().replay()
 
-    def _modules(self) -> list[nn.Module]:
+    def _own_modules(self) -> list[nn.Module]:
         return [call.module for call in self.calls]
 
 
