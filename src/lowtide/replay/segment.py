@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -72,11 +72,15 @@ class OpenSegment:
 
     def call_done(self, frame: SegmentFrame, output: Any) -> None:
         number = len(frame.calls) - 1
-        for index, tensor in enumerate(tensors_in(output)):
+        for index, tensor in enumerate(_tensors_of(output)):
             version = _compat.version_of(tensor)
             reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
-            if not is_held_itself(tensor) and (reference() is not tensor or before != version):
+            if (reference() is not tensor or before != version) and not is_held_itself(tensor):
                 self._outputs[id(tensor)] = weakref.ref(tensor), version, Link(number, index)
+
+
+def _tensors_of(output: Any) -> Sequence[Tensor]:
+    return (output,) if type(output) is Tensor else list(tensors_in(output))
 
 
 def _id_of(hooks: Hooks | None) -> int:
@@ -144,12 +148,15 @@ class SegmentCall(Frame):
     first_save: int
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
-        super()._hold([tensor for index, tensor in enumerate(tensors) if index not in self.links], hooks)
-        if self.links:
+        links = self.links
+        if len(links) == len(tensors):  # most calls are given nothing else
+            self._held, self._unpack_input = [None] * len(tensors), None
+        else:
+            super()._hold([tensor for index, tensor in enumerate(tensors) if index not in links], hooks)
             held = iter(self._held)
-            self._held = [None if index in self.links else next(held) for index in range(len(tensors))]
-            self._input_versions = _compat.versions_of(tensors)
-            self._requires_grad = [tensor.requires_grad for tensor in tensors]
+            self._held = [None if index in links else next(held) for index in range(len(tensors))]
+        self._input_versions = _compat.versions_of(tensors)
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
 
     def _inputs_changed(self, indices: list[int]) -> None:
         """As any in-place change within a region, that of a link is made again by the replay."""
@@ -158,7 +165,8 @@ class SegmentCall(Frame):
             super()._inputs_changed(others)
 
     def _check_held(self) -> None:
-        self._check_each(index for index in range(len(self._held)) if index not in self.links)
+        if len(self.links) < len(self._held):
+            self._check_each(index for index in range(len(self._held)) if index not in self.links)
 
     @property
     def module(self) -> nn.Module:
@@ -229,11 +237,12 @@ class SegmentFrame(Frame):
         scope = self._new_scope()
         for number, call in enumerate(calls):
             output = call.again(scope, made, collector, mode)
-            for link in [link for link, user in users.items() if user == number]:
-                made.pop(link, None)
+            for link in call.links.values():
+                if users[link] == number:
+                    made.pop(link, None)
             if collector.is_stopped:
                 return
-            for index, tensor in enumerate(tensors_in(output)):
+            for index, tensor in enumerate(_tensors_of(output)):
                 if Link(number, index) in users:
                     made[Link(number, index)] = tensor
 
