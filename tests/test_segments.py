@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import lowtide
 from lowtide import Plan
 from lowtide.graph.segments import with_segments
-from lowtide.plans import Recompute
+from lowtide.plans import Move, Recompute
 from stepping import RunsOf
 
 WIDTH = 16
@@ -508,6 +508,17 @@ def test_what_a_segment_retains_is_not_computed_again() -> None:
                 loss.backward()
             num_tanh.append(runs.count)
     assert num_tanh == [4, 0, 0]
+
+
+def test_what_a_segment_retains_is_moved() -> None:
+    plain, x = Loop(6), torch.randn(64, WIDTH)
+    model = copy.deepcopy(plain)
+    region = retaining(copy.deepcopy(plain), x, None, 1, 4, "tanh")
+    moves = tuple(Move("layers.1", 0, 0, "host", op=op) for op in region.keep_ops)
+    expected = steps(plain, x)
+    with lowtide.apply(model, Plan(regions=(region,), moves=moves)) as handle:
+        assert_same(steps(model, x), expected)
+        assert handle.stats().moved_bytes == 2 * 4 * x.nbytes  # of four layers, from the second step on
 
 
 def test_a_segment_that_retains_and_is_broken_up() -> None:
