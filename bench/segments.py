@@ -1,8 +1,9 @@
-"""Chains of blocks, recomputed in segments: `python bench/segments.py`.
+"""Chains of blocks, recomputed in segments: `python bench/segments.py --device cuda`.
 
-The least peak, and the time at equal peak, of torch's `checkpoint_sequential` with the best number of segments, of two
-levels of checkpoints by hand, and of lowtide's plans. Peaks are of activations and gradients: parameters are left out.
-The ways take turns. Writes bench/results/segments-<device>.md.
+The least peak of torch's `checkpoint_sequential` with the best number of segments and of two levels of checkpoints by
+hand, and the time at equal peak of these and of lowtide's plans; also lowtide at its own floor. Peaks are of
+activations and gradients: parameters are left out. All ways of a chain take turns. Writes
+bench/results/segments-<device>.md.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import RESULTS, Page, device_name, median_over, timed, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
 
 import lowtide
+from lowtide.solvers.solving import Search
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = 5
+SOLVE_S = 10.0  # for all plans of a chain
 
 
 class ConvBlock(nn.Module):
@@ -54,26 +57,30 @@ class Chain(nn.Module):
         return x
 
 
-def chains(device: str) -> dict[str, tuple[Chain, Tensor]]:
-    scale = 4 if device == "cuda" else 1
+def chains(device: str) -> dict[str, Callable[[], tuple[Chain, Tensor]]]:
+    """What makes each chain and its input. On a GPU they are large enough to keep it busy, but for the narrow one."""
+    is_large = device == "cuda"
 
     def layers(number: int) -> tuple[Chain, Tensor]:
-        width = 128 * scale
+        width = 2048 if is_large else 128
         blocks: list[nn.Module] = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(number)]
-        return Chain(blocks), torch.randn(1024 * scale, width)
+        return Chain(blocks), torch.randn(8192 if is_large else 1024, width)
 
-    def transformer(number: int, width: int, tokens: int) -> tuple[Chain, Tensor]:
+    def transformer(number: int, width: int, batch: int, tokens: int) -> tuple[Chain, Tensor]:
         blocks: list[nn.Module] = [TransformerBlock(width, 4) for _ in range(number)]
-        return Chain(blocks), torch.randn(4 * scale, tokens, width)
+        return Chain(blocks), torch.randn(batch, tokens, width)
 
+    def resnet(number: int, width: int, batch: int, side: int) -> tuple[Chain, Tensor]:
+        return Chain([ConvBlock(width) for _ in range(number)]), torch.randn(batch, width, side, side)
+
+    gpt, narrow, images = (
+        ((1024, 8, 1024), (256, 16, 512), (64, 64, 56)) if is_large else ((64, 4, 128), (32, 4, 128), (8, 4, 32))
+    )
     return {
-        **{f"{number} layers": layers(number) for number in (16, 64, 144)},
-        "GPT, 48 blocks": transformer(48, 64 * scale, 128),
-        "narrow transformer, 96 blocks": transformer(96, 32 * scale, 128),
-        "ResNet, 48 blocks": (
-            Chain([ConvBlock(8 * scale) for _ in range(48)]),
-            torch.randn(4 * scale, 8 * scale, 32, 32),
-        ),
+        **{f"{number} layers": functools.partial(layers, number) for number in (16, 64, 144)},
+        "GPT, 48 blocks": functools.partial(transformer, 48, *gpt),
+        "narrow transformer, 96 blocks": functools.partial(transformer, 96, *narrow),
+        "ResNet, 48 blocks": functools.partial(resnet, 48, *images),
     }
 
 
@@ -121,7 +128,8 @@ def numbers(num_blocks: int) -> list[int]:
 
 
 def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Iterator[str]:
-    chain, x = chain.to(device).train(), x.to(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    chain, x = chain.to(device, dtype).train(), x.to(device, dtype)
     blocks = list(chain.blocks)
 
     def sequential(number: int) -> Callable[[], Any]:
@@ -139,28 +147,53 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
     graph = lowtide.trace(chain, lambda x: chain(x).square().mean(), x, mode="real")
     chain.zero_grad(set_to_none=True)
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-    frontier = lowtide.sweep(graph, [])
     plain = peak_bytes(chain, x, contextlib.nullcontext, device)
     peers = {"checkpoint_sequential": least(sequential), "two levels by hand": least(two_levels)}
-    for peer, (peak, theirs) in peers.items():
-        plan = lowtide.solve(graph, there + peak)
-        ours: Callable[[], Any] = functools.partial(lowtide.apply, chain, plan)
-        measured = peak_bytes(chain, x, ours, device)
-        ways = {"plain": contextlib.nullcontext, "theirs": theirs, "ours": ours}
-        times: dict[str, list[float]] = {each: [] for each in ways}
-        for turn in range(rounds + 1):
-            for each, way in ways.items():
-                with way():
-                    step(chain, x)
-                    seconds = timed(functools.partial(step, chain, x), device)
-                if turn:
-                    times[each].append(seconds)
+    search = Search(graph, time_limit_s=SOLVE_S)
+    floor = search.floor.peak_bytes - there
+    limits = {**{peer: peak for peer, (peak, _) in peers.items()}, "none: our floor": floor}
+    plans: dict[str, lowtide.Plan] = {}
+    measured: dict[str, int] = {}
+    ways: dict[str, Callable[[], Any]] = {"plain": contextlib.nullcontext}
+    for peer, limit in limits.items():
+        plans[peer], measured[peer] = plan_within(chain, x, search, there, limit, device)
+        ways |= {peer: peers[peer][1]} if peer in peers else {}
+        ways[f"ours, {peer}"] = functools.partial(lowtide.apply, chain, plans[peer])
+    times: dict[str, list[float]] = {each: [] for each in ways}
+    for turn in range(rounds + 1):
+        for each, way in ways.items():
+            with way():
+                step(chain, x)
+                seconds = timed(functools.partial(step, chain, x), device, NUM_IN_A_ROW if device == "cuda" else 1)
+            if turn:
+                times[each].append(seconds)
+    for peer in limits:
+        peak, slower = "", ""
+        if peer in peers:
+            peak, slower = mib(peers[peer][0]), f"{100 * median_over(times[peer], times['plain']):+.0f}"
         yield (
-            f"| {name} | {peer} | {plain / 2**20:.1f} | {peak / 2**20:.1f} | {measured / 2**20:.1f} "
-            f"| {100 * median_over(times['theirs'], times['plain']):+.0f} "
-            f"| {100 * median_over(times['ours'], times['plain']):+.0f} | {100 * plan.slowdown:+.0f} "
-            f"| {(frontier.floor_bytes - there) / 2**20:.1f} |"
+            f"| {name} | {peer} | {mib(plain)} | {peak} | {mib(measured[peer])} | {slower} "
+            f"| {100 * median_over(times[f'ours, {peer}'], times['plain']):+.0f} "
+            f"| {100 * plans[peer].slowdown:+.0f} | {mib(floor)} |"
         )
+
+
+def plan_within(
+    chain: Chain, x: Tensor, search: Search, there: int, limit: int, device: str
+) -> tuple[lowtide.Plan, int]:
+    """The plan for a peak, and its measured one. As `fit` does, it is made for less where it takes more than that."""
+    floor = search.floor.peak_bytes
+    budget = max(there + limit, floor)
+    while True:
+        plan = search.plan(budget)
+        measured = peak_bytes(chain, x, functools.partial(lowtide.apply, chain, plan), device)
+        if measured <= limit or budget <= floor:
+            return plan, measured
+        budget = max(floor, budget - (measured - limit))
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
 
 
 def main() -> None:
@@ -168,22 +201,27 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", default="", help="chains whose names contain this; their rows are added to the page")
     options = parser.parse_args()
-    page = Page(
-        options.out,
-        f"segments-{options.device}.md",
+    name = f"segments-{options.device}.md"
+    header = [
         f"# Chains in segments, {device_name(options.device)}",
         "",
         f"{versions()}. Peaks in MiB without parameters, measured; `ours` is the plan for the peak of the peer, "
         "times are over the plain step in percent, in turns, in the median. The peer has the best of five numbers of "
-        "segments. `floor` is the least peak that a plan of ours reaches (predicted).",
+        "segments. `floor` is the least peak that a plan of ours reaches (predicted); the last row of each chain is "
+        "measured there.",
         "",
         "| chain | peer | plain | peer's peak | our peak | peer's time | our time | our time, predicted | floor |",
         "|" + "---|" * 9,
-    )
-    for name, (chain, x) in chains(options.device).items():
-        for line in rows_of(name, chain, x, options.device, options.rounds):
-            page.add(line)
+    ]
+    if options.only and (options.out / name).exists():
+        header = (options.out / name).read_text().splitlines()
+    page = Page(options.out, name, *header)
+    for title, make in chains(options.device).items():
+        if options.only in title:
+            for line in rows_of(title, *make(), options.device, options.rounds):
+                page.add(line)
 
 
 if __name__ == "__main__":

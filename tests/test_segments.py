@@ -9,6 +9,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from lowtide import Plan
-from lowtide.plans import Recompute
+from lowtide.graph.segments import with_segments
+from lowtide.plans import Move, Recompute
+from stepping import RunsOf
 
 WIDTH = 16
 
@@ -463,11 +466,94 @@ def test_words_of_a_plan_that_cannot_be() -> None:
         lowtide.apply(Loop(4), Plan(regions=(segment(2, 6),)))
 
 
+# Segments that retain outputs.
+
+
+def retaining(model: nn.Module, x: Tensor, mask: Tensor | None, first: int, last: int, *names: str) -> Recompute:
+    """A segment that retains all outputs of some ops that it can."""
+    graph = lowtide.trace(model, lambda x, mask: model(x, mask).square().mean(), x, mask, mode="real")
+    model.zero_grad(set_to_none=True)
+    calls = [graph.calls_by_path[f"layers.{layer}"][0] for layer in (first, last)]
+    segmented = with_segments(graph, [(calls[0], calls[1])])
+    at = next(index for index, call in enumerate(segmented.calls) if call.kind == "Segment")
+    call, depths = segmented.calls[at], segmented.retainable.depths
+    ops = [op - call.first for op in range(call.first, call.end) if graph.ops[op].name.split(".")[1] in names]
+    kept = tuple(op for op in ops if depths[call.first + op] >= segmented.depths[at])
+    assert kept
+    return replace(segment(first, last), keep_ops=kept)
+
+
+class Noisy(Layer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x * torch.rand_like(x), mask)
+
+
+@pytest.mark.parametrize("names", ["addmm", "tanh", "rand_like", "rand_like mul tanh addmm"])
+def test_segments_that_retain_are_the_plain_model(names: str) -> None:
+    plain, x, mask = Loop(8, Noisy), torch.randn(4, WIDTH), torch.rand(4, WIDTH)
+    model = copy.deepcopy(plain)
+    regions = tuple(retaining(copy.deepcopy(plain), x, mask, first, first + 2, *names.split()) for first in (1, 5))
+    expected = steps(plain, x, mask, num_steps=5)
+    with lowtide.apply(model, Plan(regions=regions)):
+        assert_same(steps(model, x, mask, num_steps=5), expected)
+
+
+def test_what_a_segment_retains_is_not_computed_again() -> None:
+    model, x = Loop(6), torch.randn(4, WIDTH, requires_grad=True)
+    with lowtide.apply(model, Plan(regions=(retaining(copy.deepcopy(model), x, None, 1, 4, "tanh"),))):
+        num_tanh = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            with RunsOf(torch.ops.aten.tanh.default) as runs:
+                loss.backward()
+            num_tanh.append(runs.count)
+    assert num_tanh == [4, 0, 0]
+
+
+def test_what_a_segment_retains_is_moved() -> None:
+    plain, x = Loop(6), torch.randn(64, WIDTH)
+    model = copy.deepcopy(plain)
+    region = retaining(copy.deepcopy(plain), x, None, 1, 4, "tanh")
+    moves = tuple(Move("layers.1", 0, 0, "host", op=op) for op in region.keep_ops)
+    expected = steps(plain, x)
+    with lowtide.apply(model, Plan(regions=(region,), moves=moves)) as handle:
+        assert_same(steps(model, x), expected)
+        assert handle.stats().moved_bytes == 2 * 4 * x.nbytes  # of four layers, from the second step on
+
+
+def test_a_segment_that_retains_and_is_broken_up() -> None:
+    """Calls that do not follow each other make segments of their own, which retain nothing."""
+    plain, x = Glued(torch.neg), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    region = retaining(Loop(6), x, None, 0, 5, "tanh", "addmm")
+    expected = steps(plain, x, num_steps=5)
+    with lowtide.apply(model, Plan(regions=(region,))):
+        assert_same(steps(model, x, num_steps=5), expected)
+
+
+def test_a_segment_that_retains_has_several_forwards_and_backwards() -> None:
+    plain, x = Loop(6), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            losses = [model(x * scale).square().mean() for scale in (1, 2)]
+            losses[0].backward(retain_graph=True)
+            sum(losses, torch.zeros(())).backward()
+        return [*(p.grad for p in model.parameters()), *map(torch.clone, model.buffers()), torch.get_rng_state()]
+
+    expected = run(plain)
+    with lowtide.apply(model, Plan(regions=(retaining(copy.deepcopy(plain), x, None, 0, 5, "tanh", "addmm"),))):
+        assert_same(run(model), expected)
+
+
 # Plans that are found.
 
 
 class Routed(Layer):
-    """Every layer chooses among its rows: indices that a replay must not compute anew."""
+    """Every layer chooses among its rows. A replay must not choose anew."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = super().forward(x, mask)
@@ -484,7 +570,8 @@ def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]
     floor = lowtide.sweep(graph, []).floor_bytes
     plan = lowtide.solve(graph, int(1.1 * floor))
     of_layers = [region for region in plan.regions if region.more and region.path.count(".") == 1]
-    assert bool(of_layers) == (layer is Layer)
+    assert of_layers
+    assert bool(plan.choosers) == (layer is Routed)
     expected = steps(plain, x)
     with lowtide.apply(model, plan):
         assert_same(steps(model, x), expected)
@@ -494,6 +581,41 @@ def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]
             model(x).square().mean().backward()
 
         assert lowtide.measure(step, device="cpu").peak_bytes + there <= 1.01 * 1.1 * floor
+
+
+class DownUp(nn.Module):
+    """What takes long makes something small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(4, 4, 8, stride=8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x + nn.functional.interpolate(nn.functional.gelu(self.down(x)), scale_factor=8)
+
+
+def test_found_segments_retain_small_outputs_that_take_long() -> None:
+    plain, x = Loop(12, DownUp), torch.randn(4, 4, 64, 64)
+    model = copy.deepcopy(plain)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
+    model.zero_grad(set_to_none=True)
+    long = {"aten.convolution.default": 1.0, "aten.convolution_backward.default": 2.0}
+    graph = replace(graph, ops=tuple(replace(op, seconds=long.get(op.name, 2.0**-6)) for op in graph.ops))
+    floor, peak = lowtide.sweep(graph, []).floor_bytes, lowtide.simulate(graph, Plan()).peak_bytes
+    plan = lowtide.solve(graph, floor + (peak - floor) // 4)
+    retaining = [region for region in plan.regions if region.more and region.keep_ops]
+    assert retaining
+    assert plan.extra_s < 3.0  # of twelve convolutions hardly any runs again
+    dropping = replace(plan, regions=tuple(replace(region, keep_ops=()) for region in plan.regions))
+    assert lowtide.simulate(graph, dropping).extra_s > 6.0
+    expected = steps(plain, x)
+    with lowtide.apply(model, plan):
+        assert_same(steps(model, x), expected)
+        model.zero_grad(set_to_none=True)
+        loss = model(x).square().mean()
+        with RunsOf(torch.ops.aten.convolution.default) as runs:
+            loss.backward()
+        assert runs.count < 3
 
 
 def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:

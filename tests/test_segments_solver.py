@@ -299,7 +299,7 @@ def test_segments_go_with_values_that_are_moved() -> None:
     assert any(search._timeline_of(found).plan.moves for found in moved)
 
 
-@pytest.mark.parametrize("seed", [*range(0, 16), 19, 23, 27])
+@pytest.mark.parametrize("seed", [*range(0, 16), 19, 23, 27, *range(110, 140, 4)])
 def test_the_bound_holds_for_all_plans_with_segments(seed: int) -> None:
     rng = random.Random(seed)
     if seed < 8:
@@ -308,6 +308,10 @@ def test_the_bound_holds_for_all_plans_with_segments(seed: int) -> None:
         graph = repeated_blocks(seed, num_blocks=2)
     else:
         graph = seldom_saved(seed, num_blocks=3, num_ops=3, share_saved=0.5)
+    if seed > 100:  # with indices, which regions and segments have to retain
+        ops, at = list(graph.ops), rng.randrange(graph.num_forward)
+        ops[at] = replace(ops[at], flags=(*ops[at].flags, "index"))
+        graph = replace(graph, ops=tuple(ops))
     region_s, dispatch_s = rng.choice((0, 0.25)), rng.choice((0, 0.125))
     graph = replace(graph, hardware=replace(graph.hardware, region_s=region_s, dispatch_s=dispatch_s))
     costs = all_costs_with_segments(graph, most=2_000)

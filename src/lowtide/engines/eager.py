@@ -21,17 +21,17 @@ from torch import nn
 from lowtide.engines import _compat
 from lowtide.engines.applied_stats import AppliedStats, RegionStats
 from lowtide.engines.capture import Capturable
-from lowtide.engines.patched import Joining, JoiningNow, Level, PatchedModule
+from lowtide.engines.joining import Joining
+from lowtide.engines.patched import PatchedModule, set_inner_paths
 from lowtide.engines.regions import Selector, find_regions
+from lowtide.engines.runs import NOTHING, Decisions, Level, Levels, Now, Run
 from lowtide.errors import LowtideError
 from lowtide.memory.savedbytes import SavedBytes
 from lowtide.memory.store import ActivationStore, check_store
 from lowtide.plans import Plan
 from lowtide.policies import Policy, Segment, check_policy
 from lowtide.replay import region as replay
-from lowtide.replay import segment
 from lowtide.replay.checkpoint import checkpoint, hooks_of
-from lowtide.replay.segment import OpenSegment
 from lowtide.tracing.usecache import CacheOff
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _MARK = "lowtide_region"
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
-class Applied(Capturable):
+class Applied(Capturable, Joining):
     """A policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
 
     Used as a context manager, it is removed at the end of the block. Copies of the model made meanwhile run the same
@@ -57,6 +57,7 @@ class Applied(Capturable):
         self,
         policy: Policy | None,
         regions: list[PatchedModule],
+        decisions: Decisions = NOTHING,
         store: ActivationStore | None = None,
         max_checkpoints: int | None = None,
     ) -> None:
@@ -68,9 +69,8 @@ class Applied(Capturable):
         self._input_hooks = None if store is None else hooks_of(store)
         self._max_checkpoints = max_checkpoints
         self._cache: CacheOff | None = None
-        self._now = (
-            JoiningNow() if any(level.segment is not None for each in regions for level in each.levels) else None
-        )
+        self._thread = Now(decisions)
+        set_inner_paths(regions)
         for region in regions:
             self._patch(region)
 
@@ -138,7 +138,7 @@ class Applied(Capturable):
     def _segments(self) -> tuple[tuple[str, ...], ...]:
         members: dict[int, list[str]] = {}
         for region in self._regions:
-            for level in region.levels:
+            for level in self._thread.base.decisions.levels(region.name, 0):
                 if level.segment is not None:
                     members.setdefault(level.segment, []).append(region.name)
         return tuple(tuple(members[number]) for number in sorted(members))
@@ -164,91 +164,25 @@ class Applied(Capturable):
     def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward as decided. `module` is the layer, or its copy in a copied model."""
         forward = region.plain_forward(module)
-        if not self.enabled or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._checkpointed(forward, args, kwargs) if region.recomputed else forward(*args, **kwargs)
-        if not region.recomputed or self._is_full() or _compat.under_functorch():
-            return self._measured(region, forward, args)(*args, **kwargs)
-        levels = region.levels
-        if self._now is not None and _compat.checkpoint_in_force() is not self._now.joining.checkpoint:
-            levels = tuple(level for level in levels if level.segment is None)
-        forward = self._measured(region, forward, args)
-        return self._run_levels(levels, self._input_hooks, region, module, forward, args, kwargs)
-
-    def _run_levels(
-        self,
-        levels: tuple[Level, ...],
-        input_hooks: replay.Hooks | None,
-        region: PatchedModule,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call a layer's forward as a part of the regions that it lies in."""
-        if not levels:
+            is_on = region.recomputed and self.enabled and torch.is_grad_enabled()
+            return self._checkpointed(forward, args, kwargs) if is_on else forward(*args, **kwargs)
+        run = self._thread.run
+        if not torch.is_grad_enabled() or (run is None and not self.enabled):  # a replay goes by what its forward did
             return forward(*args, **kwargs)
-        number, inner, joining = levels[0].segment, levels[1:], None if self._now is None else self._now.joining
-        if number is None:
-            again: Callable[..., Any] = region.replay
-            if joining is not None:
-                again = functools.partial(self._replay_one, joining.within, region)
-                forward = functools.partial(self._join, joining, (), region, module, forward)
-            return replay.run(forward, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
-        assert joining is not None
-        if number in joining.within:
-            return self._run_levels(inner, input_hooks, region, module, forward, args, kwargs)
-        within = joining.within | {number}
-        return segment.run(
-            joining.opens.setdefault(number, OpenSegment(dict)),
-            functools.partial(self._join, joining._replace(within=within), inner, region, module, forward),
-            args,
-            kwargs,
-            is_first=levels[0].is_first,
-            module=module,
-            replay=functools.partial(self._replay_levels, within, inner, region),
-            input_hooks=input_hooks,
-        )
+        forward = self._measured(region, forward, args)
+        if not region.recomputed or self._is_full() or _compat.under_functorch():
+            return forward(*args, **kwargs)
+        run = run or self._thread.base
+        levels = run.decisions.levels(region.name, 0)
+        if levels[0].segment is not None and run.is_in_other_checkpoint():
+            levels = tuple(level for level in levels if level.segment is None)
+        return self._run_levels(run, levels, region, module, 0, forward, args, kwargs)
 
-    def _join(
-        self,
-        joining: Joining,
-        levels: tuple[Level, ...],
-        region: PatchedModule,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The part of a call that lies inside a region."""
-        assert self._now is not None
-        before, self._now.joining = self._now.joining, joining._replace(checkpoint=_compat.checkpoint_in_force())
-        try:
-            return self._run_levels(levels, None, region, module, forward, args, kwargs)
-        finally:
-            self._now.joining = before
-
-    def _replay_one(
-        self, within: frozenset[int], region: PatchedModule, module: nn.Module, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        return self._replay_levels(within, (), region, {}, module, *args, **kwargs)
-
-    def _replay_levels(
-        self,
-        within: frozenset[int],
-        levels: tuple[Level, ...],
-        region: PatchedModule,
-        opens: dict[int, OpenSegment],
-        module: nn.Module,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        region.num_replays += 1
-        forward = region.plain_forward(module)
-        return self._join(Joining(opens, within), levels, region, module, forward, *args, **kwargs)
+    def _hooks_for_inputs(
+        self, run: Run, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
+    ) -> replay.Hooks | None:
+        return self._input_hooks if run.checkpoint is None else None  # further in they are saves of a region of ours
 
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -322,14 +256,15 @@ def apply(
     levels = _levels(policy.regions(len(found), costs, bytes), len(found))
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
-    chosen = [PatchedModule(name, found[name], own) for name, own in zip(found, levels, strict=True)]
-    handle = Applied(policy, chosen, store, max_checkpoints)
+    chosen = [PatchedModule(name, found[name], recomputed=bool(own)) for name, own in zip(found, levels, strict=True)]
+    decisions = Decisions({name: {0: own} for name, own in zip(found, levels, strict=True)})
+    handle = Applied(policy, chosen, decisions, store, max_checkpoints)
     handle.model = model
     handle.switch_cache_off(model)
     return handle
 
 
-def _levels(regions: list[Segment], num_layers: int) -> list[tuple[Level, ...]]:
+def _levels(regions: list[Segment], num_layers: int) -> list[Levels]:
     """For each layer, the regions that it lies in, the outermost first."""
     found: list[list[Level]] = [[] for _ in range(num_layers)]
     for number, region in enumerate(regions):

@@ -22,17 +22,15 @@ from lowtide.engines import _compat
 from lowtide.engines.eager import Applied, refuse_other_checkpointing
 from lowtide.engines.matching import modules_for
 from lowtide.engines.moves import Moves, counted_paths
-from lowtide.engines.patched import PatchedModule
+from lowtide.engines.patched import PatchedModule, Turn, set_inner_paths
 from lowtide.engines.peakcheck import BudgetWatch
-from lowtide.engines.runs import NOTHING, Decisions, Levels, Now, PatchesBack, Run, Turn, levels_of
+from lowtide.engines.runs import NOTHING, Decisions, PatchesBack, Run, levels_of
 from lowtide.engines.shapes import Planned, ShapePlans
 from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan
-from lowtide.replay import choices
-from lowtide.replay import region as replay
-from lowtide.replay import segment as segments
+from lowtide.replay.region import Hooks
 
 if TYPE_CHECKING:
     from lowtide.engines.fitting import Refitter
@@ -54,8 +52,6 @@ class AppliedPlan(Applied):
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
         self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
         self.refitter: Refitter | None = None  # from `fit`
-        self._thread = Now()
-        self._turns: dict[str, Turn | None] = {}
         self._all_moves: list[Moves] = []  # of every plan so far
         try:
             self.decisions = self.take_in(plan)
@@ -87,13 +83,12 @@ class AppliedPlan(Applied):
                 known[path].replay = functools.partial(self._replay_alone, known[path])
                 self._regions.append(known[path])
                 self._patch(known[path])
-                self._turns[path] = Turn.for_module(path, modules[path])
+                known[path].turn = Turn.for_module(path, modules[path])
             known[path].recomputed |= path in regions
             known[path].chooses |= path in plan.choosers
-        for path, patched in known.items():  # those of earlier plans too: they look for a decision in any forward
-            prefix = f"{path}." if path else ""
-            patched.inner_paths = tuple(each for each in known if each.startswith(prefix) and each not in ("", path))
-            patched.has_choosers = patched.chooses or any(known[each].chooses for each in patched.inner_paths)
+        set_inner_paths(self._regions)  # also of earlier plans: they look for a decision in any forward
+        for patched in known.values():
+            patched.has_choosers = patched.chooses or any(known[path].chooses for path in patched.inner_paths)
         self._all_moves += [] if moves is None else [moves]
         return Decisions(regions, moves)
 
@@ -181,59 +176,21 @@ class AppliedPlan(Applied):
         levels = run.decisions.levels(region.name, nth)
         if run.is_in_other_checkpoint():
             levels = self._anywhere.get(region.name, ()) if self.enabled else ()
-        return self._run_planned(run, levels, region, module, nth, forward, args, kwargs)
+        forward = self._measured(region, forward, args) if levels else forward
+        return self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
 
-    def _run_planned(
-        self,
-        run: Run,
-        levels: Levels,
-        region: PatchedModule,
-        module: nn.Module,
-        nth: int,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call a module's forward as a part of the planned regions that the call lies in."""
+    def _hooks_for_inputs(
+        self, run: Run, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
+    ) -> Hooks | None:
         moves = run.decisions.moves
-        if not levels:
-            if moves is None or (counting := moves.counting(region.name, nth)) is None:
-                return forward(*args, **kwargs)
-            with counting:
-                return forward(*args, **kwargs)
-        input_hooks = None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
-        function = self._measured(region, forward, args)
-        again: Callable[..., Any] = region.replay
-        level, inner = levels[0], levels[1:]
-        if level.segment is not None:
-            if level.segment in run.within:  # as a part of the call around
-                return self._run_planned(run, inner, region, module, nth, forward, args, kwargs)
-            within = run.within | {level.segment}
-            function = functools.partial(self._run_next, run, within, inner, region, module, nth, function)
-            counts = run.counts_of(region.inner_paths)
-            again = functools.partial(self._replay_next, within, inner, region, nth, counts)
-            segment = run.segment(level.segment)
-            run_region = functools.partial(
-                segments.run, segment, is_first=level.is_first, module=module, input_hooks=input_hooks
-            )
-        else:
-            retained = None
-            if level.retained is not None:
-                keeps = {} if moves is None else moves.keeping_outputs(region.name, nth)
-                retained = level.retained.call(module, args, kwargs, keeps)
-            if region.inner_paths:  # which count calls and look for decisions of their own
-                function = functools.partial(self._run_inside, run, function)
-                again = functools.partial(self._replay_inside, region, run, run.counts_of(region.inner_paths))
-            run_region = functools.partial(replay.run, module=module, input_hooks=input_hooks, retained=retained)
-        if region.has_choosers:
-            log, start = choices.begin()
-            function = functools.partial(choices.recording, log, function)
-            again = functools.partial(choices.replaying, log, start, again)
-        turn = self._turns[region.name]
-        if turn is None:
-            return run_region(function, args, kwargs, replay=again)
-        with turn:
-            return run_region(function, args, kwargs, replay=functools.partial(turn.during, again))
+        return None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
+
+    def _run_innermost(
+        self, run: Run, region: PatchedModule, nth: int, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        moves = run.decisions.moves
+        with (moves and moves.counting(region.name, nth)) or nullcontext():
+            return forward(*args, **kwargs)
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
@@ -241,74 +198,12 @@ class AppliedPlan(Applied):
             return forward(*args, **kwargs)
         return self._checkpointed(forward, args, kwargs)
 
-    def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before, self._thread.run = self._thread.run, run
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._thread.run = before
-
-    def _run_inside(self, run: Run, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._run_in(run.inside(), forward, args, kwargs)
-
-    def _run_next(
-        self,
-        run: Run,
-        within: frozenset[int],
-        levels: Levels,
-        region: PatchedModule,
-        module: nn.Module,
-        nth: int,
-        forward: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The part of a call that lies inside a segment."""
-        inside = run.inside(within)
-        return self._run_in(inside, self._run_planned, (inside, levels, region, module, nth, forward, args, kwargs), {})
-
-    def _replay_next(
-        self,
-        within: frozenset[int],
-        levels: Levels,
-        region: PatchedModule,
-        nth: int,
-        counts: dict[str, int] | None,
-        run: Run,
-        module: nn.Module,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        region.num_replays += 1
-        if run.counts is not None:
-            run.counts.update(counts or {})
-        with self._patches_back(region):
-            forward = region.plain_forward(module)
-            return self._run_next(run, within, levels, region, module, nth, forward, *args, **kwargs)
-
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
         region.num_replays += 1
         if not region.inner_paths:
             return region.plain_forward(module)(*args, **kwargs)
-        return self._run_in(Run(NOTHING).inside(), region.plain_forward(module), args, kwargs)
-
-    def _replay_inside(
-        self,
-        region: PatchedModule,
-        forward_run: Run,
-        counts: dict[str, int] | None,
-        module: nn.Module,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        region.num_replays += 1
-        run = Run(forward_run.decisions, None if counts is None else dict(counts), within=forward_run.within)
-        with self._patches_back(region):
-            return self._run_in(run.inside(), region.plain_forward(module), args, kwargs)
+        return self._run_in(Run(NOTHING).inside(frozenset()), region.plain_forward(module), args, kwargs)
 
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
         """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""

@@ -1,4 +1,4 @@
-"""What a forward under a plan goes by, kept for its replays; and one thread at a time.
+"""What a forward under a policy or a plan goes by, kept for its replays.
 
 Between a forward and its replay a handle may be switched off, removed, or given another plan. The replay must not see
 any of it: with other regions inside than its forward had, it would save other tensors.
@@ -10,41 +10,35 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from lowtide.engines import _compat
 from lowtide.engines.moves import Moves
 from lowtide.engines.patched import PatchedModule
-from lowtide.errors import LowtideError, PlanError
-from lowtide.plans import Plan, Recompute
-from lowtide.replay.retained import RetainedOps
+from lowtide.plans import Plan
+from lowtide.replay.retained import RetainedCall, RetainedOps
 from lowtide.replay.segment import OpenSegment
 
 
-class PlannedRegion:
-    """A region of a plan on a live model, as one of its calls has it. `segment` is its number if it has several."""
+class Level(NamedTuple):
+    """A region that a call belongs to: the call alone, or a `segment` by its number."""
 
-    hidden_from_replay = True
-
-    def __init__(self, region: Recompute, segment: int | None = None, *, is_first: bool = True) -> None:
-        self.retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops else None
-        self.segment, self.is_first = segment, is_first
+    segment: int | None = None
+    is_first: bool = True  # of the segment's calls
+    retained: RetainedOps | None = None
 
 
-Levels = tuple[PlannedRegion, ...]  # the regions that a call lies in, the outermost first
+Levels = tuple[Level, ...]  # the regions that a call lies in, the outermost first
 
 
 def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
     """The regions of every call that a plan recomputes, by module path and number of the call."""
     found: dict[str, dict[int, Levels]] = {}
     for number, region in sorted(enumerate(plan.regions), key=lambda item: -len(item[1].more)):
-        if region.more and region.keep_ops:
-            raise PlanError(f"the segment from {region.path} to {region.more[-1][0]} is to retain outputs: it cannot")
         for path, nth in ((region.path, region.nth), *region.more):
             is_first = (path, nth) == (region.path, region.nth)
-            level = PlannedRegion(region, number if region.more else None, is_first=is_first)
+            retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops and is_first else None
+            level = Level(number if region.more else None, is_first, retained)
             calls = found.setdefault(path, {})
             calls[nth] = (*calls.get(nth, ()), level)
     return found
@@ -52,7 +46,7 @@ def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a plan has decided on a live model: its `regions` by module path and number of the call, and its `moves`."""
+    """What a policy or a plan has decided: the regions of calls, by module path and number of the call, and `moves`."""
 
     hidden_from_replay = True
 
@@ -62,6 +56,11 @@ class Decisions:
     def levels(self, path: str, nth: int) -> Levels:
         calls = self.regions.get(path)
         return () if calls is None else calls.get(nth, ())
+
+    def retained(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> RetainedCall | None:
+        """What a region retains that begins with this call."""
+        keeps = {} if self.moves is None else self.moves.keeping_outputs(path, nth)
+        return ops.call(args, kwargs, keeps)
 
 
 NOTHING = Decisions()
@@ -106,9 +105,8 @@ class Run:
         self.counts[path] = nth + 1
         return nth
 
-    def inside(self, within: frozenset[int] | None = None) -> Run:
+    def inside(self, within: frozenset[int]) -> Run:
         """This run, as seen from within the checkpoint that was just entered: a part of these segments."""
-        within = self.within if within is None else within
         return Run(self.decisions, self.counts, _compat.checkpoint_in_force(), self.opens, within)
 
     def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
@@ -121,40 +119,11 @@ def _new_run(decisions: Decisions, is_counted: bool) -> Run:
 
 
 class Now(threading.local):
-    """The run that this thread is in."""
+    """The run that this thread is in. A policy does not know where a forward begins: outside of any it has `base`."""
 
-    run: Run | None = None
-
-
-class Turn:
-    """A block in which only one thread may run a region; another one is refused.
-
-    A replay puts the region's buffers back to what its forward found, for as long as it takes: another thread's
-    forward of the same region would read those, and lose what it writes. To let it wait is not enough, as torch looks
-    at the buffers' versions once more when the replay is over.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name, self._lock = name, threading.RLock()
-
-    @staticmethod
-    def for_module(name: str, module: nn.Module) -> Turn | None:
-        """None for a module without buffers, which threads may run as they like."""
-        return Turn(name) if next(iter(module.buffers()), None) is not None else None
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise LowtideError(
-                f"two threads run {self._name or 'the model'} at once, which has buffers and is recomputed: a replay "
-                "in one would change them for the other. Give each thread a copy of the model, or run them in turn."
-            )
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return call(*args, **kwargs)
+    def __init__(self, decisions: Decisions = NOTHING) -> None:
+        self.run: Run | None = None
+        self.base = Run(decisions)
 
 
 class PatchesBack:

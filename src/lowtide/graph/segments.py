@@ -7,7 +7,6 @@ whatever plays or plans regions works on it as it is.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import fields, replace
@@ -92,10 +91,8 @@ def runs(graph: StepGraph) -> list[tuple[int, ...]]:
     """The longest runs of calls that can be recomputed together, each of two calls at least, by their first call.
 
     Such calls have one parent and come directly one after the other, with no op between them. Each is a module of the
-    model that can be replayed, and of what the run makes it is given no more than what the call before it returns. None
-    computes indices, which a region has to retain: a segment retains nothing.
+    model that can be replayed, and of what the run makes it is given no more than what the call before it returns.
     """
-    indices = [number for number, op in enumerate(graph.ops[: graph.num_forward]) if "index" in op.flags]
     children: dict[int, list[int]] = {}
     for index, call in enumerate(graph.calls):
         children.setdefault(call.parent, []).append(index)
@@ -105,7 +102,6 @@ def runs(graph: StepGraph) -> list[tuple[int, ...]]:
         for index in siblings:
             call = graph.calls[index]
             can_be = bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
-            can_be = can_be and bisect_left(indices, call.first) == bisect_left(indices, call.end)
             if run and not (can_be and _is_linked(graph, run, index)):
                 found.append(tuple(run))
                 run = []

@@ -42,6 +42,7 @@ from lowtide.replay import region
 from lowtide.replay.collector import Collector, Options
 from lowtide.replay.environment import RandomStates
 from lowtide.replay.retaining_modes import CaptureProfile, GivenUp, Learning, RetainedPart, Taking, as_geometry
+from lowtide.replay.segment import SegmentFrame
 from lowtide.replay.unseen_writes import Op
 
 logger = logging.getLogger("lowtide")
@@ -67,9 +68,7 @@ class RetainedOps:
         self._num_mistakes = 0
         self.written_unseen: set[Op] | None = None  # None until the first replay has looked for such outputs
 
-    def call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: dict[int, Keep]
-    ) -> RetainedCall | None:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: dict[int, Keep]) -> RetainedCall | None:
         """What keeps the outputs of one call; None if none are kept. `keeps` says how, by op, for those that move."""
         if self._num_mistakes >= _MAX_MISTAKES:
             return None
@@ -77,7 +76,7 @@ class RetainedOps:
         shapes = tuple(
             [(value.shape, value.dtype, value.requires_grad) for value in values if isinstance(value, Tensor)]
         )
-        return RetainedCall(self, shapes, self._profiles.get(shapes), keeps, module)
+        return RetainedCall(self, shapes, self._profiles.get(shapes), keeps)
 
     def learn(self, shapes: Any, profile: CaptureProfile) -> None:
         if len(self._profiles) >= _MAX_PROFILES:
@@ -92,14 +91,12 @@ class RetainedOps:
 
 
 class RetainedCall:
-    """The kept outputs of one call of a region."""
+    """The kept outputs of one call of a region, or of one run of a segment."""
 
     __slots__ = (
         "_asked",
-        "_is_done",
         "_keeps",
         "_mode",
-        "_module",
         "_of_parameters",
         "_ops",
         "_profile",
@@ -110,27 +107,23 @@ class RetainedCall:
         "_whole",
     )
 
-    def __init__(
-        self,
-        ops: RetainedOps,
-        shapes: Any,
-        profile: CaptureProfile | None,
-        keeps: dict[int, Keep],
-        module: nn.Module,
-    ) -> None:
-        self._ops, self._shapes, self._profile, self._keeps, self._module = ops, shapes, profile, keeps, module
+    def __init__(self, ops: RetainedOps, shapes: Any, profile: CaptureProfile | None, keeps: dict[int, Keep]) -> None:
+        self._ops, self._shapes, self._profile, self._keeps = ops, shapes, profile, keeps
         self._of_parameters = frozenset() if profile is None else profile.of_parameters
         self._values: dict[int, KeptHere | KeptInStore] = {}  # by save
         self._whole: dict[int, RetainedPart] = {}  # saves that are kept as their op made them
         self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd has asked for before there was a replay
-        self._is_done = False
         self._replayed = False
         self._mode: Learning | Taking | None = None
 
     def frame(self, *args: Any) -> RetainingFrame:
         """The frame of this call."""
         return RetainingFrame(self, *args)
+
+    def segment_frame(self, new_scope: Callable[[], Any]) -> RetainingSegment:
+        """The frame of a segment that begins with this call."""
+        return RetainingSegment(self, new_scope)
 
     # The forward.
 
@@ -159,7 +152,6 @@ class RetainedCall:
             self._whole[index] = part
 
     def forward_done(self, num_saves: int) -> None:
-        self._is_done = True
         if self._profile is not None and any(index >= num_saves for index in self._profile.by_save):
             self._forget()
 
@@ -199,12 +191,12 @@ class RetainedCall:
     def _is_learning(self) -> bool:
         return self._profile is None and not self._replayed
 
-    def replay_mode(self, collector: Collector) -> Any:
+    def replay_mode(self, collector: Collector, modules: Iterable[nn.Module]) -> Any:
         """What sees the ops of a replay: to learn if nothing is known, else to take outputs; None for neither."""
         if self._profile is not None:
             self._mode = Taking(self, self._profile, collector)
         elif self._is_learning:
-            self._mode = Learning(self._ops, self._module)
+            self._mode = Learning(self._ops, [each for module in modules for each in module.parameters()])
         return self._mode
 
     def saved_again(self, index: int, tensor: Tensor) -> None:
@@ -258,14 +250,12 @@ class RetainedCall:
         self._random.clear()
 
 
-class RetainingFrame(region.Frame):
-    """A frame that keeps some of the saves, which carry op outputs that its replay need not compute."""
+class _Retaining(region.Frame):
+    """Keeps some of the saves, which carry op outputs that the replay need not compute."""
 
-    __slots__ = ("_retained",)
+    __slots__ = ()
 
-    def __init__(self, retained: RetainedCall, *args: Any) -> None:
-        super().__init__(*args)
-        self._retained = retained
+    _retained: RetainedCall
 
     @_compat.never_compiled
     def __call__(self, saved: Any) -> Any:
@@ -273,10 +263,6 @@ class RetainingFrame(region.Frame):
         if type(saved) is not int:
             self._retained.saved(packed - region.FIRST_TOKEN, saved)
         return packed
-
-    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        super().forward_done(args, kwargs, tensors)
-        self._retained.forward_done(len(self._tokens))
 
     def unpack(self, index: int) -> Tensor:
         kept = self._retained.take(index)
@@ -290,7 +276,7 @@ class RetainingFrame(region.Frame):
         stop = (-1, 0) if retained.begin_replay(needed) else self._stop(needed)
         collector: Collector = RetainingCollector(self._options, needed, stop, retained)
         try:
-            self._run_again(tensors, collector, retained.replay_mode(collector))
+            self._run_again(tensors, collector, retained.replay_mode(collector, self._own_modules()))
             found, expected = self._compared(collector)
             is_right = retained.replay_done(saves_agree=found == expected)
         except Exception as error:
@@ -303,6 +289,45 @@ class RetainingFrame(region.Frame):
             collector = self._options.collector(needed, self._stop(needed))
             self._run_again(tensors, collector)
         self._finish(collector, tensors)
+
+    def _own_modules(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+
+class RetainingFrame(_Retaining):
+    """The frame of a call that retains outputs."""
+
+    __slots__ = ("_retained",)
+
+    def __init__(self, retained: RetainedCall, *args: Any) -> None:
+        super().__init__(*args)
+        self._retained = retained
+
+    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+        super().forward_done(args, kwargs, tensors)
+        self._retained.forward_done(len(self._tokens))
+
+    def _own_modules(self) -> list[nn.Module]:
+        assert self._module is not None
+        return [self._module]
+
+
+class RetainingSegment(_Retaining, SegmentFrame):
+    """The frame of a segment that retains outputs. Ops and saves are counted through all of its calls."""
+
+    __slots__ = ("_retained",)
+
+    def __init__(self, retained: RetainedCall, new_scope: Callable[[], Any]) -> None:
+        super().__init__(new_scope)
+        self._retained = retained
+
+    def replay(self) -> None:
+        if self._is_done:  # by the first replay the segment has all of its calls
+            self._retained.forward_done(self.num_saves)
+        super().replay()
+
+    def _own_modules(self) -> list[nn.Module]:
+        return [call.module for call in self.calls]
 
 
 class RetainingCollector(Collector):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.replay import _compat
 from lowtide.replay.arguments import tensors_in
@@ -108,10 +108,10 @@ class _Counting(_compat.DispatchMode):
 class Learning(_Counting):
     """Computes everything, and finds out at which saves the outputs of some ops appear."""
 
-    def __init__(self, ops: RetainedOps, module: nn.Module) -> None:
+    def __init__(self, ops: RetainedOps, parameters: list[Tensor]) -> None:
         super().__init__()
         self._ops = ops
-        self._parameter_storages = storages_in(list(module.parameters()))
+        self._parameter_storages = storages_in(parameters)
         self._of_parameters: set[int] = set()
         self._kinds: list[Any] = []
         self._made: dict[int, tuple[RetainedPart, _compat.StorageReference]] = {}  # parts as they are made, by storage

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,6 +27,9 @@ from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
 from lowtide.replay.collector import DEFAULT_OPTIONS, Collector
 from lowtide.replay.region import Frame, Hooks
+
+if TYPE_CHECKING:
+    from lowtide.replay.retained import RetainedCall
 
 
 class Link(NamedTuple):
@@ -69,11 +72,15 @@ class OpenSegment:
 
     def call_done(self, frame: SegmentFrame, output: Any) -> None:
         number = len(frame.calls) - 1
-        for index, tensor in enumerate(tensors_in(output)):
+        for index, tensor in enumerate(_tensors_of(output)):
             version = _compat.version_of(tensor)
             reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
-            if not is_held_itself(tensor) and (reference() is not tensor or before != version):
+            if (reference() is not tensor or before != version) and not is_held_itself(tensor):
                 self._outputs[id(tensor)] = weakref.ref(tensor), version, Link(number, index)
+
+
+def _tensors_of(output: Any) -> Sequence[Tensor]:
+    return (output,) if type(output) is Tensor else list(tensors_in(output))
 
 
 def _id_of(hooks: Hooks | None) -> int:
@@ -99,21 +106,25 @@ def run(
     module: nn.Module,
     replay: Callable[..., Any],
     input_hooks: Hooks | None = None,
+    retained: Callable[[], RetainedCall | None] | None = None,
 ) -> Any:
     """`function(*args, **kwargs)` as the next call of a segment; as its first if it `is_first`, or follows on nothing.
 
-    `replay` is called in the backward with the scope, the module and the arguments. Otherwise as `region.run`.
+    `replay` is called in the backward with the scope, the module and the arguments. `retained` is asked what a segment
+    retains that begins here. Otherwise as `region.run`.
     """
     arguments, tensors = Arguments.take(args, kwargs)
     hooks = _compat.current_hooks()
     frame, links = (None, {}) if is_first else segment.joined(tensors, hooks)
     if frame is None:
-        frame = SegmentFrame(segment.new_scope)
+        kept = None if retained is None else retained()
+        frame = SegmentFrame(segment.new_scope) if kept is None else kept.segment_frame(segment.new_scope)
         segment.begin(frame, hooks)
     call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
     call.links, call.first_save = links, frame.num_saves
     call.begin(tensors, input_hooks or hooks)
     frame.calls.append(call)
+    frame._is_done = False
     _compat.push_hooks(frame, frame)
     try:
         output = function(*args, **kwargs)
@@ -123,6 +134,7 @@ def run(
     finally:
         _compat.pop_hooks()
     call.forward_done(args, kwargs, tensors)
+    frame._is_done = True
     segment.call_done(frame, output)
     return output
 
@@ -136,12 +148,15 @@ class SegmentCall(Frame):
     first_save: int
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
-        super()._hold([tensor for index, tensor in enumerate(tensors) if index not in self.links], hooks)
-        if self.links:
+        links = self.links
+        if len(links) == len(tensors):  # most calls are given nothing else
+            self._held, self._unpack_input = [None] * len(tensors), None
+        else:
+            super()._hold([tensor for index, tensor in enumerate(tensors) if index not in links], hooks)
             held = iter(self._held)
-            self._held = [None if index in self.links else next(held) for index in range(len(tensors))]
-            self._input_versions = _compat.versions_of(tensors)
-            self._requires_grad = [tensor.requires_grad for tensor in tensors]
+            self._held = [None if index in links else next(held) for index in range(len(tensors))]
+        self._input_versions = _compat.versions_of(tensors)
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
 
     def _inputs_changed(self, indices: list[int]) -> None:
         """As any in-place change within a region, that of a link is made again by the replay."""
@@ -150,13 +165,19 @@ class SegmentCall(Frame):
             super()._inputs_changed(others)
 
     def _check_held(self) -> None:
-        self._check_each(index for index in range(len(self._held)) if index not in self.links)
+        if len(self.links) < len(self._held):
+            self._check_each(index for index in range(len(self._held)) if index not in self.links)
 
-    def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector) -> Any:
+    @property
+    def module(self) -> nn.Module:
+        assert self._module is not None
+        return self._module
+
+    def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector, mode: Any) -> Any:
         """Run the call again, given what the calls before it `made`."""
         self._scope = scope
         try:
-            return self._run_again(self._inputs(made), collector)
+            return self._run_again(self._inputs(made), collector, mode)
         finally:
             self._scope = None
 
@@ -194,33 +215,34 @@ class SegmentFrame(Frame):
         """The number of the call that made a save."""
         return bisect_right([call.first_save for call in self.calls], save) - 1
 
-    def replay(self) -> None:
-        needed = self._needed()
-        stop, node = self._stop(needed)
-        last = max((index for index, is_needed in enumerate(needed) if is_needed), default=-1)
-        calls = self.calls[: self._call_of(last) + 1]
-        for call in calls:
-            call._check_arguments()
-        collector = self._options.collector(needed, (stop, node))
-        self._is_done = all(call._is_done for call in calls)
-        self._run_calls(calls, collector)
-        self._finish(collector, [])
+    def _check_arguments(self) -> None:
+        """Those of each call are checked when it is clear which calls run."""
+
+    def _input_tensors(self) -> list[Tensor]:
+        return []
 
     def _stop(self, needed: list[bool]) -> tuple[int, int]:
         stop, number = super()._stop(needed)  # counted from 0: the segment has no number of its own
         return (stop, number - self.calls[self._call_of(stop)]._sequence) if stop >= 0 else (stop, number)
 
-    def _run_calls(self, calls: list[SegmentCall], collector: Collector) -> None:
+    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
+        """Run the calls again up to the last one with a save that is needed; all, if a mode learns what they save."""
+        needed = [index for index, is_needed in enumerate(collector.needed) if is_needed]
+        is_whole = mode is not None and collector.stop < 0
+        calls = self.calls if is_whole else self.calls[: self._call_of(max(needed, default=-1)) + 1]
+        for call in calls:
+            call._check_arguments()
         users = {link: number for number, call in enumerate(calls) for link in call.links.values()}  # the last of each
         made: dict[Link, Tensor] = {}
         scope = self._new_scope()
         for number, call in enumerate(calls):
-            output = call.again(scope, made, collector)
-            for link in [link for link, user in users.items() if user == number]:
-                made.pop(link, None)
+            output = call.again(scope, made, collector, mode)
+            for link in call.links.values():
+                if users[link] == number:
+                    made.pop(link, None)
             if collector.is_stopped:
                 return
-            for index, tensor in enumerate(tensors_in(output)):
+            for index, tensor in enumerate(_tensors_of(output)):
                 if Link(number, index) in users:
                     made[Link(number, index)] = tensor
 

@@ -6,7 +6,9 @@ chain. Of the items `s` to `t`, with so much memory for all that is held:
 - item `s` is run once, by one of several **ways** (its saves are held, or it has regions inside that hold less), and
   the rest has what memory is left; or
 - `s` to `u - 1` are a segment: nothing but their input is held while `u` to `t` have their forward and backward. Then
-  they are run once more, with all of the memory, as is best for it: so segments lie inside segments.
+  they are run once more, with all of the memory, as is best for it: so segments lie inside segments; or
+- that segment, if it lies in no other, retains some op outputs of each of its items and computes only the rest again.
+  Regions inside it would drop what it retains, so it has none.
 
 This is the optimum for chains of Beaumont et al. (rotor), with ways to run an item, and only of plans that the engine
 can run. Costs of items are read off simulated steps in which all items are run in one way, so that what is found is
@@ -35,10 +37,14 @@ _REPLAY = 1
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Segments (runs of calls, also inside one another) that are regions, and calls that are, by the plain graph."""
+    """Segments (runs of calls, also inside one another) that are regions, and calls that are, by the plain graph.
+
+    `kept` are the ops, as numbered in the step, whose outputs segments retain.
+    """
 
     spans: tuple[Span, ...]
     regions: Regions = field(hash=False)
+    kept: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -120,14 +126,14 @@ class Measuring:
         for call, kept in regions.items():
             item = int(self._of_op[graph.calls[call].first])
             inside[item][call] = kept
-            seconds[item] += graph.hardware.region_s
+            seconds[item] += graph.hardware.region_s + graph.retainable.retaining_s(call, kept, graph.calls[call].end)
         return Way(inside, held, peaks[0], peaks[1], seconds, is_inner)
 
     def _held(self, regions: Regions) -> np.ndarray:
         """Bytes that each item leaves behind for the backward."""
         graph = self._graph
         owner = graph.innermost(regions)
-        kept = {graph.calls[call].first + op for call, ops in regions.items() for op in ops}
+        kept = kept_ops(graph, regions)
         holders: dict[int, int] = {}
         for save in graph.saves:
             if owner[save.call] < 0 or graph.values[save.value].born in kept:
@@ -179,8 +185,9 @@ def _shifted(costs: np.ndarray, shifts: np.ndarray) -> np.ndarray:
 class ChainPlans:
     """The table of all parts of a chain, for memory in steps of `slot` bytes from `lowest` on.
 
-    `ways[0]` holds all saves. `dropped` is the way in which each item of a run is a region by itself, and `carried`
-    what is there besides in replays of segments that end with each item.
+    `ways[0]` holds all saves. `dropped` is the way in which each item of a run is a region by itself, `retaining` are
+    ways in which these retain outputs, as segments may too, and `carried` is what is there besides in replays of
+    segments that end with each item.
     """
 
     def __init__(
@@ -189,12 +196,13 @@ class ChainPlans:
         items: Sequence[Item],
         ways: Sequence[Way],
         dropped: Way,
+        retaining: Sequence[Way],
         links: Sequence[int],
         carried: np.ndarray,
         slot: float,
         num_slots: int,
     ) -> None:
-        self._items, self._ways, self._slot = items, ways, slot
+        self._graph, self._items, self._ways, self._slot = graph, items, ways, slot
         self._num = num_slots
         least = np.minimum.reduce([way.backward for way in ways])
         self.lowest = float(least.min())
@@ -209,6 +217,8 @@ class ChainPlans:
         self._seconds += members * graph.hardware.region_s
         self._above = np.maximum(carried - static, 0.0)  # of replays, beyond the forward
         self._dropped_peak = dropped.forward
+        self._retaining = retaining
+        self._retained = [np.maximum(way.held - dropped.held, 0.0) for way in retaining]  # bytes of each item
         self._solve()
 
     def _slots(self, size: float) -> int:
@@ -241,7 +251,30 @@ class ChainPlans:
                     is_better = cost < best * (1 - 1e-6)
                     best = np.where(is_better, cost, best)
                     chosen = np.where(is_better, splits[least], chosen)
+                    for number in range(len(self._retaining)) if is_top else ():
+                        costs = self._as_retaining(number, first, splits, room, state)
+                        least = costs.argmin(axis=0)
+                        cost = costs[least, slots]
+                        is_better = cost < best * (1 - 1e-6)
+                        best = np.where(is_better, cost, best)
+                        chosen = np.where(is_better, splits[least] + (number + 1) * num, chosen)
                 self._table[first, last, 1:], self._chosen[first, last] = best, chosen
+
+    def _as_retaining(
+        self, number: int, first: int, splits: np.ndarray, room: np.ndarray, state: np.ndarray
+    ) -> np.ndarray:
+        """Costs by split and slot of a segment from `first` on that retains outputs, and of what follows it."""
+        plain, way, retained = self._ways[0], self._retaining[number], self._retained[number]
+        upto, ends, last = slice(first, splits[-1]), splits - first - 1, len(self._items) - 1
+        before = np.cumsum(plain.held[upto]) - plain.held[upto]  # what items of the segment before each hold
+        backward = np.maximum.accumulate(plain.backward[upto] + before)[ends]
+        again = np.maximum.accumulate(plain.forward[upto] + before)[ends] + self._above[splits - 1]
+        sums = np.cumsum(retained[upto])
+        forward = np.maximum.accumulate(self._dropped_peak[upto] + sums)[ends]
+        costs = _shifted(self._table[splits, last], (self._links[first] + state + sums[ends]) / self._slot)
+        costs += np.cumsum(way.seconds[upto])[ends][:, None].astype(np.float32)
+        costs[room < np.maximum(np.maximum(backward, again) + state, forward)[:, None]] = np.inf
+        return costs
 
     def _one_item(
         self, first: int, last: int, room: np.ndarray, slots: np.ndarray, above: float, is_top: bool
@@ -276,12 +309,12 @@ class ChainPlans:
             if self._table[0, last, slot + 1] < np.inf:
                 spans: list[Span] = []
                 regions: Regions = {}
-                self._collect(0, last, slot, spans, regions)
-                plan = Segmentation(tuple(spans), regions)
-                found.setdefault(plan)
+                kept: set[int] = set()
+                self._collect(0, last, slot, spans, regions, kept)
+                found.setdefault(Segmentation(tuple(spans), regions, frozenset(kept)))
         return list(found)
 
-    def _collect(self, first: int, last: int, slot: int, spans: list[Span], regions: Regions) -> None:
+    def _collect(self, first: int, last: int, slot: int, spans: list[Span], regions: Regions, kept: set[int]) -> None:
         while first <= last:
             chosen = int(self._chosen[first, last, slot])
             if chosen < 0:
@@ -289,12 +322,29 @@ class ChainPlans:
                 slot -= int(self._held[-1 - chosen][first])
                 first += 1
                 continue
-            calls = [call for item in self._items[first:chosen] for call in item.calls]
+            retaining, split = divmod(chosen, len(self._items))
+            calls = [call for item in self._items[first:split] for call in item.calls]
             if len(calls) > 1:
                 spans.append((calls[0], calls[-1]))
             else:
                 regions[calls[0]] = ()
-            state = int(self._state[first:chosen].sum())
-            self._collect(first, chosen - 1, slot - self._slots(state), spans, regions)
-            slot -= self._slots(self._links[first] + state)
-            first = chosen
+            held = float(self._links[first] + self._state[first:split].sum())
+            if retaining:
+                way = self._retaining[retaining - 1]
+                held += float(self._retained[retaining - 1][first:split].sum())
+                if len(calls) > 1:
+                    kept |= kept_ops(
+                        self._graph, {c: ops for item in way.regions[first:split] for c, ops in item.items()}
+                    )
+                else:
+                    regions |= way.regions[first]
+            else:
+                state = int(self._state[first:split].sum())
+                self._collect(first, split - 1, slot - self._slots(state), spans, regions, kept)
+            slot -= self._slots(held)
+            first = split
+
+
+def kept_ops(graph: StepGraph, regions: Regions) -> set[int]:
+    """The ops whose outputs regions retain, as numbered in the step."""
+    return {graph.calls[call].first + op for call, ops in regions.items() for op in ops}

@@ -19,7 +19,7 @@ from lowtide.graph.segments import Span, runs, with_segments
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.solvers.chain import Regions
-from lowtide.solvers.chainplans import ChainPlans, Item, Measuring, Segmentation, items_of
+from lowtide.solvers.chainplans import ChainPlans, Item, Measuring, Segmentation, items_of, kept_ops
 from lowtide.solvers.found import Found
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.nesting import Nesting
@@ -29,6 +29,8 @@ from lowtide.solvers.pricing import Choice, Pricing, replayable, stops_of
 _NUM_SLOTS = 256
 _FINE = (4, 1)  # slots for what passes between two calls
 _MOST_WAYS = 6  # of the choices on a hull
+_MOST_RETAINING = 4  # sets of outputs that segments retain
+_LEAST_GAIN = 0.05  # of the time of a chain's forward
 _MOST_LEVELS = 3  # of calls inside an item that are regions
 _MOST_PLAYED_OPS = 600_000  # of all plans that are simulated
 _MOST_PLANS = 400
@@ -59,7 +61,12 @@ class Segmenting:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
         found: list[Found] = []
-        for wanted in (self._by_hand(), self._best(is_late)):
+        retaining = self._retaining()
+        for wanted in (
+            self._by_hand(),
+            self._best(is_late),
+            *([self._by_hand_retaining(retaining), self._best(is_late, retaining)] if retaining else ()),
+        ):
             for number, plan in enumerate(_thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
                     break
@@ -80,7 +87,9 @@ class Segmenting:
         numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
         names = [(self._graph.names_of(call), kept) for call, kept in plan.regions.items() if self._can[call]]
         regions: Regions = {numbers[name]: kept for name, kept in names}
-        regions |= {call: () for call in numbers.values() if graph.calls[call].kind == "Segment"}
+        for call, facts in enumerate(graph.calls):
+            if facts.kind == "Segment":
+                regions[call] = tuple(sorted(op - facts.first for op in plan.kept if facts.first <= op < facts.end))
         if self._pricing.must_keep.any():
             regions = Nesting(graph, replayable(graph, stops_of(graph)), self._pricing.must_keep).tidied(regions)
         if any(call in graph.unreplayable for call in regions):
@@ -88,13 +97,14 @@ class Segmenting:
         played = EagerLives(graph, dict(sorted(regions.items())))
         return Found(regions, 0.0, (), played.peak_bytes, played.extra_s, plan.spans)
 
-    def _best(self, is_late: Callable[[], bool]) -> list[Segmentation]:
+    def _best(self, is_late: Callable[[], bool], retained: Sequence[Regions] = ()) -> list[Segmentation]:
         """The best cuts of the chains, for memory from the least on, in fine steps and if there is time in others."""
         graph, items = self._graph, items_of(self._graph, self.chains)
         measuring = Measuring(graph, items)
         ways = [measuring.way({}, is_inner=True)]
         ways += [measuring.way(regions, is_inner=True) for regions in self._inner_levels(items)]
-        ways += [measuring.way(regions, is_inner=False) for regions in self._of_choices(items)]
+        retaining = [measuring.way(regions, is_inner=False) for regions in retained]
+        ways += [*retaining, *(measuring.way(regions, is_inner=False) for regions in self._of_choices(items))]
         calls: Regions = {call: () for item in items for call in item.calls if self._can[call]}
         dropped, carried = measuring.way(calls, is_inner=False), measuring.carried(ways[0])
         lowest = float(np.minimum.reduce([way.backward for way in ways]).min())
@@ -109,7 +119,7 @@ class Segmenting:
             if found and is_late():
                 break
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
-            table = ChainPlans(graph, items, ways, dropped, measuring.links, carried, slot, num)
+            table = ChainPlans(graph, items, ways, dropped, retaining, measuring.links, carried, slot, num)
             found |= dict.fromkeys(table.all_plans())
         return list(found)
 
@@ -145,6 +155,27 @@ class Segmenting:
                 found.setdefault(tuple(sorted(regions.items())), regions)
         return _thinned(list(found.values()), _MOST_WAYS)
 
+    def _retaining(self) -> list[Regions]:
+        """The calls of the chains as regions that retain outputs: those that gain most seconds per byte, or more.
+
+        None where that gains hardly anything: the dispatch mode of such replays costs the host more than is modelled.
+        """
+        graph = self._graph
+        gains_s = graph.arrays.seconds[: graph.num_forward] - graph.retainable.substituted_s
+        gains: dict[int, dict[int, float]] = {}  # per byte, by call and op
+        for call in (call for run in self.chains for call in run if self._can[call]):
+            ops = [op for op in self._pricing.keepable_in(call) if gains_s[op] > 0]
+            sizes = [sum(graph.values[value].bytes for value in graph.ops[op].outputs) for op in ops]
+            gains[call] = {op: float(gains_s[op]) / size for op, size in zip(ops, sizes, strict=True) if size}
+        all_gains = sorted((gain for each in gains.values() for gain in each.values()), reverse=True)
+        total_s = sum(float(graph.arrays.seconds[graph.calls[c].first : graph.calls[c].end].sum()) for c in gains)
+        found: list[Regions] = []
+        for least in dict.fromkeys(_thinned(all_gains, _MOST_RETAINING + 1)[1:]):
+            kept = {call: [op for op, gain in each.items() if gain >= least] for call, each in gains.items()}
+            if sum(float(gains_s[ops].sum()) for ops in kept.values()) > _LEAST_GAIN * total_s:
+                found.append({call: tuple(op - graph.calls[call].first for op in ops) for call, ops in kept.items()})
+        return found
+
     def _by_hand(self) -> list[Segmentation]:
         """Chains cut into parts of the same size: all of them recomputed, or all but the last; also layer by layer."""
         found: list[Segmentation] = []
@@ -160,6 +191,12 @@ class Segmenting:
                 layers: Regions = dict.fromkeys(chain, ())
                 found.append(Segmentation(segments, layers))
         return found
+
+    def _by_hand_retaining(self, retained: Sequence[Regions]) -> list[Segmentation]:
+        """As by hand, with outputs retained instead of regions inside."""
+        all_kept = [frozenset(kept_ops(self._graph, regions)) for regions in retained]
+        plain = [plan for plan in self._by_hand() if len(plan.regions) < len(max(self.chains, key=len))]
+        return [replace(plan, kept=kept) for plan in plain for kept in all_kept]
 
 
 def plan_of(graph: StepGraph, found: Found, mover: Mover) -> Plan:
