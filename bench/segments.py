@@ -26,6 +26,7 @@ import lowtide
 from lowtide.solvers.solving import Search
 
 NUM_ROUNDS = 5
+MOST_TRIES = 4
 SOLVE_S = 10.0  # for all plans of a chain
 
 
@@ -181,15 +182,18 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
 def plan_within(
     chain: Chain, x: Tensor, search: Search, there: int, limit: int, device: str
 ) -> tuple[lowtide.Plan, int]:
-    """The plan for a peak, and its measured one. As `fit` does, it is made for less where it takes more than that."""
-    floor = search.floor.peak_bytes
+    """The plan for a peak, and its measured one: made for less where it takes more than that, and for more if less."""
+    floor, best = search.floor.peak_bytes, None
     budget = max(there + limit, floor)
-    while True:
+    for _ in range(MOST_TRIES):
         plan = search.plan(budget)
         measured = peak_bytes(chain, x, functools.partial(lowtide.apply, chain, plan), device)
-        if measured <= limit or budget <= floor:
-            return plan, measured
-        budget = max(floor, budget - (measured - limit))
+        is_known = best is not None and (measured > limit or plan.regions == best[0].regions)
+        if is_known or (budget <= floor and measured > limit):
+            break
+        best = (plan, measured) if measured <= limit else best
+        budget = max(floor, budget + limit - measured)
+    return best or (plan, measured)
 
 
 def mib(size: int) -> str:
