@@ -30,6 +30,7 @@ from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan
+from lowtide.plans.trials import Trial, table
 from lowtide.replay import region as replay
 from lowtide.replay import segment as segments
 
@@ -51,6 +52,7 @@ class AppliedPlan(Applied):
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self.candidates: tuple[Trial, ...] = ()  # what `fit` tried, the fastest predicted first
         self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
         self.refitter: Refitter | None = None  # from `fit`
         self._thread = Now()
@@ -330,12 +332,14 @@ class AppliedPlan(Applied):
             path,
             measured_peak_bytes=self.measured_peak_bytes,
             measured_step_s=None if slowdown is None else self.plan.step_s * (1 + slowdown),
+            candidates=self.candidates,
             frontier=frontier,
             time_limit_s=time_limit_s,
         )
 
     def __str__(self) -> str:
-        return f"{self.plan}\n({'on' if self.enabled else 'off'})"
+        tried = [table(self.candidates)] if len(self.candidates) > 1 else []
+        return "\n".join([str(self.plan), *tried, f"({'on' if self.enabled else 'off'})"])
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:

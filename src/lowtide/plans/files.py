@@ -13,7 +13,10 @@ from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 FORMAT = "lowtide plan"
 VERSION = 4
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
-_LATER: dict[type[Any], set[str]] = {Recompute: {"more"}}  # fields that older files lack: they get their defaults
+_LATER: dict[type[Any], set[str]] = {  # fields that older files lack: they get their defaults
+    Recompute: {"more"},
+    Plan: {"measured_peak_bytes", "measured_step_s", "measured_plain_s"},
+}
 _DROPPED: dict[type[Any], set[str]] = {
     Recompute: {"skip_ops"}
 }  # fields that older files of this version have, and that are ignored
@@ -30,6 +33,7 @@ def read(text: str) -> Plan:
     content = parse_object(text, FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}
+    content = {**dict.fromkeys(_LATER[Plan]), **content}
     if set(content) != set(known):
         odd = sorted(set(content) ^ set(known))
         raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
@@ -47,7 +51,7 @@ def read(text: str) -> Plan:
         ):
             raise ValueError("versions are not names and versions")
         for name, kind in known.items():
-            if kind in ("int", "float", "str", "tuple[int, ...]"):
+            if kind.removesuffix(" | None") in ("int", "float", "str", "tuple[int, ...]"):
                 content[name] = _scalar(content[name], kind, name)
         content["graph"] = None if content["graph"] is None else decode(content["graph"])
         plan = Plan(**content)
@@ -99,7 +103,10 @@ def _check(plan: Plan) -> None:
         raise PlanError("damaged plan: a module is recomputed twice")
     if list(plan.keeps) != sorted(set(plan.keeps)):
         raise PlanError("damaged plan: ops to keep are not in order, or there twice")
-    if plan.peak_bytes > plan.budget_bytes > 0:
+    if (
+        plan.peak_bytes > plan.budget_bytes > 0
+        and not (plan.measured_peak_bytes or plan.peak_bytes) <= plan.budget_bytes
+    ):
         raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
     if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
         raise PlanError("damaged plan: its bound is above what it costs")

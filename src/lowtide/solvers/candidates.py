@@ -36,8 +36,8 @@ _SEARCHED_NEARLY = 0.02  # of the search's own plans: there is always one that i
 _NOTICEABLE = 0.02  # of the step: a plan that nearly fits is of use only if it is faster by more than noise
 _MOST = 8
 
-SEARCHED, UNMOVED, SIMPLE = "fastest predicted", "fastest without moves", "fastest with simple regions"
-LARGER, SMALLEST = "fastest for 2 % more memory", "smallest peak"
+SEARCHED, UNMOVED, SIMPLE = "fastest that fits", "fastest without moves", "fastest with simple regions"
+LARGER, SMALLEST, REMEMBERED = "fastest for 2 % more memory", "smallest peak", "kept before"
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,22 @@ def candidates(
     disk: int | str = 0,
     lossy: str | tuple[str, ...] | None = None,
     time_limit_s: float = 10.0,
-) -> list[Candidate]:
+) -> tuple[list[Candidate], InfeasibleBudgetError | None]:
     """Plans for `budget` bytes, the fastest predicted first; one alone where a plain step fits.
 
-    Each search takes at most `time_limit_s`. Some plans are over the budget by up to 5 % as simulated. Raises
-    `InfeasibleBudgetError` where not even such a plan is found.
+    Each search takes at most `time_limit_s`. Some plans are over the budget by up to 5 % as simulated. Where all are,
+    or there is none, the error says why.
     """
     host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
     search = _Candidates(graph, host_bytes, disk_bytes, time_limit_s, codecs)
-    found, error = [], None
+    found: list[Candidate] = []
+    error: InfeasibleBudgetError | None = None
     try:
         found.append(Candidate(SEARCHED, search.plan(budget), is_essential=True))
     except InfeasibleBudgetError as raised:
         error = raised
     if found and found[0].plan.is_plain:
-        return found
+        return found, None
     regions_only = search
     if host_bytes or disk_bytes:
         regions_only = _Candidates(graph, 0, 0, time_limit_s, codecs)
@@ -88,10 +89,8 @@ def candidates(
     different: dict[object, Candidate] = {}
     for candidate in found:
         different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
-    if not different and error is not None:
-        raise error
     ranked = sorted(different.values(), key=lambda each: (not each.is_essential, each.plan.extra_s))[:_MOST]
-    return sorted(ranked, key=lambda each: each.plan.extra_s)
+    return sorted(ranked, key=lambda each: each.plan.extra_s), error
 
 
 class _Candidates(Search):
