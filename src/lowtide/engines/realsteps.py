@@ -7,7 +7,6 @@ under one plan after another.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
@@ -73,7 +72,6 @@ class RealSteps:
         example = self._examples[self._index]
         with _unchanged(self.model, self._loss_fn, example, self.device, self._generators) as step:
             step()
-            gc.collect()
             num = 1 if self.device.type == "cpu" else _NUM_IN_A_ROW
             return seconds_of(step, self.device, num)
 

@@ -8,6 +8,8 @@ nothing one of them holds counts against another.
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -97,11 +99,11 @@ class Tuner:
         holding, graph = self._holding(), self._steps.graph
         if not holding:
             return ""
+        best = min(holding, key=self._rank)
+        most_s = _HOPELESS * max(best.seconds, graph.step_s + best.plan.extra_s) if graph.is_measured else math.inf
         if self._tune_s == 0:
-            return "not tried: predicted to be slower than one that holds"
-        best = min(holding, key=lambda tried: tried.seconds)
-        known_s = max(best.seconds, graph.step_s + best.plan.extra_s)
-        if graph.is_measured and graph.step_s + candidate.plan.extra_s > _HOPELESS * known_s:
+            most_s = graph.step_s + best.plan.extra_s
+        if graph.step_s + candidate.plan.extra_s > most_s:
             return "not tried: predicted to be slower than one that holds"
         return "not tried: no time left" if left_s <= 0 and not candidate.is_essential else ""
 
@@ -146,14 +148,19 @@ class Tuner:
     def _holding(self) -> list[Tried]:
         return [tried for tried in self._tried.values() if tried.holds]
 
+    def _rank(self, tried: Tried) -> float:
+        """The seconds that candidates are compared by: measured, or with `tune_s` 0 predicted."""
+        return tried.seconds if self._tune_s else self._steps.graph.step_s + tried.plan.extra_s
+
     def time_all(self) -> None:
         """Let the candidates that hold take turns, until one is left, the time is over, or there were enough rounds."""
-        left = _not_behind(self._holding(), _MOST_BEHIND[0])
+        left = _not_behind(self._holding(), _MOST_BEHIND[0]) if self._tune_s else []
         deadline = time.monotonic() + self._left_s
         for number, behind in enumerate(_MOST_BEHIND[1:], 1):
             if len(left) < 2 or time.monotonic() > deadline:
                 return
             self._say(f"timing {len(left)} candidates in turns, round {number} of at most {len(_MOST_BEHIND) - 1}")
+            gc.collect()
             self._time_plain()
             for tried in left:
                 self._time(tried)
@@ -189,9 +196,8 @@ class Tuner:
         """The fastest candidate that holds, on the model, with what was measured of it."""
         holding = self._holding()
         timed = [tried for tried in holding if tried.times] or holding
-        fastest_s = min(tried.seconds for tried in timed)
-        even = [tried for tried in timed if tried.seconds <= (1 + _NOISE) * fastest_s]
-        best = min(even, key=lambda tried: tried.plan.extra_s)
+        fastest_s = (1 + _NOISE) * min(map(self._rank, timed))
+        best = min((tried for tried in timed if self._rank(tried) <= fastest_s), key=lambda tried: tried.plan.extra_s)
         if self._on is None or self._on[0] is not best:
             self.take_off()
             self._on = best, self._apply(best.plan)

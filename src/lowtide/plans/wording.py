@@ -84,9 +84,7 @@ def _measured(plan: Plan) -> str:
     if plan.measured_step_s is not None:
         text += f", step {format_seconds(plan.measured_step_s)}"
     if plan.measured_slowdown is not None:
-        text += (
-            f" after {format_seconds(plan.measured_plain_s or 0)} plain ({100 * plan.measured_slowdown:.1f} % slower)"
-        )
+        text += f", {format_seconds(plan.measured_plain_s or 0)} plain ({100 * plan.measured_slowdown:+.1f} %)"
     return text
 
 
