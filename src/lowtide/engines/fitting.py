@@ -211,7 +211,9 @@ class _Fitting:
             if known is not None:
                 self._correct(known.correction_bytes)
                 tuner.try_all([Candidate(REMEMBERED, known.plan)])
-            if not tuner.has_one():
+            if tuner.has_one():
+                cache = None  # it knows
+            else:
                 self._corrected = graph
                 self._try_candidates(tuner, is_alone, say)
                 tuner.time_all()
