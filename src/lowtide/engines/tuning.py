@@ -82,6 +82,9 @@ class Tuner:
         if self._on is not None:
             handle, self._on = self._on[1], None
             handle.remove()
+            if handle.plan.moves:
+                del handle
+                gc.collect()  # its stores, which hold locked host memory until then
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Measure each candidate that was not tried before, as far as there is time and hope."""
