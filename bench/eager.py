@@ -218,7 +218,20 @@ def row(job: zoo.Job, target: Target, peer: Callable[[], Any] | None, device: st
     handle.remove()
     plan, theirs = handle.plan, " | " if peer is None else str(found[1])
     predicted = f"{100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} %"
-    return f"{start}| {theirs} | {found[-1]} | {predicted} | {peak / 2**30:.3f} |"
+    return f"{start}| {theirs} | {found[-1]} | {predicted} | {peak / 2**30:.3f} | {tuned(handle)} |"
+
+
+def tuned(handle: Any) -> str:
+    """What `fit` itself measured, and the candidates that it tried: measured slowdowns, the kept one in bold."""
+    slowdown = handle.measured_slowdown
+    shown = []
+    for trial in handle.candidates:
+        measured = trial.measured_slowdown
+        text = f"{trial.name} {trial.outcome if measured is None else f'{100 * measured:+.1f} %'}"
+        if trial.measured_peak_bytes is not None and trial.measured_peak_bytes > handle.plan.budget_bytes:
+            text += " (over)"
+        shown.append(f"**{text}**" if trial.outcome == "kept" else text)
+    return f"{'' if slowdown is None else f'{100 * slowdown:+.1f} %'} | {'; '.join(shown)}"
 
 
 def made(name: str, device: str) -> zoo.Job:
@@ -237,8 +250,9 @@ def compare(name: str, device: str, rounds: int, num_rows: int | None, page: Pag
     floor = lowtide.sweep(lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real"), []).floor_bytes
     (plain,) = in_turns(job, device, rounds)
     page.add("", f"## {name}: plain {1e3 * plain.seconds:.1f} ms, {peaks['nothing'] / 2**30:.3f} GiB", "")
-    page.add("| | budget GiB | theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB |")
-    page.add("|" + "---|" * 9)
+    heads = "theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB | fit measured + | candidates"
+    page.add(f"| | budget GiB | {heads} |")
+    page.add("|" + "---|" * 11)
     for target in targets_of(peaks, floor, device)[:num_rows]:
         page.add(row(job, target, contexts.get(target.peer), device, rounds, there))
 

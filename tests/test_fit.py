@@ -110,10 +110,10 @@ def test_fit_undoes_everything_when_interrupted(monkeypatch: pytest.MonkeyPatch)
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
     (budget,) = budgets(graph, (0.5,))
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowtide.engines.fitting._measured_step", interrupted)
+    monkeypatch.setattr("lowtide.engines.realsteps._measured_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
     assert all("forward" not in vars(module) for module in job.model.modules())
@@ -123,19 +123,26 @@ def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     job = make("gpt_dropout")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
     (budget,) = budgets(graph, (0.6,))
-    from lowtide.engines import fitting
+    from lowtide.engines import realsteps
 
-    honest, calls = fitting._whole_peak, []
+    honest, calls = realsteps._whole_peak, []
 
     def pessimistic(*args: Any) -> int:
         calls.append(honest(*args))
-        return budget + 200_000 if len(calls) == 1 else calls[-1]
+        return calls[-1] + 200_000 if calls[-1] + 200_000 > budget else calls[-1]
 
-    monkeypatch.setattr(fitting, "_whole_peak", pessimistic)
-    handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
-    assert len(calls) == 2
-    assert calls[1] <= calls[0]
-    handle.remove()
+    monkeypatch.setattr(realsteps, "_whole_peak", pessimistic)
+    for tune_s in (0.0, 10.0):
+        calls.clear()
+        handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, tune_s=tune_s)
+        assert len(calls) >= 2
+        assert (
+            handle.measured_peak_bytes in calls and handle.measured_peak_bytes + 200_000 <= budget < calls[0] + 200_000
+        )
+        tried = {trial.name: trial for trial in handle.candidates}
+        assert tried["fastest that fits"].outcome == "kept" or tune_s
+        assert any("over the budget" in trial.outcome for trial in handle.candidates)
+        handle.remove()
 
 
 def test_plan_is_trace_and_solve() -> None:
@@ -438,14 +445,18 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
     assert untouched(model)
 
 
-def test_fit_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_logs_what_it_does_and_what_came_of_it(caplog: pytest.LogCaptureFixture) -> None:
     job = make("custom_function")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
     (budget,) = budgets(graph, (0.6,))
     with caplog.at_level("INFO", logger="lowtide"):
         handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
-    lines = [record.getMessage() for record in caplog.records if "planning again" not in record.getMessage()]
-    (line,) = lines
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "tracing the step" and lines[1].startswith("solving for ")
+    assert any(line.startswith("trying candidate 1 of ") for line in lines)
+    (line,) = (line for line in lines if line.startswith("fitted: "))
+    table = [line for line in lines if line.startswith("candidates:")]
+    assert len(table) == (len(handle.candidates) > 1) and all("kept" in each for each in table)
     for part in ("fitted: ", " regions", " kept", " recomputed", " offloaded", " predicted", " measured", "slower"):
         assert part in line
     assert handle.measured_slowdown is not None

@@ -140,7 +140,10 @@ def test_damaged_files(text: str, problem: str) -> None:
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("name", sorted(set(json.loads(FULL.to_json())) - {"format", "version", "choosers"}))
+MEASURED = {"measured_peak_bytes", "measured_step_s", "measured_plain_s"}
+
+
+@pytest.mark.parametrize("name", sorted(set(json.loads(FULL.to_json())) - {"format", "version", "choosers"} - MEASURED))
 def test_missing_fields(name: str) -> None:
     content = json.loads(FULL.to_json())
     del content[name]
@@ -152,6 +155,23 @@ def test_a_file_from_before_there_were_choosers_has_none() -> None:
     content = json.loads(FULL.to_json())
     del content["choosers"]
     assert Plan.from_json(json.dumps(content)) == replace(FULL, choosers=())
+
+
+def test_files_from_before_plans_were_measured() -> None:
+    content = json.loads(FULL.to_json())
+    assert Plan.from_json(json.dumps({name: each for name, each in content.items() if name not in MEASURED})) == FULL
+
+
+def test_a_plan_over_its_budget_by_prediction_may_hold_as_measured() -> None:
+    over = replace(FULL, graph=None, peak_bytes=FULL.budget_bytes + 1)
+    with pytest.raises(PlanError, match="above its budget"):
+        Plan.from_json(over.to_json())
+    with pytest.raises(PlanError, match="above its budget"):
+        Plan.from_json(replace(over, measured_peak_bytes=FULL.budget_bytes + 1).to_json())
+    held = replace(over, measured_peak_bytes=FULL.budget_bytes, measured_step_s=1.5, measured_plain_s=1.0)
+    back = Plan.from_json(held.to_json())
+    assert (back.measured_peak_bytes, back.measured_slowdown) == (FULL.budget_bytes, 0.5)
+    assert "measured   peak 100 B, step 1.5 s, 1.0 s plain (+50.0 %)" in str(back)
 
 
 @pytest.mark.parametrize("text", [None, 3, b"\xff", [], object()])

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.eager import refuse_other_checkpointing
-from lowtide.engines.fitting import can_measure, measured_peak
 from lowtide.engines.matching import with_parameters
 from lowtide.engines.planned import apply_plan
+from lowtide.engines.realsteps import can_measure, measured_peak
 from lowtide.engines.replanning import Limits
 from lowtide.engines.shapes import Shapes, watched_inputs
 from lowtide.errors import InfeasibleBudgetError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,31 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.eager import refuse_other_checkpointing
+from lowtide.engines.fitcache import FitCache
 from lowtide.engines.matching import with_parameters
 from lowtide.engines.peakcheck import BudgetWatch
 from lowtide.engines.planned import AppliedPlan, apply_plan
+from lowtide.engines.progress import Progress, log_fitted
+from lowtide.engines.realsteps import RealSteps, can_measure
 from lowtide.engines.replanning import Limits, Planner
 from lowtide.engines.shapes import Shapes, recalled, remembered, shapes_of, watched_inputs
+from lowtide.engines.stepping import why_not_alone
+from lowtide.engines.tuning import Tuner
 from lowtide.errors import InfeasibleBudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.memory.exclusive import one_at_a_time
-from lowtide.memory.measuring import Measured, measure
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
-from lowtide.tracing import _compat, checks
+from lowtide.solvers.candidates import REMEMBERED, SEARCHED, SMALLEST, Candidate
+from lowtide.tracing import checks
 from lowtide.tracing.eager import trace
 from lowtide.tracing.faking import map_tensors
-from lowtide.tracing.optimizers import present_state_bytes
 from lowtide.tracing.records import tensors_in
-from lowtide.tracing.restoring import Restorer, noted_generators
-from lowtide.units import check_bytes, format_bytes, parse_bytes
+from lowtide.tracing.restoring import noted_generators
+from lowtide.units import check_bytes, check_seconds, format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
 _MOST_ROUNDS = 4
-_AFTER_OUT_OF_MEMORY = 0.05  # of the budget, taken off where a step ran out of memory and told no peak
-_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
-_ALWAYS_SHOWN = ("keep", "recompute", "host")
 
 
 @one_at_a_time
@@ -81,14 +83,23 @@ def fit(
     lossy: Any = None,
     also: Sequence[tuple[Any, ...]] = (),
     verify: bool = True,
+    tune_s: float = 10.0,
+    cache: str | os.PathLike[str] | None = None,
     time_limit_s: float = 10.0,
 ) -> AppliedPlan:
-    """Plan, apply, run real steps and measure them; plan again with what was measured until the peak holds.
+    """Plan, run the best few candidates for real, and keep the fastest whose measured peak holds.
 
-    Takes what `plan` takes. Steps that are measured, `also` the further ones, change nothing: parameters, gradients,
-    buffers and random states are as before. A model that fits anyway is left alone. Where no plan holds, or if it is
-    interrupted, everything is undone; `InfeasibleBudgetError` says what was measured. With `verify=False` the
-    prediction is trusted.
+    Takes what `plan` takes. Candidates are the search's own plans and what people do with torch's checkpoint; with
+    `host=` or `disk=` the best plan without moves is one. They take turns, with the plain step where that fits, for
+    about `tune_s` seconds; with 0 the prediction of time is trusted, and the first that holds is kept. If measured
+    peaks are above predictions, it plans again with what was measured. `handle.candidates` has the numbers.
+
+    Steps that are run, `also` the further ones, change nothing: parameters, gradients, buffers and random states are as
+    before. A model that fits anyway is left alone. Where no plan holds, or if it is interrupted, everything is undone;
+    `InfeasibleBudgetError` says what was measured. With `verify=False` all predictions are trusted.
+
+    `cache` names a JSON file. The next call for the same step, budget and versions applies the plan that was kept, and
+    measures only its peak.
 
     Smaller inputs run under the same plan. Larger ones are planned for when the model first sees them, once for shapes
     of about that size: from a trace on fake tensors, within `time_limit_s` beside the trace, with a warning to the
@@ -103,8 +114,23 @@ def fit(
     >>> handle.remove()
     """
     check_bytes(budget)
-    limits = Limits(host, disk, lossy, time_limit_s)
-    return _fit(model, loss_fn, _examples(args, also), budget, optimizer, limits, verify, apply_plan)
+    limits, tuning = Limits(host, disk, lossy, time_limit_s), Tuning(verify, tune_s, cache)
+    return _fit(model, loss_fn, _examples(args, also), budget, optimizer, limits, tuning, apply_plan)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Whether `fit` runs real steps, for how long it compares candidates, and where it remembers the result."""
+
+    verify: bool
+    tune_s: float
+    cache: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        if self.tune_s != 0:
+            check_seconds(self.tune_s, "tune_s")
+        if self.cache is not None:
+            os.fspath(self.cache)
 
 
 def _fit(
@@ -114,47 +140,153 @@ def _fit(
     budget: int | str,
     optimizer: torch.optim.Optimizer | None,
     limits: Limits,
-    verify: bool,
+    tuning: Tuning,
     applied: Callable[[nn.Module, Plan], AppliedPlan],
 ) -> AppliedPlan:
     """See `fit`; `applied` gives the handle of a plan."""
-    traced = _trace_highest(model, loss_fn, examples, optimizer)
-    graph = corrected = traced.graph
-    allowed = parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None)
-    device, peak = checks.device_of(model, examples[0]), 0
-    refitter = Refitter(loss_fn, examples, budget, optimizer, limits, verify)
-    verify = verify and can_measure(device)
-    found: Plan | None = None
-    for _ in range(_MOST_ROUNDS):
-        found = _described(_next_plan(limits, graph, corrected, allowed, found), model, traced)
-        handle: AppliedPlan | None = None
+    with Progress() as say:
+        say("tracing the step")
+        traced = _trace_highest(model, loss_fn, examples, optimizer)
+        fitting = _Fitting(model, loss_fn, examples, budget, optimizer, limits, traced, applied)
+        refitter = Refitter(loss_fn, examples, budget, optimizer, limits, tuning)
+        if tuning.verify and can_measure(fitting.device):
+            handle = fitting.tuned(tuning, say)
+        else:
+            say(f"solving for {format_bytes(fitting.budget_bytes)}")
+            handle = fitting.ready(limits.solve(traced.graph, fitting.budget_bytes))
         try:
-            handle = applied(model, found)
-            _prepare_for_more(handle, traced, examples, corrected, allowed, limits, optimizer)
-            if not verify:
-                return _finished(handle, graph, allowed, device, refitter)
-            measured = [_measured_step(model, loss_fn, example, device, traced.generators) for example in examples]
-            peak = max(_whole_peak(each, graph, model, optimizer, device) for each in measured)
-        except torch.OutOfMemoryError:
-            _remove(handle)
-            corrected = replace(corrected, other_bytes=corrected.other_bytes + int(_AFTER_OUT_OF_MEMORY * allowed))
-            continue
+            return _finished(handle, traced.graph, fitting.budget_bytes, fitting.device, refitter)
         except BaseException:
-            _remove(handle)
+            handle.remove()
             raise
-        if peak <= allowed:
-            handle.measured_peak_bytes = peak
-            if graph.is_measured:
-                handle.measured_slowdown = measured[traced.index].seconds / graph.step_s - 1
-            return _finished(handle, graph, allowed, device, refitter)
-        handle.remove()
-        logger.info("peak %s measured, %s allowed: planning again", format_bytes(peak), format_bytes(allowed))
-        corrected = replace(corrected, other_bytes=corrected.other_bytes + max(1, peak - found.peak_bytes))
-    raise InfeasibleBudgetError(
-        f"no plan kept the measured peak within {format_bytes(allowed)} in {_MOST_ROUNDS} rounds; the last one "
-        f"measured {format_bytes(peak)}. The model is as it was: raise the budget, or make the batch smaller.",
-        peak,
-    )
+
+
+class _Fitting:
+    """One call of `fit` after its trace: solve for candidates, try them, keep the fastest."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        examples: list[tuple[Any, ...]],
+        budget: int | str,
+        optimizer: torch.optim.Optimizer | None,
+        limits: Limits,
+        traced: _Traced,
+        applied: Callable[[nn.Module, Plan], AppliedPlan],
+    ) -> None:
+        self._model, self._loss_fn, self._examples, self._optimizer = model, loss_fn, examples, optimizer
+        self._limits, self._traced, self._applied = limits, traced, applied
+        self.budget_bytes = parse_bytes(budget, total_bytes=traced.graph.hardware.memory_bytes or None)
+        self.device = checks.device_of(model, examples[0])
+        self._corrected = traced.graph  # with what was measured above predictions as further bytes
+
+    def ready(self, plan: Plan) -> AppliedPlan:
+        """The plan on the model, with what it takes to plan for larger inputs."""
+        handle = self._applied(self._model, _described(plan, self._model, self._traced))
+        try:
+            self._prepare_for_more(handle)
+        except BaseException:
+            handle.remove()
+            raise
+        return handle
+
+    def tuned(self, tuning: Tuning, say: Progress) -> AppliedPlan:
+        """The fastest candidate that holds, on the model; the one of the cache, if that still holds."""
+        graph = self._traced.graph
+        is_alone = why_not_alone() is None  # else candidates' steps would have to be the same in all processes
+        steps = RealSteps(
+            self._model,
+            self._loss_fn,
+            self._examples,
+            self._traced.index,
+            graph,
+            self._optimizer,
+            self._traced.generators,
+        )
+        tuner = Tuner(self.ready, steps, self.budget_bytes, tuning.tune_s if is_alone else 0.0, say)
+        cache = None if tuning.cache is None else FitCache(tuning.cache, graph, self.budget_bytes, self._limits)
+        try:
+            known = None if cache is None else cache.read()
+            if known is not None:
+                self._correct(known.correction_bytes)
+                tuner.try_all([Candidate(REMEMBERED, known.plan)])
+            if tuner.has_one():
+                cache = None  # it knows
+            else:
+                self._corrected = graph
+                self._try_candidates(tuner, is_alone, say)
+                tuner.time_all()
+            handle = tuner.keep()
+        except BaseException:
+            tuner.take_off()
+            raise
+        if cache is not None:
+            cache.write(handle.plan, self._corrected.other_bytes - graph.other_bytes, handle.candidates)
+        return handle
+
+    def _try_candidates(self, tuner: Tuner, is_alone: bool, say: Progress) -> None:
+        """Try candidates until the search's own plan holds: peaks above the prediction correct the graph it is from.
+
+        Raises `InfeasibleBudgetError` where none holds.
+        """
+        error: InfeasibleBudgetError | None = None
+        for number in range(_MOST_ROUNDS):
+            say(f"solving for {format_bytes(self.budget_bytes)}")
+            found, error = self._candidates(is_alone)
+            if error is not None and number and not tuner.has_one():
+                found += self._tightest()
+            tuner.try_all(found)
+            missing = sum(tuner.missing_bytes(each) for each in found if each.name == SEARCHED)
+            if not missing:
+                break
+            logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing))
+            self._correct(missing)
+        if tuner.has_one():
+            return
+        if error is not None and not tuner.smallest_peak_bytes:
+            raise error
+        smallest = format_bytes(tuner.smallest_peak_bytes)
+        if error is not None:
+            text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
+            raise InfeasibleBudgetError(text, error.floor_bytes)
+        raise InfeasibleBudgetError(
+            f"no plan kept the measured peak within {format_bytes(self.budget_bytes)} in {_MOST_ROUNDS} rounds; the "
+            f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
+            tuner.smallest_peak_bytes,
+        )
+
+    def _candidates(self, is_alone: bool) -> tuple[list[Candidate], InfeasibleBudgetError | None]:
+        if is_alone:
+            return self._limits.candidates(self._corrected, self.budget_bytes)
+        try:
+            return [Candidate(SEARCHED, self._limits.solve(self._corrected, self.budget_bytes))], None
+        except InfeasibleBudgetError as error:
+            return [], error
+
+    def _tightest(self) -> list[Candidate]:
+        """The smallest plan by the uncorrected prediction, which may be right for it."""
+        plan = self._limits.tightest(self._traced.graph)
+        return [Candidate(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
+
+    def _correct(self, num_bytes: int) -> None:
+        self._corrected = replace(self._corrected, other_bytes=self._corrected.other_bytes + num_bytes)
+
+    def _prepare_for_more(self, handle: AppliedPlan) -> None:
+        """Let the handle know what its plan is for, and who plans for more than that."""
+        traced, inputs = self._traced, self._traced.inputs
+        arguments = tuple(shapes_of(example) for example in self._examples)
+        (first,) = handle.shapes.all
+        handle.shapes.become([replace(first, inputs=tuple(inputs), arguments=arguments, graph=self._corrected)])
+        handle.shapes.planner = Planner(
+            handle.model,
+            traced.graph,
+            inputs[-1] if inputs else (),
+            budget_bytes=self.budget_bytes,
+            limits=self._limits,
+            correction_bytes=self._corrected.other_bytes - traced.graph.other_bytes,
+            optimizer=self._optimizer,
+        )
 
 
 class Refitter:
@@ -173,12 +305,12 @@ class Refitter:
         budget: int | str,
         optimizer: torch.optim.Optimizer | None,
         limits: Limits,
-        verify: bool,
+        tuning: Tuning,
     ) -> None:
         self._loss_fn, self._optimizer = loss_fn, optimizer
         self._examples = map_tensors(remembered, examples)
         self._devices = [tensor.device for tensor in tensors_in(examples)]
-        self._budget, self._limits, self._verify = budget, limits, verify
+        self._budget, self._limits, self._tuning = budget, limits, tuning
 
     def refit(
         self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
@@ -204,7 +336,7 @@ class Refitter:
                 self._budget,
                 self._optimizer if optimizer is None else optimizer,
                 self._limits,
-                self._verify,
+                self._tuning,
                 applied,
             )
         except BaseException:
@@ -221,23 +353,8 @@ def _finished(
     static_bytes = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     handle.watch = BudgetWatch(handle, device, allowed, graph.optimizer_state_bytes, static_bytes)
     handle.refitter = refitter
-    return _logged(handle, allowed)
-
-
-def _next_plan(limits: Limits, graph: StepGraph, corrected: StepGraph, allowed: int, last: Plan | None) -> Plan:
-    """The plan for the budget, less what the plans before it measured above their prediction.
-
-    Another plan may be predicted better: before the budget is refused for that, the smallest plan of all is tried.
-    """
-    try:
-        return limits.solve(corrected, allowed)
-    except InfeasibleBudgetError:
-        if last is None:
-            raise
-        tightest = limits.tightest(graph)
-        if tightest.peak_bytes > allowed or (tightest.regions, tightest.moves) == (last.regions, last.moves):
-            raise
-        return tightest
+    log_fitted(handle, allowed)
+    return handle
 
 
 @dataclass(frozen=True)
@@ -281,119 +398,3 @@ def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimi
 
 def _described(found: Plan, model: nn.Module, traced: _Traced) -> Plan:
     return replace(with_parameters(found, model), input_shapes=traced.inputs[-1] if traced.inputs else ())
-
-
-def _prepare_for_more(
-    handle: AppliedPlan,
-    traced: _Traced,
-    examples: list[tuple[Any, ...]],
-    corrected: StepGraph,
-    allowed: int,
-    limits: Limits,
-    optimizer: Any,
-) -> None:
-    """Let the handle know what its plan is for, and who plans for more than that."""
-    arguments = tuple(shapes_of(example) for example in examples)
-    (first,) = handle.shapes.all
-    handle.shapes.become([replace(first, inputs=tuple(traced.inputs), arguments=arguments, graph=corrected)])
-    handle.shapes.planner = Planner(
-        handle.model,
-        traced.graph,
-        traced.inputs[-1] if traced.inputs else (),
-        budget_bytes=allowed,
-        limits=limits,
-        correction_bytes=corrected.other_bytes - traced.graph.other_bytes,
-        optimizer=optimizer,
-    )
-
-
-def _remove(handle: AppliedPlan | None) -> None:
-    if handle is not None:
-        handle.remove()
-
-
-def can_measure(device: torch.device) -> bool:
-    """Whether peaks can be measured here and now; a warning says so where not."""
-    if device.type != "cpu" or not _compat.profiler_is_active():
-        return True
-    logger.warning("the peak is predicted and not measured: a torch.profiler is active, and on the CPU it cannot nest")
-    return False
-
-
-def measured_peak(
-    model: nn.Module, loss_fn: Any, args: Any, graph: StepGraph, optimizer: Any, generators: Iterable[torch.Generator]
-) -> int:
-    """The measured peak of the whole step as the model is now; nothing is left of it. `generators` are put back."""
-    device = checks.device_of(model, args)
-    measured = _measured_step(model, loss_fn, args, device, generators)
-    return _whole_peak(measured, graph, model, optimizer, device)
-
-
-def _measured_step(
-    model: nn.Module, loss_fn: Any, args: Any, device: torch.device, generators: Iterable[torch.Generator]
-) -> Measured:
-    """A step under the plan, measured and timed, with nothing left of it."""
-    restorer = Restorer(model, loss_fn, tensors_in(args), device)
-    for tensor in (*model.buffers(), *tensors_in(args)):
-        restorer.before_write(tensor)
-    for generator in generators:
-        restorer.before_write(generator)
-    gradients: dict[int, tuple[Tensor, Tensor]] = {}  # with copies on the host, where they are not measured
-
-    def put_aside(leaves: Iterable[Tensor]) -> None:
-        for gradient in (leaf.grad for leaf in leaves if leaf.is_leaf):
-            if gradient is not None and id(gradient) not in gradients:
-                gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
-
-    num_runs = 0
-
-    def step() -> None:
-        nonlocal num_runs
-        loss = loss_fn(*args)
-        if num_runs == 0:
-            others = _compat.leaves_of(loss)  # such as parameters of a module that only `loss_fn` knows
-            restorer.add_leaves(others)
-            put_aside(others)
-        num_runs += 1
-        loss.backward()
-        restorer.reset_gradients()
-
-    put_aside((*model.parameters(), *tensors_in(args)))
-    try:
-        if device.type != "cpu":
-            return measure(step, device=device, repeat=3)
-        first = measure(step, device=device)  # in which regions that retain outputs learn where these are saved
-        later = measure(step, device=device, repeat=2)
-        return replace(later, peak_bytes=max(first.peak_bytes, later.peak_bytes))
-    finally:
-        restorer.restore()
-        with torch.no_grad():
-            for gradient, copy in gradients.values():
-                gradient.copy_(copy)
-
-
-def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimizer: Any, device: torch.device) -> int:
-    """The measured peak of the whole step, with what was not there yet: optimizer states of a first step to come."""
-    if device.type == "cpu":  # only what the step allocates is counted there
-        there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-        gradients = {id(p): p.grad.nbytes for p in model.parameters() if p.grad is not None}
-        return measured.peak_bytes + there + sum(gradients.values())
-    present = present_state_bytes(optimizer, device)
-    return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
-
-
-def _logged(handle: AppliedPlan, allowed: int) -> AppliedPlan:
-    found, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
-    shown = {action: size for action, size in found.bytes_by_action().items() if size or action in _ALWAYS_SHOWN}
-    logger.info(
-        "%s: %d regions, %s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
-        "nothing to do, the step fits as it is" if found.is_plain else "fitted",
-        len(found.regions),
-        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in shown.items()),
-        format_bytes(found.peak_bytes),
-        "not" if peak is None else format_bytes(peak),
-        format_bytes(allowed),
-        100 * found.slowdown,
-        "not" if slowdown is None else f"{100 * slowdown:.1f} %",
-    )
-    return handle

@@ -30,6 +30,7 @@ from lowtide.engines.stepping import PlanStats, Stepper
 from lowtide.errors import LowtideError, PlanError
 from lowtide.memory.store import ActivationStore
 from lowtide.plans import Plan
+from lowtide.plans.trials import Trial, table
 from lowtide.replay.region import Hooks
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class AppliedPlan(Applied):
         self.plan = plan
         self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self.candidates: tuple[Trial, ...] = ()  # what `fit` tried, the fastest predicted first
         self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
         self.refitter: Refitter | None = None  # from `fit`
         self._all_moves: list[Moves] = []  # of every plan so far
@@ -227,12 +229,14 @@ class AppliedPlan(Applied):
             path,
             measured_peak_bytes=self.measured_peak_bytes,
             measured_step_s=None if slowdown is None else self.plan.step_s * (1 + slowdown),
+            candidates=self.candidates,
             frontier=frontier,
             time_limit_s=time_limit_s,
         )
 
     def __str__(self) -> str:
-        return f"{self.plan}\n({'on' if self.enabled else 'off'})"
+        tried = [table(self.candidates)] if len(self.candidates) > 1 else []
+        return "\n".join([str(self.plan), *tried, f"({'on' if self.enabled else 'off'})"])
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:

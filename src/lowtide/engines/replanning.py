@@ -23,6 +23,7 @@ from lowtide.engines.shapes import Shapes, num_elements, watched_inputs
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
+from lowtide.solvers.candidates import Candidate, candidates
 from lowtide.solvers.pressing import lossy_codecs
 from lowtide.solvers.solving import solve
 from lowtide.tracing.eager import trace
@@ -50,6 +51,11 @@ class Limits:
     def solve(self, graph: StepGraph, budget: int | str) -> Plan:
         limit_s = self.time_limit_s
         return solve(graph, budget, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
+
+    def candidates(self, graph: StepGraph, budget_bytes: int) -> tuple[list[Candidate], InfeasibleBudgetError | None]:
+        """See `lowtide.solvers.candidates`."""
+        limit_s = self.time_limit_s
+        return candidates(graph, budget_bytes, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
 
     def tightest(self, graph: StepGraph) -> Plan:
         """The plan of the smallest peak."""

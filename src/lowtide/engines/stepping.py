@@ -108,10 +108,10 @@ class Stepper:
             else:
                 undo.done()
                 return loss
-            why_not = undo.what_cannot_be_put_back() or _why_not_alone()
+            why_not = undo.what_cannot_be_put_back() or why_not_alone()
             undo.restore()
             allocated = _allocated_bytes()
-            _give_back_memory()
+            give_back_memory()
             if why_not is None and not self._handle.enabled:
                 why_not = "the plan is switched off"
             if why_not is None:
@@ -237,7 +237,7 @@ def _run(loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: Undo) -> T
     return loss.detach()
 
 
-def _why_not_alone() -> str | None:
+def why_not_alone() -> str | None:
     """Other processes are in the same step: they would wait for collectives that this one has started over."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -250,7 +250,7 @@ def _allocated_bytes() -> int | None:
     return None if device is None else torch.accelerator.max_memory_allocated(device)
 
 
-def _give_back_memory() -> None:
+def give_back_memory() -> None:
     gc.collect()  # the failed step's graph, where it has cycles
     if _compat.accelerator() is not None:
         torch.accelerator.empty_cache()

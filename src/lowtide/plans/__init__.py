@@ -15,6 +15,7 @@ from lowtide.plans.calls import call_named, check_retained, segmented
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lowtide.plans.trials import Trial
     from lowtide.reports import Report
     from lowtide.solvers.sweeping import Frontier
 
@@ -127,13 +128,17 @@ class Plan:
     For the `engine` "compiled" it is the other way around: `keeps` are the forward ops whose outputs are saved, and
     whatever else the backward needs is recomputed, op by op. Without a budget and keeps such a plan is empty too.
 
-    Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers are
-    predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a plan; `extra_s` is
-    what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`. `fingerprint` names the graph
-    it was made for, and `graph` is that graph where it is at hand: what a report is drawn from. `modules` are those the
-    plan is about, as they were, and `input_shapes` the shapes that the model was called with (the largest; empty where
-    nobody looked). `choosers` are modules inside of regions whose own ops choose by their numbers, such as routers:
-    what they choose in the forward is kept for the replays. `rows` say what becomes of each saved value.
+    Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers but the
+    measured ones are predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a
+    plan; `extra_s` is what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`.
+    `fingerprint` names the graph it was made for, and `graph` is that graph where it is at hand: what a report is drawn
+    from. `modules` are those the plan is about, as they were, and `input_shapes` the shapes that the model was called
+    with (the largest; empty where nobody looked). `choosers` are modules inside of regions whose own ops choose by
+    their numbers, such as routers: what they choose in the forward is kept for the replays. `rows` say what becomes of
+    each saved value.
+
+    What `lowtide.fit` measured on real steps is in `measured_peak_bytes`, of the whole step, and in the seconds of
+    steps under the plan and without it, `measured_step_s` and `measured_plain_s`; None where it was not measured.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -161,6 +166,9 @@ class Plan:
     modules: tuple[PlannedModule, ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
     rows: tuple[Row, ...] = ()
+    measured_peak_bytes: int | None = field(default=None, compare=False)
+    measured_step_s: float | None = field(default=None, compare=False)
+    measured_plain_s: float | None = field(default=None, compare=False)
     graph: StepGraph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -202,6 +210,13 @@ class Plan:
         """The step's time under the plan over its plain time, less one."""
         return self.extra_s / self.step_s if self.step_s else 0.0
 
+    @property
+    def measured_slowdown(self) -> float | None:
+        """As `slowdown`, of steps that `lowtide.fit` ran with the plan and without it; None where it did not."""
+        if self.measured_step_s is None or not self.measured_plain_s:
+            return None
+        return self.measured_step_s / self.measured_plain_s - 1
+
     def bytes_by_action(self) -> dict[str, int]:
         """Bytes of saved activations kept, recomputed, moved, and compressed on the device: as large as they were."""
         found = dict.fromkeys(("keep", "recompute", "host", "disk", "compress"), 0)
@@ -234,6 +249,7 @@ class Plan:
         *,
         measured_peak_bytes: int | None = None,
         measured_step_s: float | None = None,
+        candidates: tuple[Trial, ...] = (),
         frontier: Frontier | None = None,
         time_limit_s: float = 5.0,
     ) -> Report:
@@ -250,6 +266,7 @@ class Plan:
             path,
             measured_peak_bytes=measured_peak_bytes,
             measured_step_s=measured_step_s,
+            candidates=candidates,
             frontier=frontier,
             time_limit_s=time_limit_s,
         )

@@ -13,10 +13,10 @@ from lowtide.plans import Move, Plan, PlannedModule, Recompute, Row
 FORMAT = "lowtide plan"
 VERSION = 4
 _LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
-_LATER: dict[type[Any], set[str]] = {
-    Recompute: {"more"},
-    Plan: {"choosers"},
-}  # fields that older files lack: they get their defaults
+_LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack: they get their defaults
+    Recompute: {"more": ()},
+    Plan: {"choosers": [], "measured_peak_bytes": None, "measured_step_s": None, "measured_plain_s": None},
+}
 _DROPPED: dict[type[Any], set[str]] = {
     Recompute: {"skip_ops"}
 }  # fields that older files of this version have, and that are ignored
@@ -33,7 +33,7 @@ def read(text: str) -> Plan:
     content = parse_object(text, FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}
-    content = {name: [] for name in _LATER[Plan]} | content
+    content = {**_LATER[Plan], **content}
     if set(content) != set(known):
         odd = sorted(set(content) ^ set(known))
         raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
@@ -51,7 +51,7 @@ def read(text: str) -> Plan:
         ):
             raise ValueError("versions are not names and versions")
         for name, kind in known.items():
-            if kind in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
+            if kind.removesuffix(" | None") in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
                 content[name] = _scalar(content[name], kind, name)
         content["graph"] = None if content["graph"] is None else decode(content["graph"])
         plan = Plan(**content)
@@ -65,7 +65,7 @@ def read(text: str) -> Plan:
 
 def _record(row: Any, record: type[Any]) -> Any:
     kinds = {field.name: str(field.type) for field in fields(record)}
-    needed = set(kinds) - _LATER.get(record, set())
+    needed = set(kinds) - _LATER.get(record, {}).keys()
     if not isinstance(row, dict) or not needed <= set(row) - _DROPPED.get(record, set()) <= set(kinds):
         raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
     return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items() if name in row})
@@ -103,7 +103,10 @@ def _check(plan: Plan) -> None:
         raise PlanError("damaged plan: a module is recomputed twice")
     if list(plan.keeps) != sorted(set(plan.keeps)):
         raise PlanError("damaged plan: ops to keep are not in order, or there twice")
-    if plan.peak_bytes > plan.budget_bytes > 0:
+    if (
+        plan.peak_bytes > plan.budget_bytes > 0
+        and not (plan.measured_peak_bytes or plan.peak_bytes) <= plan.budget_bytes
+    ):
         raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
     if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
         raise PlanError("damaged plan: its bound is above what it costs")

@@ -26,9 +26,12 @@ def summary(plan: Plan) -> str:
         head = "Plan: nothing to do, every activation is kept"
         if plan.budget_bytes:
             head += f"; peak {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)} (predicted)"
+        if plan.measured_peak_bytes is not None:
+            head += f", {format_bytes(plan.measured_peak_bytes)} measured"
         return head
     engine = " for the compiled engine" if plan.engine == "compiled" else ""
-    lines = [f"Plan{engine} (all numbers predicted)"]
+    source = "all numbers predicted" if plan.measured_peak_bytes is None else "predicted, but for the measured line"
+    lines = [f"Plan{engine} ({source})"]
     if plan.step_s:
         lines += [
             f"  budget     {format_bytes(plan.budget_bytes)}",
@@ -37,6 +40,8 @@ def summary(plan: Plan) -> str:
             f"  step       {format_seconds(plan.step_s)} + {format_seconds(plan.extra_s)} ({100 * plan.slowdown:.1f} % "
             f"slower); at least {format_seconds(plan.lower_bound_s)} with any plan, a gap of {100 * plan.gap:.1f} %",
         ]
+    if plan.measured_peak_bytes is not None:
+        lines.append(f"  measured   {_measured(plan)}")
     sizes = {action: size for action, size in plan.bytes_by_action().items() if size}
     if sizes:
         lines.append("  saved      " + ", ".join(f"{format_bytes(s)} {_verb(a)}" for a, s in sizes.items()))
@@ -72,6 +77,15 @@ def _recomputes(plan: Plan) -> bool:
 
 def _verb(action: str) -> str:
     return _VERBS.get(action, action)
+
+
+def _measured(plan: Plan) -> str:
+    text = f"peak {format_bytes(plan.measured_peak_bytes or 0)}"
+    if plan.measured_step_s is not None:
+        text += f", step {format_seconds(plan.measured_step_s)}"
+    if plan.measured_slowdown is not None:
+        text += f", {format_seconds(plan.measured_plain_s or 0)} plain ({100 * plan.measured_slowdown:+.1f} %)"
+    return text
 
 
 def _lossy(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from lowtide.reports.wording import size, verdict
 
 if TYPE_CHECKING:
     from lowtide.plans import Plan
+    from lowtide.plans.trials import Trial
     from lowtide.solvers.sweeping import Frontier
 
 logger = logging.getLogger("lowtide")
@@ -44,12 +45,14 @@ def write_report(
     *,
     measured_peak_bytes: int | None = None,
     measured_step_s: float | None = None,
+    candidates: tuple[Trial, ...] = (),
     frontier: Frontier | None = None,
     time_limit_s: float = 5.0,
 ) -> Report:
     """Write the report of a plan: a page (`.html`), picture (`.png`), Markdown (`.md`) or Perfetto trace (`.json`).
 
-    The plan has to have its graph, as plans of `lowtide.solve` do. What was measured is shown beside what is predicted.
+    The plan has to have its graph, as plans of `lowtide.solve` do. What was measured is shown beside what is predicted,
+    and the `candidates` that `lowtide.fit` tried in a table.
     The trade-off curve is `frontier`, from `lowtide.sweep`, or made here in about `time_limit_s`.
     """
     start = time.monotonic()
@@ -61,6 +64,7 @@ def write_report(
         plan,
         measured_peak_bytes=measured_peak_bytes,
         measured_step_s=measured_step_s,
+        candidates=candidates,
         frontier=frontier,
         time_limit_s=time_limit_s if kind == ".html" else 0.0,  # only the page shows the curve
     )

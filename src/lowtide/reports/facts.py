@@ -11,6 +11,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.plans.rows import rows_of
+from lowtide.plans.trials import Trial
 from lowtide.reports.layers import Layers, counted
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.describing import described
@@ -35,6 +36,7 @@ class Facts:
     measured_peak_bytes: int | None = None
     measured_step_s: float | None = None
     notes: tuple[str, ...] = ()
+    candidates: tuple[Trial, ...] = ()
 
     @cached_property
     def layers(self) -> Layers:
@@ -77,6 +79,7 @@ def gather(
     *,
     measured_peak_bytes: int | None = None,
     measured_step_s: float | None = None,
+    candidates: tuple[Trial, ...] = (),
     frontier: Frontier | None = None,
     time_limit_s: float = 0.0,
 ) -> Facts:
@@ -107,6 +110,7 @@ def gather(
         measured_peak_bytes,
         measured_step_s,
         (note,) if note else (),
+        candidates,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.plans.trials import HEAD
 from lowtide.reports.facts import Facts
 from lowtide.reports.tables import cost_rows, peak_rows
 from lowtide.reports.wording import assumptions, duration, figures, percent, size, verdict
@@ -34,6 +35,11 @@ def to_markdown(facts: Facts) -> str:
             "llr",
         ),
     ]
+    if facts.candidates:
+        parts += [
+            "**Candidates tried** (as marked)",
+            table(HEAD, [trial.cells for trial in facts.candidates], "lrrrrl"),
+        ]
     if costs:
         rows = [(row.what, str(row.num_calls or ""), size(row.bytes), duration(row.seconds)) for row in costs]
         total = "total", "", size(sum(row.bytes for row in costs)), duration(sum(row.seconds for row in costs))

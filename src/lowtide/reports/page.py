@@ -17,6 +17,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from lowtide.plans.trials import HEAD, KEPT
 from lowtide.reports.facts import Facts
 from lowtide.reports.layers import counted
 from lowtide.reports.markdown import to_markdown
@@ -58,6 +59,7 @@ def to_html(facts: Facts) -> str:
         memory_text=escape(_memory_text(facts)),
         curve_text=escape(_curve_text(facts)),
         alternatives=_alternatives(facts),
+        candidates=_candidates(facts),
         layers_text=escape("Bytes of each layer by what becomes of them; the table below has the numbers."),
         layers=_layers(facts),
         peak_hint=escape(_peak_hint(facts)),
@@ -138,6 +140,24 @@ def _alternatives(facts: Facts) -> str:
     note = '<p class="hint" style="margin:8px 0 0">Peaks in colour are over the budget.</p>'
     is_over = any(0 < facts.budget_bytes < other.peak_bytes for other in facts.alternatives)
     return _table(["", "peak|", "slower|"], rows) + (note if is_over else "")
+
+
+def _candidates(facts: Facts) -> str:
+    """A section with what `fit` tried; nothing where it tried nothing."""
+    if not facts.candidates:
+        return ""
+    rows = []
+    for trial in facts.candidates:
+        name, *numbers, outcome = trial.cells
+        kind = "here" if trial.outcome == KEPT else ""
+        rows.append(_row(_words(name), *map(_number, numbers), _words(outcome), kind=kind))
+    first, *heads, last = HEAD
+    hint = "Plans that were considered for this budget, and what real steps under them took, in turns."
+    return (
+        '<section aria-labelledby="tried-h"><h2 id="tried-h">Candidates tried</h2>'
+        f'<p class="hint">{hint}</p><div class="scroll">'
+        f"{_table([first, *(f'{head}|' for head in heads), last], rows)}</div></section>"
+    )
 
 
 def _layers(facts: Facts) -> str:

@@ -1,0 +1,175 @@
+"""`candidates`: the best few plans for a budget that really differ, for `fit` to run and time.
+
+A prediction is not a result: what the host spends on a region, a retained output or a copy may be mispredicted several
+times over, and simulated peaks may be off by a few per cent. So `fit` is given alternatives. They are the fastest plan
+of the search; the fastest that moves nothing, where moves are allowed; what people do by hand with torch's checkpoint;
+the fastest whose regions are simple; and plans that are over the budget by so little that they may hold. A plan that
+was predicted to be slower, or not to fit, can be the best one.
+
+Cost: a second search where moves are allowed, a third of a search for a little more memory where the first plan is
+slow, and some thirty simulations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan
+from lowtide.solvers.chain import Regions
+from lowtide.solvers.describing import described
+from lowtide.solvers.found import Found, faster, smaller
+from lowtide.solvers.pressing import lossy_codecs
+from lowtide.solvers.references import all_blocks, block_calls, reference_plans
+from lowtide.solvers.solving import Search
+from lowtide.units import parse_bytes
+
+# How far over the budget a plan may be by simulation and still be run: simulated peaks are within 4 % of measured ones
+# in the tests. A larger number costs real steps, a smaller one misses plans that hold.
+NEARLY = 0.05
+_SEARCHED_NEARLY = 0.02  # of the search's own plans: there is always one that is exactly so much over
+_NOTICEABLE = 0.02  # of the step: a plan that nearly fits is of use only if it is faster by more than noise
+_MOST = 8
+
+SEARCHED, UNMOVED, SIMPLE = "fastest that fits", "fastest without moves", "fastest with simple regions"
+LARGER, SMALLEST, REMEMBERED = "fastest for 2 % more memory", "smallest peak", "kept before"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, with its predicted peak and seconds, and where it comes from.
+
+    `is_essential` says that a promise depends on it: the search's own plan, the one without moves, and the best of
+    torch's own ways.
+    """
+
+    name: str
+    plan: Plan
+    is_essential: bool = False
+
+
+def candidates(
+    graph: StepGraph,
+    budget: int,
+    *,
+    host: int | str = 0,
+    disk: int | str = 0,
+    lossy: str | tuple[str, ...] | None = None,
+    time_limit_s: float = 10.0,
+) -> tuple[list[Candidate], InfeasibleBudgetError | None]:
+    """Plans for `budget` bytes, the fastest predicted first; one alone where a plain step fits.
+
+    Each search takes at most `time_limit_s`. Some plans are over the budget by up to 5 % as simulated. Where all are,
+    or there is none, the error says why.
+    """
+    host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
+    search = _Candidates(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    found: list[Candidate] = []
+    error: InfeasibleBudgetError | None = None
+    try:
+        found.append(Candidate(SEARCHED, search.plan(budget), is_essential=True))
+    except InfeasibleBudgetError as raised:
+        error = raised
+    if found and found[0].plan.is_plain:
+        return found, None
+    regions_only = search
+    if host_bytes or disk_bytes:
+        regions_only = _Candidates(graph, 0, 0, time_limit_s, codecs)
+        if not found or any(move.to != "device" for move in found[0].plan.moves):
+            with contextlib.suppress(InfeasibleBudgetError):
+                found.append(Candidate(UNMOVED, regions_only.plan(budget), is_essential=True))
+    found += regions_only.by_hand(budget)
+    found += search.nearly(budget, found[0].plan if error is None else None)
+    found += regions_only.simple(budget)
+    different: dict[object, Candidate] = {}
+    for candidate in found:
+        different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
+    ranked = sorted(different.values(), key=lambda each: (not each.is_essential, each.plan.extra_s))[:_MOST]
+    return sorted(ranked, key=lambda each: each.plan.extra_s), error
+
+
+class _Candidates(Search):
+    """A search that also tells of plans other than the fastest that fits."""
+
+    def nearly(self, budget: int, fastest: Plan | None) -> list[Candidate]:
+        """The search's plan for a little more memory, if it is noticeably faster; its smallest, if none fits."""
+        if fastest is None:
+            if self.floor.peak_bytes > (1 + NEARLY) * budget:
+                return []
+            return [Candidate(SMALLEST, described(self.graph, self.floor, self.plain, budget, 0.0))]
+        plan = self.plan(int((1 + _SEARCHED_NEARLY) * budget))
+        if fastest.extra_s - plan.extra_s < _NOTICEABLE * (self.graph.step_s + fastest.extra_s):
+            return []
+        bound_s = min(self.lower_bound_s(budget), plan.extra_s)
+        return [Candidate(LARGER, replace(plan, budget_bytes=budget, lower_bound_s=bound_s))]
+
+    def simple(self, budget: int) -> list[Candidate]:
+        """Of the plans that were simulated and fit, the fastest without regions in regions and retained outputs."""
+        fitting = [found for found in self._found.values() if found.peak_bytes <= budget]
+        ranked = sorted(fitting, key=lambda found: (found.extra_s, found.peak_bytes))
+        best = next(filter(self._is_simple, ranked), None)
+        return [] if best is None else [Candidate(SIMPLE, self._plan_of(best, budget))]
+
+    def by_hand(self, budget: int) -> list[Candidate]:
+        """What people do with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
+
+        Selective checkpoints are chosen for themselves, as what they cost the host is of another kind.
+        """
+        ways = {name: self._cost(regions, 0.0) for name, regions in self._ways_by_hand(budget) if regions}
+        chosen: dict[str, bool] = {}
+        for is_selective in (False, True):
+            of_kind = {name: way for name, way in ways.items() if name.startswith("selective") == is_selective}
+            fitting = faster(*(way for way in of_kind.values() if way.peak_bytes <= budget))
+            limit_s = fitting.extra_s - _NOTICEABLE * self.graph.step_s if fitting is not None else float("inf")
+            near = [w for w in of_kind.values() if budget < w.peak_bytes <= (1 + NEARLY) * budget]
+            near = [way for way in near if way.extra_s < limit_s]
+            wanted = [fitting, smaller(*near), faster(*near)]
+            chosen |= {name: not is_selective for name, way in of_kind.items() if any(way is each for each in wanted)}
+        found = [
+            Candidate(name, self._plan_of(ways[name], budget), is_essential) for name, is_essential in chosen.items()
+        ]
+        if self.plain.peak_bytes <= (1 + NEARLY) * budget:
+            found.append(Candidate("nothing", described(self.graph, self.plain, self.plain, budget, 0.0), True))
+        return found
+
+    def _ways_by_hand(self, budget: int) -> Iterator[tuple[str, Regions]]:
+        if not self._moments:
+            return
+        graph, blocks = self.graph, block_calls(self.graph)
+        yield "a checkpoint per block", self._tidied(blocks)
+        for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
+            yield f"every {nth} block", self._tidied(blocks[::step])
+        every = all_blocks(graph)
+        if every != blocks:
+            yield "a checkpoint per block of every stack", self._tidied(every)
+        for limit in (budget, int((1 + NEARLY) * budget)):
+            for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):
+                # The more blocks are recomputed, the lower the peak.
+                number = bisect_left(
+                    range(len(every) + 1), -limit, key=lambda n: -self._cost(self._tidied(part(n)), 0.0).peak_bytes
+                )
+                if number <= len(every):
+                    yield f"the {name} {number} blocks", self._tidied(part(number))
+        for name, plan in reference_plans(graph).items():
+            if name.startswith("selective"):
+                held = plan.held_ops(graph)
+                yield name, self._nesting.tidied(held)
+                halved = {call: ops[1::2] for call, ops in held.items()}
+                yield "selective, every other matmul kept", self._nesting.tidied(halved)
+
+    def _tidied(self, calls: list[int]) -> Regions:
+        return self._nesting.tidied(dict.fromkeys(calls, ()))
+
+    def _is_simple(self, found: Found) -> bool:
+        if found.share or found.codecs or not found.regions or any(found.regions.values()):
+            return False
+        calls = [self.graph.calls[call] for call in sorted(found.regions)]
+        return all(one.end <= other.first for one, other in pairwise(calls))
+
+    def _plan_of(self, found: Found, budget: int) -> Plan:
+        return described(self.graph, self._timeline_of(found), self.plain, budget, self.lower_bound_s(budget))
