@@ -111,6 +111,8 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     moved = sum(row.bytes for row in plan.rows if row.action in ("host", "disk") and not row.codec)
     if moved or planned.stalled_s:
         found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
+    if planned.has_two_lines and planned.hidden_s:
+        found.append(CostRow(f"of that, beside the {planned.lines.limit}'s line", 0, 0, -planned.hidden_s))
     return found
 
 

@@ -16,22 +16,25 @@ budget, and the same plan for a smaller one that it fits in too, and so the fast
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtide.eagerlives import EagerLives
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.graph.segments import with_segments
 from lowtide.plans import ENGINES, Plan
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.chain import Chain, Regions, first_past_stops, near_stops
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
+from lowtide.solvers.effort import BY_OP, Effort
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
 from lowtide.solvers.found import Found, faster, smaller
 from lowtide.solvers.loading import Loads
@@ -43,7 +46,10 @@ from lowtide.solvers.pressing import Codecs, Press, lossy_codecs
 from lowtide.solvers.pricing import Pricing, contains_layers, hull
 from lowtide.solvers.segmenting import Segmenting, plan_of
 from lowtide.solvers.standing import replayed_s, standing_plans
-from lowtide.units import check_seconds, parse_bytes
+from lowtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.solvers.twolines import TwoLineSearch
 
 _SHARES = (0.5, 0.95)  # of the link: the last part of it is left for what it does slower than measured
 _DISCOUNTS = (0.0, 0.3, 0.9)  # of the price of bytes that could be moved
@@ -93,13 +99,17 @@ def search_for(
     disk: int | str,
     time_limit_s: float,
     lossy: str | tuple[str, ...] | None = None,
-) -> Search | CompiledSearch:
+) -> Search | TwoLineSearch | CompiledSearch:
     """What finds plans for an engine."""
     if not isinstance(graph, StepGraph):
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
     host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
+    if engine == "eager" and graph.has_host_line:
+        from lowtide.solvers.twolines import TwoLineSearch  # which is made of two of these
+
+        return TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
     if engine == "eager":
         return Search(graph, host_bytes, disk_bytes, time_limit_s, codecs)
     if codecs:
@@ -110,19 +120,29 @@ def search_for(
 
 
 class Search:
-    """What solving one graph needs, made when it is first asked for and shared by all budgets of a sweep."""
+    """What solving one graph needs, made when it is first asked for and shared by all budgets of a sweep.
+
+    Where `graph` has two time lines, `line` is the graph of one of them (`graph.lines`), by which plans are found; all
+    are judged by both. `_offset_s` is how much less the line works than the plain step takes.
+    """
 
     def __init__(
-        self, graph: StepGraph, host: int = 0, disk: int = 0, time_limit_s: float = 10.0, lossy: tuple[str, ...] = ()
+        self,
+        graph: StepGraph,
+        host: int = 0,
+        disk: int = 0,
+        time_limit_s: float = 10.0,
+        lossy: tuple[str, ...] = (),
+        line: StepGraph | None = None,
     ) -> None:
         if (host or disk) and not graph.hardware.link_bytes_per_s:
             raise PlanError(
                 f"host={host} and disk={disk} were given, and {graph.hardware.name} has no link to host memory: "
                 "there is nothing to move values to. Trace on the accelerator, or for one by name (device='H100')."
             )
-        check_seconds(time_limit_s, "time_limit_s")
-        self.graph, self._deadline = graph, time.monotonic() + time_limit_s
-        self._press = Press(graph, lossy) if lossy else None
+        self.graph, self.line, self.effort = graph, graph if line is None else line, Effort(time_limit_s)
+        self._offset_s = 0.0 if line is None else line.lines.step_s - graph.lines.step_s
+        self._press = Press(self.line, lossy) if lossy else None
         self._all_codecs: list[Codecs] = [()] if self._press is None else [(), self._press.everything]
         ways = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
         self._ways = [(0.0, 0.0, False), *ways]
@@ -143,11 +163,11 @@ class Search:
     def _moments(self) -> list[Moment]:
         """When memory is short: at the plain step's peaks in both directions, and where the chain's last plan peaks."""
         ops = [op for op in (peak_op(self.plain, 2), peak_op(self.plain, 0)) if op >= 0]
-        moments = [moment_at(self.graph, self.plain, op, self._press) for op in dict.fromkeys(ops)]
+        moments = [moment_at(self.line, self.plain, op, self._press) for op in dict.fromkeys(ops)]
         if moments:
             late = peak_op(self._played(moments[0].hull.choices[-1].regions, 0.0), 2)
             if late >= 0 and late not in ops:
-                moments.append(moment_at(self.graph, self.plain, late, self._press))
+                moments.append(moment_at(self.line, self.plain, late, self._press))
         return moments
 
     @cached_property
@@ -168,9 +188,9 @@ class Search:
         if key not in self._chains:
             pricing, found = self._moments[moment].pricing, self._moments[moment].hull
             if discount or narrow or coded:
-                pricing = Pricing(self.graph, self.plain, pricing.at, discount, narrow, self._press if coded else None)
+                pricing = Pricing(self.line, self.plain, pricing.at, discount, narrow, self._press if coded else None)
                 found = hull(pricing)
-            easing = Easing(self.graph, pricing)
+            easing = Easing(self.line, pricing)
             self._chains[key] = [Chain(self.graph, found.choices, easing, is_spread=each) for each in (False, True)]
         return self._chains[key][is_spread]
 
@@ -186,7 +206,7 @@ class Search:
     @cached_property
     def _loads(self) -> Loads:
         last = self._first_chain.regions(len(self._first_chain) - 1)
-        return Loads(self.graph, last, self._moments[0].pricing)
+        return Loads(self.line, last, self._moments[0].pricing)
 
     @property
     def _first_chain(self) -> Chain:
@@ -203,11 +223,19 @@ class Search:
         """Plans with segments."""
         shares, codecs = _SHARES if self._movable_bytes else (), self._all_codecs
         segmentings = [Segmenting(each.pricing, each.hull.choices) for each in self._moments[:1]]
-        return [plan for each in segmentings for plan in each.plans(self._is_late, self._mover, shares, codecs)]
+        found = [plan for each in segmentings for plan in each.plans(self._is_late, self._mover, shares, codecs)]
+        self.effort.spend(len(found) * len(self.graph.ops))
+        return found if self.line is self.graph else [self._judged(plan) for plan in found]
+
+    def _judged(self, found: Found) -> Found:
+        """A plan with segments that was found by one line, with what it costs by both."""
+        if found.share or found.codecs:
+            return replace(found, extra_s=self.timeline_of(found).extra_s)
+        return replace(found, extra_s=EagerLives(with_segments(self.graph, found.spans), found.regions).extra_s)
 
     @cached_property
     def _standing(self) -> list[tuple[float, Regions, Codecs]]:
-        plans = standing_plans(self.graph, self._nesting) if self._moments else []
+        plans = standing_plans(self.line, self._nesting) if self._moments else []
         found: list[tuple[float, Regions, Codecs]] = [(seconds, regions, ()) for seconds, regions in plans]
         if self._press is None:
             return found
@@ -216,19 +244,26 @@ class Search:
             for least_bytes, _, number, share, splits, codecs in self._stations
             if not least_bytes and not share
         ]
-        ends = {tuple(regions.items()): (replayed_s(self.graph, regions), regions) for regions in nested}
+        ends = {tuple(regions.items()): (replayed_s(self.line, regions), regions) for regions in nested}
         return found + self._press.standing_plans(plans, list(ends.values()))
 
     def plan(self, budget: int) -> Plan:
         """The plan for a budget, with everything a person wants to know about it."""
         if self.plain.peak_bytes <= budget:
             return described(self.graph, self.plain, self.plain, budget, 0.0)
+        fastest = self.fastest(budget)
+        if fastest is None:
+            raise self.infeasible(budget)
+        return described(self.graph, self.timeline_of(fastest), self.plain, budget, self.lower_bound_s(budget))
+
+    def fastest(self, budget: int) -> Found | None:
+        """The fastest plan found that fits, None if none does."""
         fastest: Found | None = None
         for chain, share, _ in self._all_chains():
             if fastest is None or not self._is_late():
                 fastest = faster(fastest, self._of_chain(budget, chain, share, fastest))
         if fastest is None and budget < self.floor.peak_bytes:  # some nested plan may fit
-            raise self._infeasible(budget)
+            return None
         if fastest is None or "_segmented" in vars(self) or not self._is_late():
             fastest = faster(fastest, *(plan for plan in self._segmented if plan.peak_bytes <= budget))
         for least_bytes, least_s, number, share, splits, codecs in self._stations:
@@ -237,15 +272,18 @@ class Search:
                 if least_bytes <= nested.peak_bytes <= budget and nested.extra_s >= least_s:
                     fastest = faster(fastest, nested)
         for seconds, regions, codecs in self._standing:
-            if fastest is None or not (self._is_late() or seconds > fastest.extra_s * (1 + 1e-9)):
+            least_s = self._visible_s(seconds)
+            if fastest is None or not (self._is_late() or least_s > fastest.extra_s * (1 + 1e-9)):
                 standing = self._cost(regions, 0.0, codecs)
                 fastest = faster(fastest, standing if standing.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not self._is_late():
             others = (*self._explored, self._smallest)
             fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
-        if fastest is None:
-            raise self._infeasible(budget)
-        return described(self.graph, self._timeline_of(fastest), self.plain, budget, self.lower_bound_s(budget))
+        return fastest
+
+    def _visible_s(self, line_s: float) -> float:
+        """What seconds on the line make the step longer, at the least."""
+        return line_s if self.line is self.graph else max(0.0, line_s + self._offset_s)
 
     def _of_chain(self, budget: int, chain: Chain | Loads, share: float, fastest: Found | None) -> Found | None:
         """A plan of a chain that fits with this much of the link used; None if the last does not."""
@@ -266,13 +304,17 @@ class Search:
         sizes = np.array([chain.bytes(number) for number in range(len(chain))])
         levels = np.linspace(sizes[0], sizes[-1], _NUM_STATIONS + 1)[1:-1]
         numbers = sorted(set(np.searchsorted(-sizes, -levels).tolist()) - {len(chain) - 1})
+
+        def least_s(number: int) -> float:
+            return self._visible_s(pricing.seconds_of(chain.regions(number)))
+
         found: list[tuple[float, float, int, float, bool, Codecs]] = [
-            (pricing.base_bytes + sizes[number], pricing.seconds_of(chain.regions(number)), number, 0.0, splits, ())
+            (pricing.base_bytes + sizes[number], least_s(number), number, 0.0, splits, ())
             for number in numbers
             for splits in (True, False)
         ]
         shares = sorted({share for _, share, _ in self._ways})
-        last_s = pricing.seconds_of(chain.regions(last := len(chain) - 1))
+        last_s = least_s(last := len(chain) - 1)
         ends = product(self._all_codecs, shares, (True, False))
         return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
@@ -306,7 +348,7 @@ class Search:
         if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
         pricing, floor, plain = self._moments[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
-        exploring = Exploring(self.graph, pricing, self._nesting, floor, plain)
+        exploring = Exploring(self.line, pricing, self._nesting, floor, plain)
         seeds: list[Regions] = [{}, *(regions for _, regions, codecs in self._standing if not codecs)]
         for chain, share, coded in self._all_chains():  # the same whatever else is allowed
             if not share and not coded:
@@ -316,8 +358,15 @@ class Search:
         ]
         seeds += [self._nested(number, 0.0, splits, ()).regions for number, splits in some(nested)]
         exploring.explore([*seeds, smallest.regions], self._is_late)
-        found = exploring.plans(lambda regions: self._cost(regions, 0.0), self._is_late)
-        return [plan for plan in found if plan.peak_bytes >= floor]
+        found = exploring.plans(self._line_cost, self._is_late)
+        return [self._cost(plan.regions, 0.0) for plan in found if plan.peak_bytes >= floor]
+
+    def _line_cost(self, regions: Regions) -> Found:
+        """What regions cost by the line alone: what `exploring` can add up."""
+        if self.line is self.graph:
+            return self._cost(regions, 0.0)
+        played = EagerLives(self.line, regions)
+        return Found(regions, 0.0, (), played.peak_bytes, played.extra_s)
 
     def _cost(self, regions: Regions, share: float, codecs: Codecs = ()) -> Found:
         key = (share, codecs, *sorted(regions.items()))
@@ -331,13 +380,14 @@ class Search:
             return self._recent[key]
         has_moves = bool(share or codecs)
         played = self._timeline(regions, share, codecs) if has_moves else EagerLives(self.graph, regions)
+        self.effort.spend(len(played.ops) * (BY_OP if has_moves else 1))
         self._found[key] = Found(regions, share, codecs, played.peak_bytes, played.extra_s)
         self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
         return played
 
-    def _timeline_of(self, found: Found) -> Timeline:
+    def timeline_of(self, found: Found) -> Timeline:
         plan = plan_of(self.graph, found, self._mover) if found.spans else self._mover.plan(*found.decisions)
         return simulate(self.graph, plan)
 
@@ -345,7 +395,7 @@ class Search:
         return simulate(self.graph, self._mover.plan(regions, share, codecs))
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline
+        return self.effort.is_over()
 
     # The bound.
 
@@ -357,14 +407,15 @@ class Search:
         """
         if self.plain.peak_bytes <= budget:
             return 0.0
-        return max((moment.least_s(budget, self._movable_bytes) for moment in self._moments), default=0.0)
+        offset_s, movable = self._offset_s, self._movable_bytes
+        return max((moment.least_s(budget, movable, offset_s) for moment in self._moments), default=0.0)
 
     @cached_property
     def floor(self) -> Timeline:
         """The smallest peak found, with everything recomputed, nested and moved that helps."""
         if (best := self._smallest) is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
-        return self._timeline_of(best)
+        return self.timeline_of(best)
 
     @cached_property
     def _smallest(self) -> Found | None:
@@ -395,6 +446,6 @@ class Search:
                 candidates += [nested] if nested.extra_s >= least_s else []
         return candidates
 
-    def _infeasible(self, budget: int) -> InfeasibleBudgetError:
+    def infeasible(self, budget: int) -> InfeasibleBudgetError:
         could_move = self.graph.hardware.link_bytes_per_s and not self._movable_bytes
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")

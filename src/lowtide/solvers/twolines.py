@@ -1,0 +1,70 @@
+"""Plans for steps with two time lines, host and device.
+
+What a plan adds to one line is a sum over its regions, which pricing needs; what it adds to the step is not. So plans
+are found for each line by itself, by a `Search` on the graph of that line, and judged by the simulation of both. Only
+the line that limits the plain step is searched, unless the other is close: then plans can make that one the limit.
+
+A step takes no less than either line works, so the larger of the two lines' bounds is a bound for the step.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.graph import StepGraph
+from lowtide.graph.lines import LINES, line_of
+from lowtide.plans import Plan
+from lowtide.simulator import Timeline
+from lowtide.solvers.describing import described
+from lowtide.solvers.solving import Search
+
+# The line that works less is searched too if it works at least this share of the other: a checkpoint on every block
+# adds a third to the device's line and up to as much as it was to the host's. If it is too high, plans that a
+# host-limited replay makes slow are missed; too low, and twice the time goes into steps with a clear limit.
+_NEAR = 0.5
+
+
+class TwoLineSearch:
+    """What solving one graph with two lines needs, shared by all budgets of a sweep."""
+
+    def __init__(
+        self, graph: StepGraph, host: int = 0, disk: int = 0, time_limit_s: float = 10.0, lossy: tuple[str, ...] = ()
+    ) -> None:
+        lines = {name: graph.lines.of(name) for name in LINES}
+        limit = graph.lines.limit
+        tried = [name for name in LINES if name == limit or lines[name] >= _NEAR * lines[limit]]
+        share_s = time_limit_s / len(tried)
+        self.graph, self._lossy = graph, lossy
+        self._searches = {name: Search(graph, host, disk, share_s, lossy, line=line_of(graph, name)) for name in LINES}
+        self._tried = [self._searches[name] for name in tried]
+
+    @property
+    def plain(self) -> Timeline:
+        return self._tried[0].plain
+
+    @cached_property
+    def floor(self) -> Timeline:
+        """The smallest peak found."""
+        return min((search.floor for search in self._tried), key=lambda floor: (floor.peak_bytes, floor.extra_s))
+
+    def plan(self, budget: int) -> Plan:
+        """The plan for a budget: the faster of those found by each line."""
+        if self.plain.peak_bytes <= budget:
+            return described(self.graph, self.plain, self.plain, budget, 0.0)
+        found = [(search.fastest(budget), search) for search in self._tried]
+        fitting = [(plan.extra_s, plan.peak_bytes, nth) for nth, (plan, _) in enumerate(found) if plan is not None]
+        if not fitting:
+            raise self._infeasible(budget)
+        plan, search = found[min(fitting)[2]]
+        assert plan is not None
+        return described(self.graph, search.timeline_of(plan), self.plain, budget, self.lower_bound_s(budget))
+
+    def lower_bound_s(self, budget: int) -> float:
+        """Seconds that every plan adds whose peak is at most `budget`. Codecs have no price on the host's line."""
+        searches = [search for name, search in self._searches.items() if name == "device" or not self._lossy]
+        return max(search.lower_bound_s(budget) for search in searches)
+
+    def _infeasible(self, budget: int) -> InfeasibleBudgetError:
+        smallest = min(self._tried, key=lambda search: search.floor.peak_bytes)
+        return smallest.infeasible(budget)
