@@ -61,7 +61,7 @@ def test_each_line_adds_up() -> None:
         plan = replace(random_plan(7 * seed, graph), moves=())
         told = simulate(graph, plan)
         for name in LINES:
-            line = line_of(graph, name)
+            line = line_of(graph, float(name == "host"))
             added_s = told.lines.of(name) - graph.lines.of(name)
             assert close(simulate(line, plan).extra_s, added_s), f"graph {seed}, {name}"
             assert told.extra_s >= graph.lines.of(name) + added_s - graph.lines.step_s - 1e-9

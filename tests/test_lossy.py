@@ -32,7 +32,7 @@ from lowtide.codings import CODINGS
 from lowtide.plans import Move, Recompute
 from lowtide.plans.rows import rows_of
 from lowtide.solvers.pressing import Press
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 from referee import replay
 
 CODECS = ("int8", "float16")

@@ -17,7 +17,7 @@ from lowtide.solvers.chain import Chain
 from lowtide.solvers.loading import Loads
 from lowtide.solvers.moving import Mover
 from lowtide.solvers.references import recomputes
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 from referee import replay
 
 GIB = 1 << 30

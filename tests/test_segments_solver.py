@@ -23,7 +23,7 @@ from lowtide.graph.validity import check
 from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.solvers.references import recomputes
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 from referee import replay
 
 UNIT = 16  # bytes that pass from one layer of a chain to the next

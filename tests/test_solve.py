@@ -19,7 +19,7 @@ from brute import all_costs, index_ops, keepable_ops
 from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
 from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
 from lowtide.graph import Hardware, Op, Value
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 from referee import replay
 
 MODELS = ("gpt_dropout", "block_called_again", "lora", "unet", "hf_t5")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.graph import StepGraph
 
 LINES = ("host", "device")
-_FAST = 1e30  # bytes per second: what codecs do takes no time on the host's line
+_HOST_FEES = ("region_s", "save_s", "dispatch_s", "spare_s", "move_s")
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,17 @@ class EngineFees:
             self.forward_s[call] = half_s if call in replayed else half_s + later_s
 
 
-def line_of(graph: StepGraph, line: str) -> StepGraph:
-    """The graph with one line of two: its seconds are those of that line alone, which add up.
+def line_of(graph: StepGraph, host_share: float) -> StepGraph:
+    """The graph with one line in place of two: seconds are those of the host, of the device, or a mean of both.
 
-    What a plan adds to this graph is what it adds to the line. Solvers price with it; times of day (`arrays.clock`)
-    stay those of the whole step, for copies run beside both lines.
+    What a plan adds to this graph is a sum over its ops and regions, which solvers need; and as a step takes no less
+    than either line works, it takes no less than their mean. Times of day (`arrays.clock`) stay those of the whole step,
+    for copies run beside both lines.
     """
-    if line == "host":
-        ops = tuple(replace(op, seconds=op.host_s, host_s=0.0) for op in graph.ops)
-        speed = _FAST if graph.hardware.memory_bytes_per_s else 0.0
-        hardware = replace(graph.hardware, memory_bytes_per_s=speed)
-    else:
-        ops = tuple(replace(op, host_s=0.0) for op in graph.ops)
-        hardware = replace(graph.hardware, region_s=0.0, save_s=0.0, dispatch_s=0.0, spare_s=0.0, move_s=0.0)
-    found = replace(graph, ops=ops, hardware=hardware)
+    host, device = host_share, 1 - host_share
+    ops = tuple(replace(op, seconds=host * op.host_s + device * op.seconds, host_s=0.0) for op in graph.ops)
+    fees = {name: host * getattr(graph.hardware, name) for name in _HOST_FEES}
+    found = replace(graph, ops=ops, hardware=replace(graph.hardware, **fees))
     found.arrays.clock = graph.arrays.clock
+    found.retainable.substituted_s = host * graph.retainable.substituted_s
     return found

@@ -2,9 +2,10 @@
 
 What a plan adds to one line is a sum over its regions, which pricing needs; what it adds to the step is not. So plans
 are found for each line by itself, by a `Search` on the graph of that line, and judged by the simulation of both. Only
-the line that limits the plain step is searched, unless the other is close: then plans can make that one the limit.
+the line that limits the plain step is searched, unless the other is close: then plans can make that one the limit. A
+trace of the other line is mixed in: of plans that are alike on one line, the one that asks less of the other is better.
 
-A step takes no less than either line works, so the larger of the two lines' bounds is a bound for the step.
+A step takes no less than either line works, nor than their mean, so the larger of the two bounds is one for the step.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from lowtide.graph.lines import LINES, line_of
 from lowtide.plans import Plan
 from lowtide.simulator import Timeline
 from lowtide.solvers.describing import described
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 
 # The line that works less is searched too if it works at least this share of the other: a checkpoint on every block
 # adds a third to the device's line and up to as much as it was to the host's. If it is too high, plans that a
 # host-limited replay makes slow are missed; too low, and twice the time goes into steps with a clear limit.
 _NEAR = 0.5
+# The share of the other line. It decides between plans that are alike; the bound is lower by this share of the step.
+_TRACE = 1e-4
+_HOST_SHARES = {"host": 1 - _TRACE, "device": _TRACE}
 
 
 class TwoLineSearch:
@@ -35,8 +39,11 @@ class TwoLineSearch:
         limit = graph.lines.limit
         tried = [name for name in LINES if name == limit or lines[name] >= _NEAR * lines[limit]]
         share_s = time_limit_s / len(tried)
-        self.graph, self._lossy = graph, lossy
-        self._searches = {name: Search(graph, host, disk, share_s, lossy, line=line_of(graph, name)) for name in LINES}
+        self.graph, self._lossy = graph, bool(lossy)
+        self._searches = {
+            name: Search(graph, host, disk, share_s, lossy, line=line_of(graph, share))
+            for name, share in _HOST_SHARES.items()
+        }
         self._tried = [self._searches[name] for name in tried]
 
     @property
@@ -61,9 +68,11 @@ class TwoLineSearch:
         return described(self.graph, search.timeline_of(plan), self.plain, budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
-        """Seconds that every plan adds whose peak is at most `budget`. Codecs have no price on the host's line."""
-        searches = [search for name, search in self._searches.items() if name == "device" or not self._lossy]
-        return max(search.lower_bound_s(budget) for search in searches)
+        """Seconds that every plan adds whose peak is at most `budget`.
+
+        What codecs take is the device's, and the graph of a mean line would charge it in full: no bound with codecs.
+        """
+        return 0.0 if self._lossy else max(search.lower_bound_s(budget) for search in self._searches.values())
 
     def _infeasible(self, budget: int) -> InfeasibleBudgetError:
         smallest = min(self._tried, key=lambda search: search.floor.peak_bytes)

@@ -1,0 +1,87 @@
+"""`solve` for steps with two time lines: against brute force, monotone, and with bounds that hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+import lowtide
+from brute import all_costs
+from graphs import hidden_wide_narrow, random_graph, repeated_blocks, with_host_line
+from lowtide import InfeasibleBudgetError, StepGraph, simulate
+from lowtide.solvers.solving import search_for
+from lowtide.solvers.twolines import TwoLineSearch
+from referee import replay
+
+
+def tiny(seed: int) -> StepGraph:
+    graph = repeated_blocks(seed, num_blocks=2) if seed % 3 == 0 else random_graph(seed, num_ops=7)
+    return with_host_line(seed, graph)
+
+
+def search_of(graph: StepGraph, host: int = 0) -> TwoLineSearch:
+    search = search_for(graph, "eager", host, 0, 1e6)
+    assert isinstance(search, TwoLineSearch)
+    return search
+
+
+def test_no_plan_beats_the_bound_and_most_are_the_best() -> None:
+    num_plans = num_best = num_graphs = 0
+    for seed in range(60):
+        graph = tiny(seed)
+        costs = all_costs(graph, most=500) if graph.has_host_line else None
+        if costs is None:
+            continue
+        num_graphs += 1
+        search = search_of(graph)
+        floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+        for budget in sorted({peak for peak, _ in costs if peak <= plain})[-12:]:
+            best = min(extra_s for peak, extra_s in costs if peak <= budget)
+            assert search.lower_bound_s(budget) <= best + 1e-9, f"graph {seed}, budget {budget}"
+            if budget < floor:
+                with pytest.raises(InfeasibleBudgetError):
+                    search.plan(budget)
+                continue
+            plan = search.plan(budget)
+            assert plan.peak_bytes <= budget and best <= plan.extra_s + 1e-9, f"graph {seed}, budget {budget}"
+            assert (plan.peak_bytes, plan.extra_s) in costs
+            num_plans += 1
+            num_best += plan.extra_s <= best + 1e-9
+    assert num_graphs >= 20 and num_best >= 0.95 * num_plans, (num_graphs, num_best, num_plans)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("host", [0, 1 << 20])
+def test_monotone_and_as_the_referee_says(seed: int, host: int) -> None:
+    graph = with_host_line(seed, repeated_blocks(seed, num_blocks=6) if seed % 2 else random_graph(seed, num_ops=30))
+    if host and not graph.hardware.link_bytes_per_s:
+        pytest.skip("no link")
+    search = search_of(graph, host)
+    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+    plain_s = replay(graph, lowtide.Plan()).step_s
+    plans = [search.plan(floor + (plain - floor) * share // 12) for share in range(13)]
+    for smaller, larger in pairwise(plans):
+        assert smaller.peak_bytes <= larger.peak_bytes and smaller.extra_s >= larger.extra_s
+        assert smaller.lower_bound_s >= larger.lower_bound_s - 1e-12
+    for plan in plans:
+        verdict = replay(graph, plan)
+        assert verdict.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+        assert verdict.step_s - plain_s == pytest.approx(plan.extra_s, abs=1e-9)
+        assert plan.lower_bound_s <= plan.extra_s
+
+
+def test_the_limit_decides() -> None:
+    """Retaining outputs costs the host and spares the device: only a step with a patient host does."""
+    kept = {}
+    for host_s in (1e-4, 8.0):
+        graph = hidden_wide_narrow(4, hidden_s=2.0)
+        ops = tuple(replace(op, host_s=host_s) for op in graph.ops)
+        graph = replace(graph, ops=ops, hardware=replace(graph.hardware, dispatch_s=8 * host_s, spare_s=host_s))
+        search = search_of(graph)
+        floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+        plans = [search.plan(floor + (plain - floor) * share // 10) for share in range(10)]
+        kept[host_s] = sum(len(region.keep_ops) for plan in plans for region in plan.regions)
+        assert all(simulate(graph, plan).extra_s == plan.extra_s for plan in plans)
+    assert kept[8.0] == 0 < kept[1e-4]
