@@ -104,8 +104,8 @@ def line_of(graph: StepGraph, host_share: float) -> StepGraph:
     """The graph with one line in place of two: seconds are those of the host, of the device, or a mean of both.
 
     What a plan adds to this graph is a sum over its ops and regions, which solvers need; and as a step takes no less
-    than either line works, it takes no less than their mean. Times of day (`arrays.clock`) stay those of the whole step,
-    for copies run beside both lines.
+    than either line works, it takes no less than their mean. Times of day (`arrays.clock`) stay those of the whole
+    step, for copies run beside both lines.
     """
     host, device = host_share, 1 - host_share
     ops = tuple(replace(op, seconds=host * op.host_s + device * op.seconds, host_s=0.0) for op in graph.ops)
