@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph import StepGraph
-from lowtide.graph.lines import EngineFees, StepLines, device_starts
+from lowtide.graph.lines import EngineFees, StepLines, device_starts, step_seconds
 from lowtide.lives import ends_before, largest
 
 _NEVER = 1 << 62
@@ -335,7 +335,8 @@ class EagerLives:
         if not self.facts.has_host_line:
             total_s = float(self._starts_s[-1]) + self.watched_s
             return StepLines(0.0, total_s, total_s)
-        return StepLines(float(self._host_s.sum()), float(self._seconds.sum()), float(self._starts_s[-1]))
+        step_s = step_seconds(self._host_s, self._seconds, self.facts.is_sync[self.ops])
+        return StepLines(float(self._host_s.sum()), float(self._seconds.sum()), step_s)
 
     @cached_property
     def replayed_s(self) -> float:
@@ -345,7 +346,7 @@ class EagerLives:
     @property
     def extra_s(self) -> float:
         if self.facts.has_host_line:
-            return max(0.0, self.lines.step_s - float(self.facts.clock[-1]))
+            return max(0.0, self.lines.step_s - self.facts.step_s)
         return self.replayed_s + self.watched_s
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lowtide.copies import CopyEngines
 from lowtide.graph import StepGraph
-from lowtide.graph.lines import StepLines
+from lowtide.graph.lines import StepLines, step_seconds
 from lowtide.lives import Ledger, Life, largest
 from lowtide.plans import Plan
 from lowtide.plans.planned_regions import PlannedRegions
@@ -59,7 +59,8 @@ class EagerStep:
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
         self.clock = self.replayed_s = self.coded_s = 0.0  # the device's: never behind the host's
-        self.host = self.host_busy_s = self.device_busy_s = 0.0
+        self.host = self._due_s = 0.0
+        self.row: list[list[float]] = []  # host seconds, device seconds, and whether the host waits
         self.fees = planned.engine_fees()
         self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
         self._wanted: frozenset[int] = frozenset()
@@ -139,8 +140,18 @@ class EagerStep:
         """The host's line goes on; what comes next is issued no earlier."""
         if self.graph.has_host_line:
             self.host += seconds
-            self.host_busy_s += seconds
+            self._due_s += seconds
             self.clock = max(self.clock, self.host)
+
+    def _wait_for(self, life: Life) -> None:
+        """The device waits until a moved value is back, if it is away."""
+        before, self.clock = self.clock, self.copies.read(life, self.clock)
+        if self.clock > before:
+            self._add_to_row(self.clock - before)
+
+    def _add_to_row(self, device_s: float) -> None:
+        self.row.append([self._due_s, device_s, 0.0])
+        self._due_s = 0.0
 
     def _settle(self, position: int, region: int, scope: dict[int, Life]) -> None:
         """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
@@ -190,7 +201,7 @@ class EagerStep:
 
     def _read(self, held: Life, op: int, decoded: dict[int, Life], key: int) -> None:
         """Wait for what is held of a value; where that was encoded, decode it: a new life, which Python holds."""
-        self.clock = self.copies.read(held, self.clock)
+        self._wait_for(held)
         form = self.forms.get(held.value)
         if form is not None and key not in decoded:
             decoded[key] = self.ledger.bear(held.value, self.graph.values[held.value])
@@ -200,7 +211,7 @@ class EagerStep:
         self.copies.advance(self.clock)
         self._emit(op, phase, workspace)
         self.clock += seconds
-        self.device_busy_s += seconds
+        self.row[-1][1] += seconds
         self.coded_s += seconds
 
     def _fetches_at(self) -> int:
@@ -242,7 +253,7 @@ class EagerStep:
             if region >= 0:
                 self._ensure(region)
             elif index in self.retained:
-                self.clock = self.copies.read(self.lives[saves[index].value], self.clock)
+                self._wait_for(self.lives[saves[index].value])
             elif index in self.attached:
                 self._read(self.attached[index], position, self.decoded, index)
                 if index in self.decoded:
@@ -285,7 +296,7 @@ class EagerStep:
         kept = set(self.regions[region].keep_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
             for value in self._held_outputs(region):
-                self.clock = self.copies.read(self.lives[value], self.clock)
+                self._wait_for(self.lives[value])
             for held in self.region_holds.get(region, ()):
                 self._read(held, first, scope, held.value)
         self.ledger.kept += int(self.graph.arrays.replay_bytes[region])
@@ -331,9 +342,9 @@ class EagerStep:
         self.copies.advance(self.clock)
         self._emit(index, phase, op.workspace_bytes)
         self.clock += op.seconds
-        self.device_busy_s += op.seconds
+        self.row[-1][1] += op.seconds
         if "sync" in op.flags:
-            self.host = self.clock
+            self.host, self.row[-1][2] = self.clock, 1.0
         if phase == 1:
             self.replayed_s += op.seconds
 
@@ -342,6 +353,7 @@ class EagerStep:
         kept, transient = books.kept - copies.bytes_away, books.transient + workspace
         self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
         self.starts.append(self.clock)
+        self._add_to_row(0.0)
         event = len(self.events) - 1
         if event in self._wanted:
             sizes: dict[int, int] = {}
@@ -356,8 +368,11 @@ class EagerStep:
         """What a timeline is made of."""
         table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
         static = np.full((len(table), 1), self.static, dtype=np.int64)
-        watched_s = self.fees.total_s + self.copies.num_calls * self.graph.hardware.move_s / 2
-        lines = StepLines(self.host_busy_s, self.device_busy_s, self.clock)
+        copies = self.copies
+        watched_s = self.fees.total_s + copies.num_calls * self.graph.hardware.move_s / 2
+        host_s, device_s, waits = np.array(self.row).reshape(-1, 3).T
+        busy_s = float(device_s.sum()) - copies.stalled_s
+        lines = StepLines(float(host_s.sum()), busy_s, step_seconds(host_s, device_s, waits > 0))
         if not self.graph.has_host_line:
             lines = StepLines(0.0, self.clock + watched_s, self.clock + watched_s)
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from lowtide.plans import Move, Plan, Recompute
 from lowtide.tracing._compat import OpNames
 from lowtide.tracing.enginecosts import EngineCosts, register
 
-_BLOCKS, _WIDTH, _TOKENS = 6, 32, 8
-_ROUNDS, _IN_A_ROW = 9, 2
+# As many blocks as a small language model has: with few of them everything stays in the caches, and the engine takes
+# half as long per block. Tensors are small, for the device must be done before the host.
+_BLOCKS, _WIDTH, _TOKENS = 12, 64, 8
+_ROUNDS, _IN_A_ROW = 5, 3
 
 
 class _Block(nn.Module):
@@ -105,29 +108,30 @@ class _Bench:
         return ops.names, len(saved)
 
     def _in_turns(self, model: nn.Module, plans: Sequence[Plan | None]) -> list[float]:
-        """Seconds of a step under each plan; the second is that of the forward alone. The least of all turns."""
+        """Seconds of a step under each plan; the second is that of the forward alone. Medians of turns."""
         times: list[list[float]] = []
-        for _ in range(_ROUNDS + 2):
+        for _ in range(_ROUNDS + 1):
             times.append([])
             for number, plan in enumerate(plans):
                 context: AbstractContextManager[Any] = nullcontext() if plan is None else apply(model, plan)
                 with context:
-                    self._step(model)  # what is worked out once is none of the step's
-                    seconds = [self._step(model)[number == 1] for _ in range(_IN_A_ROW)]
-                times[-1].append(sum(seconds) / len(seconds))
-        return [min(runs) for runs in zip(*times[2:], strict=True)]
+                    self._steps(model, 1)  # what is worked out once is none of the step's
+                    times[-1].append(self._steps(model, _IN_A_ROW)[number == 1])
+        return [median(runs) for runs in zip(*times[1:], strict=True)]
 
-    def _step(self, model: nn.Module) -> tuple[float, float]:
-        """Seconds of a step, and of its forward on the host."""
-        model.zero_grad(set_to_none=True)
-        x = self._x.clone().requires_grad_()
+    def _steps(self, model: nn.Module, count: int) -> tuple[float, float]:
+        """Seconds of a step, and of its forward on the host, of several in a row."""
         self._synchronize()
-        start = time.perf_counter()
-        out = model(x)
-        forward_s = time.perf_counter() - start
-        out.sum().backward()
+        start, forward_s = time.perf_counter(), 0.0
+        for _ in range(count):
+            model.zero_grad(set_to_none=True)
+            x = self._x.clone().requires_grad_()
+            begin = time.perf_counter()
+            out = model(x)
+            forward_s += time.perf_counter() - begin
+            out.sum().backward()
         self._synchronize()
-        return time.perf_counter() - start, forward_s
+        return (time.perf_counter() - start) / count, forward_s / count
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -1,8 +1,9 @@
 """The two time lines of a step: the host issues ops, the device runs them later.
 
-The device starts an op when it was issued and when it is free; a step takes as long as the later of the two lines. An
-op that synchronises (flag `sync`) makes the host wait for the device. What the engine does for a region runs on the
-host: half of its fee in the forward, the rest in the replay.
+The device starts an op when it was issued and when it is free. Steps follow one another: while the device is busy with
+the last ops of one, the host issues the first of the next. So a step takes as long as the line that works longer,
+unless an op synchronises (flag `sync`) and makes the host wait for the device. What the engine does for a region runs
+on the host: half of its fee in the forward, the rest in the replay.
 
 A graph whose ops have no host seconds has one line: that of the CPU, or of a file from before there were two. There,
 what the engine does is added to the step as it is.
@@ -40,24 +41,43 @@ class StepLines:
         return self.host_s if line == "host" else self.device_s
 
 
-def device_starts(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> np.ndarray:
-    """When the device starts each of a row of events, whose host and device seconds these are.
+def play_lines(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """When the host has issued each of a row of events, and when the device starts it, from the seconds of both.
 
     Between two events that synchronise, event `j` starts at `before[j] + max(issued[k] - before[k] for k <= j)`, with
     `before` the device seconds of all events before it: the last event for which the device was idle sets the clock.
     """
-    starts = np.zeros(len(host_s))
+    issues, starts = np.zeros(len(host_s)), np.zeros(len(host_s))
     host = device = 0.0
     first = 0
     for end in [*(np.flatnonzero(is_sync[:-1]) + 1).tolist(), len(host_s)]:
         issued, done = host + np.cumsum(host_s[first:end]), np.cumsum(device_s[first:end])
         before = done - device_s[first:end]
+        issues[first:end] = issued
         starts[first:end] = before + np.maximum(np.maximum.accumulate(issued - before), device)
         if end > first:
             device = float(starts[end - 1] + device_s[end - 1])
             host = max(float(issued[-1]), device)  # it has waited
         first = end
-    return starts
+    return issues, starts
+
+
+def device_starts(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> np.ndarray:
+    """When the device starts each of a row of events."""
+    return play_lines(host_s, device_s, is_sync)[1]
+
+
+def step_seconds(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> float:
+    """Seconds of a step of these events that is run again and again.
+
+    At an op that synchronises both lines are at one point of time, so the row is played from there on around to it.
+    """
+    syncs = np.flatnonzero(is_sync)
+    if not len(syncs):
+        return max(float(host_s.sum()), float(device_s.sum()))
+    host, device, waits = (np.roll(each, -1 - syncs[-1]) for each in (host_s, device_s, is_sync))
+    issued, starts = play_lines(host, device, waits)
+    return max(float(issued[-1]), float(starts[-1] + device[-1]))
 
 
 def plain_lines(graph: StepGraph) -> StepLines:
@@ -66,7 +86,7 @@ def plain_lines(graph: StepGraph) -> StepLines:
     if not graph.has_host_line:
         total_s = float(np.cumsum(arrays.seconds)[-1])
         return StepLines(0.0, total_s, total_s)
-    return StepLines(float(arrays.host_s.sum()), float(arrays.seconds.sum()), float(arrays.clock[-1]))
+    return StepLines(float(arrays.host_s.sum()), float(arrays.seconds.sum()), arrays.step_s)
 
 
 class EngineFees:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,13 +45,15 @@ class ProfiledStep:
 def profiled(run: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
     """The events of the profiler's trace of `run()`."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities):  # the first one in a process loads a library in the middle of it
-        torch.zeros(1, device=device)
-        torch.accelerator.synchronize(device)
-    with profile(activities=activities) as profiler:
-        with record_function(_STEP):
-            run()
-        torch.accelerator.synchronize(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of cycles, of which there is one
+        with profile(activities=activities):  # the first one in a process loads a library in the middle of it
+            torch.zeros(1, device=device)
+            torch.accelerator.synchronize(device)
+        with profile(activities=activities) as profiler:
+            with record_function(_STEP):
+                run()
+            torch.accelerator.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.json"
         profiler.export_chrome_trace(str(path))
@@ -68,7 +71,7 @@ def matched(events: Sequence[dict[str, Any]], names: Sequence[str]) -> ProfiledS
     begin, end = step["ts"], step["ts"] + step["dur"]
     wanted = [_profiler_name(name) for name in names]
     ops = _outermost([event for event in spans if event.get("cat") == "cpu_op"], set(wanted))
-    places = _aligned(wanted, [event["name"] for event in ops])
+    places = _aligned(wanted, [_as_recorded(event["name"]) for event in ops])
     if sum(place is None for place in places) > _MOST_MISSING * len(wanted):
         return None
     ends: list[float] = []
@@ -115,7 +118,12 @@ def _waits(name: str) -> bool:
 
 def _profiler_name(name: str) -> str:
     space, _, rest = name.partition(".")
-    return f"{space}::{rest.split('.')[0]}"
+    return _as_recorded(f"{space}::{rest.split('.')[0]}")
+
+
+def _as_recorded(name: str) -> str:
+    """Gradients are added up in place if nobody else holds them; while a step is recorded, the recorder does."""
+    return name.rstrip("_")
 
 
 def _outermost(events: list[dict[str, Any]], wanted: set[str]) -> list[dict[str, Any]]:
@@ -123,7 +131,7 @@ def _outermost(events: list[dict[str, Any]], wanted: set[str]) -> list[dict[str,
     found: list[dict[str, Any]] = []
     ends: dict[Any, float] = {}  # by thread
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        if event["name"] in wanted and event["ts"] >= ends.get(event["tid"], 0.0):
+        if _as_recorded(event["name"]) in wanted and event["ts"] >= ends.get(event["tid"], 0.0):
             ends[event["tid"]] = event["ts"] + event["dur"]
             found.append(event)
     return found

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lowtide.graph import Hardware
-from lowtide.graph.lines import device_starts
+from lowtide.graph.lines import play_lines
 from lowtide.tracing.devices import (
     BACKWARD_ISSUE_S,
     FORWARD_ISSUE_S,
@@ -98,25 +98,33 @@ def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tu
     its own work, so nothing is scaled up. What is still missing, or too much, is put down to the line that limits: the
     host's seconds are scaled, or the gap behind each kernel is what the device needs between two of them.
     """
-    host, device = np.array(step.host_s), np.array(step.device_s)
-    for part, seconds in (
-        (slice(num_forward), measured.forward_host_s),
-        (slice(num_forward, None), measured.backward_host_s),
-    ):
-        total = float(host[part].sum())
-        if total > seconds and not any(step.is_sync[part]):
-            host[part] *= seconds / total
-    is_sync, kernels = np.array([*step.is_sync, False]), np.array(step.num_kernels)
+    host, device, kernels = np.array(step.host_s), np.array(step.device_s), np.array(step.num_kernels)
+    is_sync = np.array([*step.is_sync, False])
 
-    def lines(host: np.ndarray, device: np.ndarray) -> float:
-        return float(device_starts(np.append(host, 0.0), np.append(device, 0.0), is_sync)[-1])
+    def played(host: np.ndarray, device: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return play_lines(np.append(host, 0.0), np.append(device, 0.0), is_sync)
 
+    def scaled(host: np.ndarray, first: int, end: int, scale: float) -> np.ndarray:
+        return np.concatenate([host[:first], scale * host[first:end], host[end:]])
+
+    def fitted(host: np.ndarray, first: int, end: int, until_s: float) -> np.ndarray:
+        """With the host seconds of these ops scaled, so that the last of them is issued then."""
+        scale = _root(lambda by: float(played(scaled(host, first, end, by), device)[0][end - 1]) - until_s, 0.0, 1.0)
+        return scaled(host, first, end, scale)
+
+    ends = measured.forward_host_s, measured.forward_host_s + measured.backward_host_s
+    for first, end, until_s in ((0, num_forward, ends[0]), (num_forward, len(host), ends[1])):
+        host = fitted(host, first, end, until_s) if end > first else host
     if host.sum() > device.sum():
-        scale = _root(lambda scale: lines(scale * host, device) - measured.step_s, 0.0, 2.0)
+        scale = _root(lambda scale: float(played(scale * host, device)[1][-1]) - measured.step_s, 0.0, 2.0)
         return (scale * host).tolist(), device.tolist()
     most = measured.step_s / max(1, int(kernels.sum()))
-    gap = _root(lambda gap: lines(host, np.maximum(device + gap * kernels, 0.0)) - measured.step_s, -most, most)
-    return host.tolist(), np.maximum(device + gap * kernels, 0.0).tolist()
+
+    def spaced(gap: float) -> np.ndarray:
+        return np.maximum(device + gap * kernels, 0.0)
+
+    gap = _root(lambda gap: float(played(host, spaced(gap))[1][-1]) - measured.step_s, -most, most)
+    return host.tolist(), spaced(gap).tolist()
 
 
 def _root(missing: Callable[[float], float], low: float, high: float) -> float:
