@@ -180,9 +180,10 @@ def _trace_fake(
     recorder = checks.same_step(recorders)[-1]
     checks.nothing_kept(recorders)
     foretell_workspaces(recorder)
-    for op in recorder.ops:
-        op.seconds, op.host_s = predicted_s(op, setting.hardware), predicted_host_s(op, setting.hardware)
     hardware = setting.hardware
+    for index, op in enumerate(recorder.ops):
+        op.seconds = predicted_s(op, hardware)
+        op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
     if hardware.name != "cpu":
         hardware = replace(hardware, **ENGINE_COSTS._asdict())
     return _finish(recorder, optimizer, setting, hardware, None, is_measured=False)

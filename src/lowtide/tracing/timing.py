@@ -18,7 +18,6 @@ from lowtide.tracing.devices import (
     LAUNCH_S,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
-    VIEW_ISSUE_S,
 )
 from lowtide.tracing.profiling import ProfiledStep
 from lowtide.tracing.records import Clock, RawOp
@@ -82,12 +81,11 @@ def predicted_s(op: RawOp, hardware: Hardware) -> float:
     return max(computing, moving) + LAUNCH_S
 
 
-def predicted_host_s(op: RawOp, hardware: Hardware) -> float:
+def predicted_host_s(op: RawOp, hardware: Hardware, *, in_backward: bool) -> float:
     """What the host takes to issue an op, and the Python before it: 0 on the CPU, which has one line."""
     if hardware.name == "cpu":
         return 0.0
-    in_backward = op.forward_op >= 0
-    return BACKWARD_ISSUE_S if in_backward else VIEW_ISSUE_S if "view" in op.flags else FORWARD_ISSUE_S
+    return (BACKWARD_ISSUE_S if in_backward else FORWARD_ISSUE_S)["view" in op.flags]
 
 
 def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tuple[list[float], list[float]]:
