@@ -333,7 +333,7 @@ def test_host_memory_is_kept_to_and_makes_nothing_slower(host: str) -> None:
 def test_host_memory_is_used() -> None:
     """A link that carries a layer's values in no time: moving beats recomputing."""
     graph = traced("gpt_dropout")
-    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
+    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15, move_s=0.0))
     plain = simulate(graph).peak_bytes
     plan = lowtide.solve(graph, plain - (1 << 20), host="1GiB")
     assert plan.moves and plan.host_bytes > 0
@@ -343,7 +343,7 @@ def test_host_memory_is_used() -> None:
 
 def test_disk() -> None:
     graph = traced("gpt_dropout")
-    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15, disk_bytes_per_s=1e15))
+    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15, disk_bytes_per_s=1e15, move_s=0.0))
     plan = lowtide.solve(graph, simulate(graph).peak_bytes - (1 << 20), disk="1GiB")
     assert plan.moves and {move.to for move in plan.moves} == {"disk"}
     assert plan.bytes_by_action()["disk"] > 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ import lowtide
 from brute import all_costs
 from graphs import hidden_wide_narrow, random_graph, repeated_blocks, with_host_line
 from lowtide import InfeasibleBudgetError, StepGraph, simulate
+from lowtide.solvers.effort import Effort
 from lowtide.solvers.solving import search_for
 from lowtide.solvers.twolines import TwoLineSearch
 from referee import replay
@@ -85,3 +90,45 @@ def test_the_limit_decides() -> None:
         kept[host_s] = sum(len(region.keep_ops) for plan in plans for region in plan.regions)
         assert all(simulate(graph, plan).extra_s == plan.extra_s for plan in plans)
     assert kept[8.0] == 0 < kept[1e-4]
+
+
+_ELSEWHERE = """
+import sys, lowtide
+from lowtide.solvers import effort
+effort._PATIENCE = 1e9  # the clock is for machines that are far slower
+graph = lowtide.StepGraph.from_json(sys.stdin.read())
+for host in (0, 1 << 40):
+    for limit_s in (0.02, 0.2, 10.0):
+        print(lowtide.solve(graph, int(sys.argv[1]), host=host, time_limit_s=limit_s).to_json())
+"""
+
+
+@pytest.mark.parametrize("has_host_line", [False, True])
+def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> None:
+    """Also where there is more to try than a search may do: what it does is counted, not timed."""
+    graph = repeated_blocks(2, num_blocks=24)
+    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=64.0))
+    graph = with_host_line(2, graph) if has_host_line else graph
+    search = search_for(graph, "eager", 0, 0, 1e6)
+    budget = (search.floor.peak_bytes + search.plain.peak_bytes) // 2
+    source = str(Path(lowtide.__file__).parents[1])
+    told = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": source}
+        command = [sys.executable, "-c", _ELSEWHERE, str(budget)]
+        run = subprocess.run(
+            command, input=graph.to_json(), capture_output=True, text=True, check=True, env=environment
+        )
+        told.append(run.stdout.splitlines())
+    assert told[0] == told[1] and len(told[0]) == 6
+    short, _, long = (lowtide.Plan.from_json(line) for line in told[0][:3])
+    assert long.extra_s <= short.extra_s
+
+
+def test_what_is_counted_ends_a_search() -> None:
+    spent = Effort(1.0)
+    assert not spent.is_over()
+    is_over = spent.is_over_after(1, 100_000)
+    assert [is_over() for _ in range(12)].index(True) == 9  # each turn a step of 100,000 events, and its beginning
+    with pytest.raises(ValueError, match="time_limit_s"):
+        Effort(0)

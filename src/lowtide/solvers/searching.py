@@ -33,7 +33,7 @@ from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.chain import Chain, Regions, first_past_stops, near_stops
 from lowtide.solvers.describing import described, infeasible
 from lowtide.solvers.easing import Easing
-from lowtide.solvers.effort import BY_OP, Effort
+from lowtide.solvers.effort import Effort
 from lowtide.solvers.exploring import MOST_OPS, Exploring, some
 from lowtide.solvers.found import Found, faster, smaller
 from lowtide.solvers.loading import Loads
@@ -52,6 +52,7 @@ _LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded ta
 _MOST_LEVELS = 12
 _NUM_STATIONS = 128
 _NUM_RECENT = 12
+_HULL = 40  # plays of a step that take as long as a hull does
 
 
 class Search:
@@ -128,6 +129,7 @@ class Search:
             if discount or narrow or coded:
                 pricing = Pricing(self.line, self.plain, pricing.at, discount, narrow, self._press if coded else None)
                 found = hull(pricing)
+                self.effort.spend(len(self.graph.ops), times=_HULL)
             easing = Easing(self.line, pricing)
             self._chains[key] = [Chain(self.graph, found.choices, easing, is_spread=each) for each in (False, True)]
         return self._chains[key][is_spread]
@@ -161,13 +163,14 @@ class Search:
         """Plans with segments."""
         shares, codecs = _SHARES if self._movable_bytes else (), self._all_codecs
         segmentings = [Segmenting(each.pricing, each.hull.choices) for each in self._moments[:1]]
-        found = [plan for each in segmentings for plan in each.plans(self._is_late, self._mover, shares, codecs)]
-        self.effort.spend(len(found) * len(self.graph.ops))
+        is_late = self.effort.is_over_after(1, len(self.graph.ops))
+        found = [plan for each in segmentings for plan in each.plans(is_late, self._mover, shares, codecs)]
         return found if self.line is self.graph else [self._judged(plan) for plan in found]
 
     def _judged(self, found: Found) -> Found:
         """A plan with segments that was found by one line, with what it costs by both."""
         if found.share or found.codecs:
+            self.effort.spend(len(self.graph.ops), times=2, by_op=True)
             return replace(found, extra_s=self.timeline_of(found).extra_s)
         return replace(found, extra_s=EagerLives(with_segments(self.graph, found.spans), found.regions).extra_s)
 
@@ -295,8 +298,9 @@ class Search:
             (number, splits) for _, _, number, share, splits, codecs in self._stations if not share and not codecs
         ]
         seeds += [self._nested(number, 0.0, splits, ()).regions for number, splits in some(nested)]
-        exploring.explore([*seeds, smallest.regions], self._is_late)
-        found = exploring.plans(self._line_cost, self._is_late)
+        num_events = len(self.graph.ops)
+        exploring.explore([*seeds, smallest.regions], self.effort.is_over_after(2, num_events))
+        found = exploring.plans(self._line_cost, self.effort.is_over_after(4, num_events))
         return [self._cost(plan.regions, 0.0) for plan in found if plan.peak_bytes >= floor]
 
     def _line_cost(self, regions: Regions) -> Found:
@@ -318,7 +322,7 @@ class Search:
             return self._recent[key]
         has_moves = bool(share or codecs)
         played = self._timeline(regions, share, codecs) if has_moves else EagerLives(self.graph, regions)
-        self.effort.spend(len(played.ops) * (BY_OP if has_moves else 1))
+        self.effort.spend(len(played.ops), by_op=has_moves)
         self._found[key] = Found(regions, share, codecs, played.peak_bytes, played.extra_s)
         self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
@@ -368,7 +372,7 @@ class Search:
         if not ends or len(self.graph.ops) > MOST_OPS:
             return smaller(*ends)
         lowering = Lowering(self.graph, self._nesting, self._moments[0].pricing.may_keep)
-        return self._cost(lowering.lowest(ends, self._is_late), 0.0)
+        return self._cost(lowering.lowest(ends, self.effort.is_over_after(1, len(self.graph.ops))), 0.0)
 
     def _ends(self, *, regions_only: bool) -> list[Found]:
         """Where each of the other generators ends: plans with small peaks."""

@@ -28,8 +28,8 @@ def solve(
     `budget` covers the whole step, parameters and gradients included; `"80%"` is of the device the graph was traced
     for. `host` and `disk` are bytes that values may be moved to. A budget at or above the plain peak gives a plan that
     adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves. The same graph and
-    budget give the same plan everywhere, unless `time_limit_s` cuts the search short: then the best so far, with its
-    gap.
+    budget give the same plan everywhere: a search does so much work and no more, about what a core does in
+    `time_limit_s`. Only where a machine takes three times as long does the clock cut it short: then the best so far.
 
     `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
     them (`"int8"`, `"float8_e4m3"`, ...); **gradients are approximate then**. None compresses nothing.
