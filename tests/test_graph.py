@@ -154,8 +154,16 @@ def test_bad_files(text: str, message: str) -> None:
 
 def test_hardware_of_older_files() -> None:
     """Without a field that came later, and with one that is ignored."""
-    graph = StepGraph.from_json(damaged(hardware=without("spare_s") | {"forward_dispatch_factor": 4.0}))
+    later = without("spare_s", "save_s", "move_s")
+    graph = StepGraph.from_json(damaged(hardware=later | {"forward_dispatch_factor": 4.0}))
     assert graph == GRAPH
+
+
+def test_ops_of_older_files_have_one_time_line() -> None:
+    content = json.loads(TEXT)
+    del content["ops"]["host_s"]
+    graph = StepGraph.from_json(json.dumps(content))
+    assert graph == GRAPH and not graph.has_host_line
 
 
 @pytest.mark.parametrize("part", json.loads(TEXT))
