@@ -97,7 +97,7 @@ def test_where_the_device_limits_the_engine_works_beside_it() -> None:
     told = simulate(graph, plan)
     assert graph.lines.limit == "device" and told.extra_s == pytest.approx(told.replayed_s)
     busy = replace(graph, hardware=replace(graph.hardware, region_s=1 / 4))
-    assert simulate(busy, plan).extra_s == pytest.approx(told.extra_s) and simulate(busy, plan).hidden_s > 0
+    assert simulate(busy, plan).extra_s == pytest.approx(told.extra_s) and simulate(busy, plan).watched_s > 0
 
 
 def test_a_graph_says_which_line_limits() -> None:

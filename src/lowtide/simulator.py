@@ -96,10 +96,11 @@ class Timeline:
         """Seconds of the whole step, as simulated."""
         return self.lines.step_s
 
-    @property
-    def hidden_s(self) -> float:
-        """Seconds of what the plan adds that run beside the other line, and hence do not make the step longer."""
-        return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s - self.extra_s
+    def limiting_s(self, op: int) -> float:
+        """Seconds that a forward op takes where it runs again, on the line that limits the step."""
+        if self.has_two_lines and self.lines.limit == "host":
+            return self.graph.ops[op].host_s
+        return self.again_s(op)
 
     def again_s(self, op: int) -> float:
         """Seconds that a forward op takes where it runs again."""
