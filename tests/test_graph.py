@@ -73,7 +73,7 @@ def test_summary() -> None:
     assert lines[0] == (
         f"StepGraph on H100: {GRAPH.num_forward} forward and {backward} backward ops, {len(GRAPH.calls)} module calls"
     )
-    assert "predicted" in lines[1] and "saved for the backward" in lines[2]
+    assert "predicted" in lines[1] and "limited by  the host" in lines[2] and "saved for the backward" in lines[3]
     assert any(line.split() == ["optimizer", "state", "1.9", "KiB"] for line in lines)
     assert any("note: traced with the CPU's kernels" in line for line in lines) or torch.accelerator.is_available()
 
