@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.enginecosts import ENGINE_COSTS
 
 # A checkpoint keeps the state of the random generator, which no graph knows of.
 RNG_STATE_BYTES = torch.get_rng_state().nbytes
