@@ -60,6 +60,14 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
     return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s, step_s, busy_s)
 
 
+def added_s(graph: StepGraph, plan: Plan) -> float:
+    """Seconds that `plan` adds to the plain step."""
+    verdict = replay(graph, plan)
+    if graph.has_host_line:
+        return verdict.step_s - replay(graph, Plan()).step_s
+    return verdict.extra_s + verdict.watched_s
+
+
 def _again_and_again(row: list[tuple[float, float, bool]]) -> float:
     """Seconds of a step whose ops take host and device so long, after many of them: until both lines are in step."""
     host_s = device_s = 0.0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Plan, StepGraph, simulate
+from lowtide.graph.lines import line_of
 from lowtide.solvers.chain import Chain
 from lowtide.solvers.loading import Loads
 from lowtide.solvers.moving import Mover
