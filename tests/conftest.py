@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 
 from kernelless import Compiler
 from lowtide.engines import _compat
+
+# What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
+os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 
 
 @pytest.fixture(autouse=True)

@@ -216,6 +216,24 @@ def with_floats(seed: int, graph: StepGraph) -> StepGraph:
     return replace(graph, values=tuple(values), hardware=hardware)
 
 
+def with_host_line(seed: int, graph: StepGraph, *, syncs: float = 0.05) -> StepGraph:
+    """The same step with two time lines: the host limits it, or the device, or now the one and now the other."""
+    rng = random.Random(seed)
+    scale = rng.choice((1 / 16, 1 / 2, 1.0, 4.0))
+    ops = [
+        replace(
+            op,
+            host_s=scale * rng.randrange(9) / 8 + 1 / 128,
+            flags=(*op.flags, "sync") if rng.random() < syncs else op.flags,
+        )
+        for op in graph.ops
+    ]
+    fees = dict(region_s=rng.choice((0, 1 / 4)), save_s=rng.choice((0, 1 / 16)), dispatch_s=rng.choice((0, 1 / 16)))
+    hardware = replace(graph.hardware, spare_s=rng.choice((0, 1 / 8)), move_s=rng.choice((0, 1 / 8)), **fees)
+    graph = replace(graph, ops=tuple(ops), hardware=hardware)
+    return replace(graph, step_s=graph.lines.step_s)
+
+
 def random_plan(seed: int, graph: StepGraph) -> Plan:
     """Regions of any nesting, outputs retained in the outermost, moves where there is a link, and codecs for floats.
 

@@ -27,13 +27,18 @@ Holder = tuple[str, int]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a plan costs: `events` are the live bytes while each op runs, replayed ones too, and the optimizer last."""
+    """What a plan costs: `events` are the live bytes while each op runs, replayed ones too, and the optimizer last.
+
+    With two time lines `step_s` is the step and `busy_s` what host and device work; then `extra_s` says nothing.
+    """
 
     peak_bytes: int
     extra_s: float
     host_bytes: int
     events: list[int]
     watched_s: float = 0.0  # not an event of the step, and not in `extra_s`
+    step_s: float = 0.0
+    busy_s: tuple[float, float] = (0.0, 0.0)
 
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
@@ -49,8 +54,31 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         if position < len(graph.ops):
             step.run(position, home=FORWARD)
     step.finish()
-    watched_s = step.regions.watched_s()
-    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s)
+    watched_s = step.regions.watched_s() + step.link.num_calls * graph.hardware.move_s / 2
+    step_s = _again_and_again(step.row)
+    busy_s = (step.host_busy_s, step.device_busy_s)
+    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s, step_s, busy_s)
+
+
+def added_s(graph: StepGraph, plan: Plan) -> float:
+    """Seconds that `plan` adds to the plain step."""
+    verdict = replay(graph, plan)
+    if graph.has_host_line:
+        return verdict.step_s - replay(graph, Plan()).step_s
+    return verdict.extra_s + verdict.watched_s
+
+
+def _again_and_again(row: list[tuple[float, float, bool]]) -> float:
+    """Seconds of a step whose ops take host and device so long, after many of them: until both lines are in step."""
+    host_s = device_s = 0.0
+    ends: list[float] = []
+    for _ in range(400):
+        for issue_s, run_s, waits in row:
+            host_s += issue_s
+            device_s = max(device_s, host_s) + run_s
+            host_s = max(host_s, device_s) if waits else host_s
+        ends.append(max(host_s, device_s))
+    return (ends[-1] - ends[199]) / 200
 
 
 def _at_outputs(graph: StepGraph, moved: Collection[int]) -> int:
@@ -169,14 +197,26 @@ class _Regions:
 
         Those ops that are not computed cost something too.
         """
+        return sum(self.entering_s(call) + self.retaining_s(call) for call in self.kept_ops)
+
+    def entering_s(self, call: int) -> float:
+        """For a region itself, its forward and its replay, and for what is saved in it and in no region inside."""
         hardware = self.graph.hardware
-        total_s = hardware.region_s * sum(len(self._members(call)) for call in self.kept_ops)
-        for call, kept in self.kept_ops.items():
-            if kept:
-                ops = range(self.graph.calls[call].first, self.stop(call))
-                total_s += hardware.dispatch_s * len(ops)
-                total_s += sum(min(hardware.spare_s, self.graph.ops[op].seconds) for op in ops if op in kept)
-        return total_s
+        own = [save for save in self.graph.saves if self.of(save.call) == call]
+        return hardware.region_s * len(self._members(call)) + hardware.save_s * len(own)
+
+    def retaining_s(self, call: int) -> float:
+        hardware, kept = self.graph.hardware, self.kept_ops[call]
+        if not kept:
+            return 0.0
+        ops = range(self.graph.calls[call].first, self.stop(call))
+        computing_s = [op.host_s if self.graph.has_host_line else op.seconds for op in self.graph.ops]
+        return hardware.dispatch_s * len(ops) + sum(min(hardware.spare_s, computing_s[op]) for op in ops if op in kept)
+
+    def is_replayed(self, region: int) -> bool:
+        """Whether the backward reads anything that the region, or one inside it, dropped."""
+        own = any(self.graph.saves[index].read >= 0 for index in self.own_saves(region))
+        return own or any(self.is_replayed(inner) for inner in self.inside(region))
 
 
 def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
@@ -212,12 +252,14 @@ class _Link:
         self.waiting: list[int] = []
         self.on_host: set[int] = set()
         self.most_host_bytes = 0
+        self.num_calls = 0  # of the host: one to send each value off, one to have it back
 
     def save(self, value: int, clock_s: float) -> None:
         """Start to copy `value` out, the first time that it is held for the backward."""
         if value in self.moved and value not in self.left_s:
             self.out_free_s = max(self.out_free_s, clock_s) + self._copy_s(value)
             self.left_s[value] = self.out_free_s
+            self.num_calls += 1
             self.on_host.add(value)
             self.most_host_bytes = max(self.most_host_bytes, self.host_bytes())
 
@@ -248,6 +290,7 @@ class _Link:
         if value not in self.left_s or value in self.read:
             return clock_s
         assert value in self.in_flight, f"value {value} is needed and nobody fetches it"
+        self.num_calls += 1
         there_s = max(clock_s, self.back_s[value]) if value in self.away else clock_s
         self.away.discard(value)
         self.in_flight.remove(value)
@@ -286,7 +329,10 @@ class _Step:
         self.ended: set[int] = set()
         self.released: set[int] = set()
         self.events: list[int] = []
-        self.clock_s = self.extra_s = 0.0
+        self.clock_s = self.extra_s = 0.0  # the clock is the device's
+        self.host_clock_s = self.host_busy_s = self.device_busy_s = 0.0
+        self.num_paid_calls = 0
+        self.row: list[tuple[float, float, bool]] = []  # host and device seconds of each thing that is done
         self.fetches_at = _at_outputs(graph, self.link.moved)
         static = sum(self.bytes_of(v) for v, value in enumerate(graph.values) if value.born < 0)
         self.base_bytes = static + graph.optimizer_state_bytes + graph.other_bytes
@@ -371,7 +417,17 @@ class _Step:
         self.let_leave()
         self.record(workspace_bytes)
         self.clock_s += seconds
+        self.device_busy_s += seconds
+        self.row.append((0.0, seconds, False))
         self.extra_s += seconds
+
+    def issue(self, seconds: float) -> None:
+        """The host does something; whatever the device is given next, it is not given before that is done."""
+        if self.graph.has_host_line:
+            self.host_clock_s += seconds
+            self.host_busy_s += seconds
+            self.row.append((seconds, 0.0, False))
+            self.clock_s = max(self.clock_s, self.host_clock_s)
 
     # What happens at a position
 
@@ -408,6 +464,9 @@ class _Step:
         for region in self.regions.all_saves:
             if self.graph.calls[region].first == position:
                 self.capturing["forward", region] = self.regions.captured_bytes(region)
+                self.issue(self.regions.entering_s(region) / 2)
+                if not self.regions.is_replayed(region):
+                    self.issue(self.regions.entering_s(region) / 2 + self.regions.retaining_s(region))
         self.drop(position, FORWARD)
 
     def pass_backward_position(self, position: int) -> None:
@@ -473,6 +532,7 @@ class _Step:
     def bring_back(self, value: int) -> None:
         there_s = self.link.wait_for(value, self.clock_s)
         self.extra_s += there_s - self.clock_s
+        self.row.append((0.0, there_s - self.clock_s, False))
         self.clock_s = there_s
         self.link.issue(self.clock_s)
 
@@ -493,6 +553,7 @@ class _Step:
                     self.decode(value, region)
         first, stop = self.graph.calls[region].first, self.regions.stop(region)
         self.capturing["replay", region] = self.regions.put_back_bytes(region)
+        self.issue(self.regions.entering_s(region) / 2 + self.regions.retaining_s(region))
         for position in range(first, stop + 1):
             self.make_saves(region, position)
             self.enter_regions(region, position)
@@ -512,6 +573,8 @@ class _Step:
 
     def run(self, op: int, *, home: int) -> None:
         """Run op `op`: an event."""
+        new_calls, self.num_paid_calls = self.link.num_calls - self.num_paid_calls, self.link.num_calls
+        self.issue(self.graph.ops[op].host_s + new_calls * self.graph.hardware.move_s / 2)
         self.let_leave()
         for value in (*self.graph.ops[op].inputs, *self.graph.ops[op].mutates):
             assert self.is_readable(value, op, home), f"op {op} in {home} reads value {value}, which is not there"
@@ -522,6 +585,10 @@ class _Step:
                     self.hold((value, home), ("keep", region))
         self.record(self.graph.ops[op].workspace_bytes)
         self.clock_s += self.graph.ops[op].seconds
+        self.device_busy_s += self.graph.ops[op].seconds
+        self.row.append((0.0, self.graph.ops[op].seconds, "sync" in self.graph.ops[op].flags))
+        if "sync" in self.graph.ops[op].flags:
+            self.host_clock_s = max(self.host_clock_s, self.clock_s)
 
     def is_readable(self, value: int, op: int, home: int) -> bool:
         if self.is_static(value):

@@ -14,11 +14,11 @@ import lowtide
 from graphs import random_graph, repeated_blocks, seldom_saved
 from lowtide import StepGraph
 from lowtide.eagerlives import EagerLives
-from lowtide.solvers import solving
+from lowtide.solvers import searching
 from lowtide.solvers.exploring import Exploring
 from lowtide.solvers.filling import Filling, roughly_least_s
 from lowtide.solvers.pricing import keepable
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 
 
 def step(seed: int) -> StepGraph:
@@ -151,7 +151,7 @@ def test_a_model_of_few_layers_gains(name: str, monkeypatch: pytest.MonkeyPatch)
     graph = traced(name)
     explored, without = (Search(graph, time_limit_s=1e6) for _ in range(2))
     with monkeypatch.context() as patch:
-        patch.setattr(solving, "MOST_OPS", 0)
+        patch.setattr(searching, "MOST_OPS", 0)
         floor, plain = without.floor.peak_bytes, without.plain.peak_bytes
         budgets = [floor + (plain - floor) * step // 12 for step in range(12)]
         slower = [without.plan(budget).extra_s for budget in budgets]

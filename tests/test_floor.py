@@ -13,7 +13,7 @@ from graphs import random_graph, repeated_blocks, seldom_saved
 from lowtide import StepGraph
 from lowtide.eagerlives import EagerLives
 from lowtide.solvers.chain import Regions
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 
 GRAPHS = {"random": lambda seed: random_graph(seed, num_ops=40), "blocks": repeated_blocks, "seldom": seldom_saved}
 

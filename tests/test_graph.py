@@ -17,7 +17,7 @@ from torch import nn
 import lowtide
 from lowtide import GraphError, StepGraph
 from lowtide.graph import Call, Hardware, Op, Value
-from lowtide.graph.structures import with_even_seconds
+from lowtide.graph.structures import with_even_times
 from lowtide.plans import Plan, Recompute
 
 
@@ -73,7 +73,7 @@ def test_summary() -> None:
     assert lines[0] == (
         f"StepGraph on H100: {GRAPH.num_forward} forward and {backward} backward ops, {len(GRAPH.calls)} module calls"
     )
-    assert "predicted" in lines[1] and "saved for the backward" in lines[2]
+    assert "predicted" in lines[1] and "limited by  the host" in lines[2] and "saved for the backward" in lines[3]
     assert any(line.split() == ["optimizer", "state", "1.9", "KiB"] for line in lines)
     assert any("note: traced with the CPU's kernels" in line for line in lines) or torch.accelerator.is_available()
 
@@ -154,8 +154,17 @@ def test_bad_files(text: str, message: str) -> None:
 
 def test_hardware_of_older_files() -> None:
     """Without a field that came later, and with one that is ignored."""
-    graph = StepGraph.from_json(damaged(hardware=without("spare_s") | {"forward_dispatch_factor": 4.0}))
-    assert graph == GRAPH
+    later = without("spare_s", "save_s", "move_s")
+    graph = StepGraph.from_json(damaged(hardware=later | {"forward_dispatch_factor": 4.0}))
+    assert graph == replace(GRAPH, hardware=replace(GRAPH.hardware, spare_s=0.0, save_s=0.0, move_s=0.0))
+
+
+def test_ops_of_older_files_have_one_time_line() -> None:
+    content = json.loads(TEXT)
+    del content["ops"]["host_s"]
+    graph = StepGraph.from_json(json.dumps(content))
+    assert graph == replace(GRAPH, ops=tuple(replace(op, host_s=0.0) for op in GRAPH.ops))
+    assert GRAPH.has_host_line and not graph.has_host_line
 
 
 @pytest.mark.parametrize("part", json.loads(TEXT))
@@ -252,6 +261,6 @@ def test_calls_that_are_alike_take_equally_long() -> None:
     layers = [Call(path, "Layer", -1, first, first + 2, (), (), structure=1) for path, first in (("a", 0), ("b", 3))]
     places = ("a.x", 1), ("b.x", 4), ("c", 5)
     inner = [Call(path, "Inner", -1, first, first + 1, (), (), structure=2) for path, first in places]
-    found = with_even_seconds(ops, [layers[0], inner[0], layers[1], inner[1], inner[2]])
+    found = with_even_times(ops, [layers[0], inner[0], layers[1], inner[1], inner[2]])
     assert [op.seconds for op in found] == [3.0, 3.0, 8.0, 3.0, 3.0, 12.0]  # within layers first
-    assert with_even_seconds(ops, []) == ops
+    assert with_even_times(ops, []) == ops

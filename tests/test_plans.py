@@ -18,7 +18,7 @@ from lowtide import Plan, PlanError, StepGraph, simulate
 from lowtide.graph import Hardware
 from lowtide.plans import Move, Recompute, Row
 from lowtide.plans.rows import rows_of
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 
 
 @cache

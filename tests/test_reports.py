@@ -187,6 +187,18 @@ def test_totals_are_the_sums_of_their_rows(seed: int) -> None:
     assert sum(row.bytes for row in costs) == freed
 
 
+@pytest.mark.parametrize("host_s", [1e-3, 8.0])
+def test_costs_with_two_time_lines_sum_to_what_the_plan_adds(host_s: float) -> None:
+    graph = seldom_saved(3)
+    ops = tuple(replace(op, host_s=host_s) for op in graph.ops)
+    graph = replace(graph, ops=ops, hardware=replace(graph.hardware, region_s=1 / 4, save_s=1 / 8))
+    facts = gather(Plan(recomputes(graph, {graph.calls_by_path["blocks.0"][0]: ()}), graph=graph))
+    rows = tables.cost_rows(facts)
+    assert facts.planned.extra_s > 0 and facts.planned.lines.limit == ("host" if host_s == 8.0 else "device")
+    assert sum(row.seconds for row in rows) == pytest.approx(facts.planned.extra_s)
+    assert (rows[-1].what == "of that, beside the device's line") == (host_s < 1)
+
+
 def test_retained_outputs_are_not_replayed() -> None:
     """In no row, and in no slice of a trace."""
     graph = seldom_saved(3)

@@ -23,7 +23,7 @@ from lowtide.graph.validity import check
 from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.solvers.references import recomputes
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 from referee import replay
 
 UNIT = 16  # bytes that pass from one layer of a chain to the next
@@ -293,10 +293,10 @@ def test_segments_go_with_values_that_are_moved() -> None:
     moved = [plan for plan in search._segmented if plan.share]
     assert moved
     for found in moved:
-        timeline = search._timeline_of(found)
+        timeline = search.timeline_of(found)
         assert any(region.more for region in timeline.plan.regions)
         assert replay(graph, timeline.plan).peak_bytes == timeline.peak_bytes == found.peak_bytes
-    assert any(search._timeline_of(found).plan.moves for found in moved)
+    assert any(search.timeline_of(found).plan.moves for found in moved)
 
 
 @pytest.mark.parametrize("seed", [*range(0, 16), 19, 23, 27, *range(110, 140, 4)])

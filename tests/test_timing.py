@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from lowtide.tracing import timing
-from lowtide.tracing.timing import fit_to_total, host_costs, medians
+from lowtide.graph.lines import device_starts
+from lowtide.tracing.profiling import ProfiledStep
+from lowtide.tracing.timing import PlainTimes, calibrated, fit_to_total, medians
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -32,21 +34,43 @@ def test_medians_go_op_by_op() -> None:
     assert medians([[9.0, 1.0], [2.0, 3.0], [1.0, 2.0]]) == [2.0, 2.0]
 
 
-def test_what_the_host_costs() -> None:
-    state = torch.get_rng_state()
-    costs = host_costs(CPU, host_s=0.1, step_s=1.0)
-    assert 0.0 <= costs.dispatch_s < 1.0 and 0.0 <= costs.region_s < 1.0
-    assert torch.equal(torch.get_rng_state(), state)
+def times_of(*, host_s: float, step_s: float) -> PlainTimes:
+    return PlainTimes(step_s / 2, step_s / 2, host_s / 2, host_s / 2)
 
 
-def test_a_twentieth_of_it_counts_where_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def costs(device: torch.device, host_s: float) -> timing.HostCosts:
-        seconds = iter([[1.0, 3.0], [1.0, 2.0, 8.0]])
-        monkeypatch.setattr(timing, "_seconds_of", lambda *calls: next(seconds))
-        return host_costs(device, host_s=host_s, step_s=1.0)
+def simulated_s(host: list[float], device: list[float], is_sync: list[bool]) -> float:
+    starts = device_starts(np.array([*host, 0.0]), np.array([*device, 0.0]), np.array([*is_sync, False]))
+    return float(starts[-1])
 
-    dispatch_s, region_s, spare_s = costs(CPU, 0.1)
-    assert region_s == timing._REGION_IN_A_MODEL * (8.0 - 2.0 - 1.0)
-    assert spare_s == timing._SUBSTITUTED * dispatch_s
-    assert costs(GPU, 0.9) == (dispatch_s, region_s, spare_s)
-    assert costs(GPU, 0.1) == pytest.approx((dispatch_s / 20, region_s / 20, spare_s / 20))
+
+def test_a_profiled_host_is_scaled_to_what_it_takes_without() -> None:
+    profiled = ProfiledStep([2.0, 4.0, 6.0, 6.0], [1.0] * 4, [1] * 4, [False] * 4)
+    host, device = calibrated(profiled, 2, PlainTimes(4.0, 4.0, 3.0, 4.0))
+    assert np.array(host) / host[0] == pytest.approx([1.0, 2.0, 2.0, 2.0])  # forward and backward each by their own
+    assert device == [1.0] * 4
+    assert simulated_s(host, device, profiled.is_sync) == pytest.approx(8.0)
+
+
+def test_what_the_device_needs_between_kernels_is_part_of_them() -> None:
+    profiled = ProfiledStep([0.1] * 4, [1.0, 0.0, 2.0, 3.0], [1, 0, 2, 1], [False] * 4)
+    host, device = calibrated(profiled, 2, times_of(host_s=0.2, step_s=8.05))
+    assert sum(host) == pytest.approx(0.2)
+    assert device == pytest.approx([1.5, 0.0, 3.0, 3.5])
+    assert simulated_s(host, device, profiled.is_sync) == pytest.approx(8.05)
+
+
+def test_a_host_that_had_to_wait_is_not_made_slower() -> None:
+    profiled = ProfiledStep([0.1] * 4, [1.0] * 4, [1] * 4, [False] * 4)
+    host, _ = calibrated(profiled, 2, times_of(host_s=4.0, step_s=4.1))
+    assert host == pytest.approx([0.1] * 4)
+
+
+def test_a_step_that_synchronises_is_fitted_too() -> None:
+    profiled = ProfiledStep([2.0, 2.0, 2.0, 2.0], [1.0, 1.0, 0.5, 0.5], [1] * 4, [False, True, False, False])
+    host, device = calibrated(profiled, 2, PlainTimes(4.0, 2.0, 4.0, 2.0))
+    assert simulated_s(host, device, profiled.is_sync) == pytest.approx(6.0)
+    assert sum(host[:2]) < 4.0  # it waited for the second op
+
+
+def test_no_ops_no_lines() -> None:
+    assert calibrated(ProfiledStep([], [], [], []), 0, times_of(host_s=0.0, step_s=0.0)) == ([], [])

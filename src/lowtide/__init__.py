@@ -1,5 +1,6 @@
 """lowtide: train inside a memory budget."""
 
+from lowtide.engines import hostcosts as _hostcosts  # noqa: F401  # which traces ask what the engine costs
 from lowtide.engines.batches import max_batch
 from lowtide.engines.compiled import compile, explain_compiled
 from lowtide.engines.eager import Applied, apply

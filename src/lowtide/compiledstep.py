@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.graph.lines import StepLines
 from lowtide.lives import largest
 
 _KEPT, _TRANSIENT, _GRADIENTS = 0, 1, 2
@@ -59,7 +60,9 @@ class CompiledStep:
         """What a timeline is made of."""
         found = {"live_bytes": self.live_bytes(), "ops": self.ops, "phases": self.phases, "starts_s": self.starts_s}
         nothing = dict.fromkeys(("stalled_s", "watched_s", "copied_out_s", "copied_in_s"), 0.0)
-        return {**found, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0}
+        total_s = float(self.starts_s[-1])
+        lines = StepLines(0.0, total_s, total_s)
+        return {**found, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0, "lines": lines}
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
         """Bytes of each value that lives at an event; where `most` is given, those of as many of the largest."""

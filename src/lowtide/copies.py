@@ -63,6 +63,12 @@ class CopyEngines:
         self.bytes_away = self.bytes_in_flight = self.host_bytes = self.most_host_bytes = 0
         self.stalled_s = self.out_s = self.in_s = 0.0
         self.log: list[Copy] = []
+        self.num_calls = self._num_taken = 0  # of the host: to send a value off, and to ask for it
+
+    def take_num_calls(self) -> int:
+        """Calls of the host since this was last asked."""
+        new, self._num_taken = self.num_calls - self._num_taken, self.num_calls
+        return new
 
     def saved(self, life: Life, clock: float) -> None:
         """A value was saved, or is held by a region: as its input, or as an output that it is not to make again."""
@@ -71,6 +77,7 @@ class CopyEngines:
         if life.value in self._trips:
             self._trips[life.value].num_saves += 1
             return
+        self.num_calls += 1
         seconds = life.bytes / self._speed
         self._out_free = max(self._out_free, clock) + seconds
         self.out_s += seconds
@@ -108,6 +115,7 @@ class CopyEngines:
             return clock
         back_at = self._ask(trip, clock) if trip.back_at is None else trip.back_at
         trip.is_over = True
+        self.num_calls += 1
         self._num_asked -= 1
         self._bytes_asked -= life.bytes
         if trip.is_away:

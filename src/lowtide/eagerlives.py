@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.graph.lines import EngineFees, StepLines, device_starts, step_seconds
 from lowtide.lives import ends_before, largest
 
 _NEVER = 1 << 62
@@ -77,10 +78,13 @@ class EagerLives:
         kept = np.flatnonzero(self._keeper >= 0)
         self._kept_ops = kept[self._has_saves[self._keeper[kept]]]
         self._kept_by = self._keeper[self._kept_ops]
-        self.watched_s = self._host_s(regions)
         replayed = np.flatnonzero(trigger < _NEVER)
         self._order = replayed[np.argsort(trigger[replayed], kind="stable")]  # outer ones first
         self._replayed_at = trigger[self._order] // max(len(facts.save_read), 1)
+        stops = dict(zip(self._calls[self._has_saves].tolist(), self._stop[self._has_saves].tolist(), strict=True))
+        counts = zip(self._calls.tolist(), np.bincount(around[inside], minlength=num).tolist(), strict=True)
+        self._fees = EngineFees(self.graph, regions, stops, dict(counts), set(self._calls[replayed].tolist()))
+        self.watched_s = self._fees.total_s
 
     def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
         """For each op, the rank of the region that retains its outputs, -1 for none."""
@@ -88,14 +92,6 @@ class EagerLives:
         for rank, call in enumerate(self._calls.tolist()):
             keeper[[self._first[rank] + op for op in regions[call]]] = rank
         return keeper
-
-    def _host_s(self, regions: Mapping[int, Sequence[int]]) -> float:
-        """What regions cost the host, beside their ops."""
-        retaining_s = 0.0
-        for call, stop in zip(self._calls.tolist(), self._stop.tolist(), strict=True):
-            retaining_s += self.graph.retainable.retaining_s(call, regions[call], stop)
-        num_modules = int(self.facts.num_modules[self._calls[self._has_saves]].sum())
-        return retaining_s + num_modules * self.graph.hardware.region_s
 
     def _set_ticks(self) -> None:
         """Number the ticks, and the events: ops that run after them."""
@@ -270,8 +266,6 @@ class EagerLives:
         self._hold_life, self._hold_start = self._hold_life[keep], self._hold_start[keep]
         self._hold_end = self._hold_end[keep]
 
-    # What it comes to.
-
     @cached_property
     def total_bytes(self) -> np.ndarray:
         """Live bytes at each event."""
@@ -318,8 +312,31 @@ class EagerLives:
 
     @cached_property
     def _seconds(self) -> np.ndarray:
-        """What each event takes."""
         return self.facts.seconds[self.ops]
+
+    @cached_property
+    def _host_s(self) -> np.ndarray:
+        """Of each event, what the engine does before it included."""
+        found = self.facts.host_s[self.ops]
+        for fees, ticks in ((self._fees.forward_s, self._first), (self._fees.replay_s, self._begin)):
+            due = [rank for rank, call in enumerate(self._calls.tolist()) if fees.get(call)]
+            np.add.at(found, self._event[ticks[due]], [fees[call] for call in self._calls[due].tolist()])
+        return found
+
+    @cached_property
+    def _starts_s(self) -> np.ndarray:
+        if not self.facts.has_host_line:
+            return np.concatenate([[0.0], np.cumsum(self._seconds[:-1])])
+        return device_starts(self._host_s, self._seconds, self.facts.is_sync[self.ops])
+
+    @cached_property
+    def lines(self) -> StepLines:
+        """Seconds that each line works, and that the step takes."""
+        if not self.facts.has_host_line:
+            total_s = float(self._starts_s[-1]) + self.watched_s
+            return StepLines(0.0, total_s, total_s)
+        step_s = step_seconds(self._host_s, self._seconds, self.facts.is_sync[self.ops])
+        return StepLines(float(self._host_s.sum()), float(self._seconds.sum()), step_s)
 
     @cached_property
     def replayed_s(self) -> float:
@@ -328,6 +345,8 @@ class EagerLives:
 
     @property
     def extra_s(self) -> float:
+        if self.facts.has_host_line:
+            return max(0.0, self.lines.step_s - self.facts.step_s)
         return self.replayed_s + self.watched_s
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
@@ -370,11 +389,12 @@ class EagerLives:
             "live_bytes": live,
             "ops": self.ops,
             "phases": self.phases,
-            "starts_s": np.concatenate([[0.0], np.cumsum(self._seconds[:-1])]),
+            "starts_s": self._starts_s,
             "replayed_s": self.replayed_s,
             "stalled_s": 0.0,
             "watched_s": self.watched_s,
             "host_bytes": 0,
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,
+            "lines": self.lines,
         }

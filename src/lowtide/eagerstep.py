@@ -13,15 +13,17 @@ read decodes it anew, for as long as the reader needs it; a replay's decoded inp
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from lowtide.copies import CopyEngines
 from lowtide.graph import StepGraph
+from lowtide.graph.lines import StepLines, step_seconds
 from lowtide.lives import Ledger, Life, largest
 from lowtide.plans import Plan
+from lowtide.plans.planned_regions import PlannedRegions
 
 
 class _Enough(Exception):
@@ -33,13 +35,9 @@ class EagerStep:
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph, self.plan = (graph := plan.segmented(graph)), plan
-        self.regions = plan.calls(graph)
-        self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
-        self.retained = self._retained()
-        self.save_owner = [-1 if i in self.retained else self.owner[s.call] for i, s in enumerate(graph.saves)]
-        self.stops = self._stops()
-        self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
-        self.ends, self.last_reads = self._ends()
+        self.planned = planned = PlannedRegions(graph, plan)
+        self.regions, self.owner, self.outermost = planned.regions, planned.owner, planned.outermost
+        self.retained, self.save_owner, self.stops = planned.retained, planned.save_owner, planned.stops
         self.left: set[int] = set()
         self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
         self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
@@ -60,47 +58,14 @@ class EagerStep:
         self.copies = CopyEngines(graph, self.moves, self.forms, plan.in_flight_bytes)
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
-        self.clock = self.replayed_s = self.coded_s = 0.0
+        self.clock = self.replayed_s = self.coded_s = 0.0  # the device's: never behind the host's
+        self.host = self._due_s = 0.0
+        self.row: list[list[float]] = []  # host seconds, device seconds, and whether the host waits
+        self.fees = planned.engine_fees()
         self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
         self._wanted: frozenset[int] = frozenset()
         self._last_wanted = -1
         self._most: int | None = None
-
-    def _retained(self) -> set[int]:
-        """The saves that are not dropped, as they carry an output that their region retains."""
-        graph, regions = self.graph, self.regions.items()
-        kept = {(call, graph.calls[call].first + op) for call, region in regions for op in region.keep_ops}
-        makers = [(self.owner[save.call], graph.values[save.value].born) for save in graph.saves]
-        return {index for index, maker in enumerate(makers) if maker in kept}
-
-    def _stops(self) -> dict[int, int]:
-        """The position up to which each region with saves is replayed: its last dropped one, or last inner region."""
-        calls = self.graph.calls
-        stops = {r: calls[r].first for r in {self.owner[save.call] for save in self.graph.saves} if r >= 0}
-        for save, region in zip(self.graph.saves, self.save_owner, strict=True):
-            if region >= 0:
-                stops[region] = max(stops[region], save.made)
-        for call in sorted(self.regions, reverse=True):  # inner ones first
-            outer = self.owner[self.graph.calls[call].parent]
-            if outer >= 0 and call in stops:
-                stops[outer] = max(stops.get(outer, calls[outer].first), calls[call].first)
-        return stops
-
-    def _ends(self) -> tuple[dict[int, int], dict[int, int]]:
-        """When autograd lets go of the last save of each region, inner ones included, and when it last reads one."""
-        ends: dict[int, int] = {}
-        last_reads: dict[int, int] = {}
-        for save in self.graph.saves:
-            for region in self._regions_around(save.call):
-                ends[region] = max(ends.get(region, 0), save.released)
-                last_reads[region] = max(last_reads.get(region, 0), save.read)
-        return ends, last_reads
-
-    def _regions_around(self, call: int) -> Iterator[int]:
-        """The regions that a call is or lies in, from the inside out."""
-        while (region := self.owner[call]) >= 0:
-            yield region
-            call = self.graph.calls[region].parent
 
     def _index(self) -> None:
         graph = self.graph
@@ -126,7 +91,7 @@ class EagerStep:
         for call in sorted(self.regions):
             if call in self.stops:  # a region without saves has nothing to replay
                 self.entries_at[graph.calls[call].first].append(call)
-                self.ends_at[self.ends[call]].append(call)
+                self.ends_at[self.planned.ends[call]].append(call)
         end = len(graph.ops)
         for index, value in enumerate(graph.values):
             if value.born >= 0 and value.dropped < end:
@@ -138,7 +103,7 @@ class EagerStep:
         So it can be where a region reads what it was not given, and then it has to find it elsewhere.
         """
         life = self.lives.get(value)
-        for outer in self._regions_around(region):
+        for outer in self.planned.around(region):
             if value in self.scopes[outer]:
                 life = self.scopes[outer][value]
                 break
@@ -171,6 +136,23 @@ class EagerStep:
         if self._wanted:
             self.play()
 
+    def _host_works(self, seconds: float) -> None:
+        """The host's line goes on; what comes next is issued no earlier."""
+        if self.graph.has_host_line:
+            self.host += seconds
+            self._due_s += seconds
+            self.clock = max(self.clock, self.host)
+
+    def _wait_for(self, life: Life) -> None:
+        """The device waits until a moved value is back, if it is away."""
+        before, self.clock = self.clock, self.copies.read(life, self.clock)
+        if self.clock > before:
+            self._add_to_row(self.clock - before)
+
+    def _add_to_row(self, device_s: float) -> None:
+        self.row.append([self._due_s, device_s, 0.0])
+        self._due_s = 0.0
+
     def _settle(self, position: int, region: int, scope: dict[int, Life]) -> None:
         """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
         first = self.graph.calls[region].first if region >= 0 else 0
@@ -185,6 +167,8 @@ class EagerStep:
             if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
+            if region < 0:
+                self._host_works(self.fees.forward_s.get(call, 0.0))
         self.ledger.kept += self.graph.arrays.captured_bytes(self.entries_at.get(position, ()), region)
         for value in self.drops_at.get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
@@ -217,7 +201,7 @@ class EagerStep:
 
     def _read(self, held: Life, op: int, decoded: dict[int, Life], key: int) -> None:
         """Wait for what is held of a value; where that was encoded, decode it: a new life, which Python holds."""
-        self.clock = self.copies.read(held, self.clock)
+        self._wait_for(held)
         form = self.forms.get(held.value)
         if form is not None and key not in decoded:
             decoded[key] = self.ledger.bear(held.value, self.graph.values[held.value])
@@ -227,6 +211,7 @@ class EagerStep:
         self.copies.advance(self.clock)
         self._emit(op, phase, workspace)
         self.clock += seconds
+        self.row[-1][1] += seconds
         self.coded_s += seconds
 
     def _fetches_at(self) -> int:
@@ -268,7 +253,7 @@ class EagerStep:
             if region >= 0:
                 self._ensure(region)
             elif index in self.retained:
-                self.clock = self.copies.read(self.lives[saves[index].value], self.clock)
+                self._wait_for(self.lives[saves[index].value])
             elif index in self.attached:
                 self._read(self.attached[index], position, self.decoded, index)
                 if index in self.decoded:
@@ -285,7 +270,7 @@ class EagerStep:
     def _end_regions(self, position: int, is_read_here: bool) -> None:
         """Autograd lets go of the last save of a region: its inputs, held for another replay, go too."""
         for region in self.ends_at.get(position, ()):
-            if (self.last_reads[region] == position) == is_read_here:
+            if (self.planned.last_reads[region] == position) == is_read_here:
                 self._leave(region)
 
     def _release(self, index: int) -> None:
@@ -311,10 +296,11 @@ class EagerStep:
         kept = set(self.regions[region].keep_ops)
         if self.owner[self.graph.calls[region].parent] < 0:
             for value in self._held_outputs(region):
-                self.clock = self.copies.read(self.lives[value], self.clock)
+                self._wait_for(self.lives[value])
             for held in self.region_holds.get(region, ()):
                 self._read(held, first, scope, held.value)
         self.ledger.kept += int(self.graph.arrays.replay_bytes[region])
+        self._host_works(self.fees.replay_s.get(region, 0.0))
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
@@ -350,11 +336,15 @@ class EagerStep:
         op = self.graph.ops[index]
         for value in op.outputs:
             scope[value] = self.ledger.bear(value, self.graph.values[value])
-            if phase == 0 and index in self.kept_ops:
+            if phase == 0 and index in self.planned.kept_ops:
                 self.ledger.hold(scope[value])
+        self._host_works(op.host_s + self.copies.take_num_calls() * self.graph.hardware.move_s / 2)
         self.copies.advance(self.clock)
         self._emit(index, phase, op.workspace_bytes)
         self.clock += op.seconds
+        self.row[-1][1] += op.seconds
+        if "sync" in op.flags:
+            self.host, self.row[-1][2] = self.clock, 1.0
         if phase == 1:
             self.replayed_s += op.seconds
 
@@ -363,6 +353,7 @@ class EagerStep:
         kept, transient = books.kept - copies.bytes_away, books.transient + workspace
         self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
         self.starts.append(self.clock)
+        self._add_to_row(0.0)
         event = len(self.events) - 1
         if event in self._wanted:
             sizes: dict[int, int] = {}
@@ -373,17 +364,17 @@ class EagerStep:
             if event == self._last_wanted:
                 raise _Enough
 
-    def _watched_s(self) -> float:
-        """What regions cost the host, beside their ops."""
-        graph, watched_s = self.graph, 0.0
-        for call, region in sorted(self.regions.items()):  # floats: added up in the order of `EagerLives`
-            watched_s += graph.retainable.retaining_s(call, region.keep_ops, self.stops.get(call, 0))
-        return watched_s + int(graph.arrays.num_modules[list(self.stops)].sum()) * graph.hardware.region_s
-
     def columns(self) -> dict[str, Any]:
         """What a timeline is made of."""
         table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
         static = np.full((len(table), 1), self.static, dtype=np.int64)
+        copies = self.copies
+        watched_s = self.fees.total_s + copies.num_calls * self.graph.hardware.move_s / 2
+        host_s, device_s, waits = np.array(self.row).reshape(-1, 3).T
+        busy_s = float(device_s.sum()) - copies.stalled_s
+        lines = StepLines(float(host_s.sum()), busy_s, step_seconds(host_s, device_s, waits > 0))
+        if not self.graph.has_host_line:
+            lines = StepLines(0.0, self.clock + watched_s, self.clock + watched_s)
         return {
             "live_bytes": np.hstack([static, table[:, 2:]]),
             "ops": table[:, 0],
@@ -391,7 +382,8 @@ class EagerStep:
             "starts_s": np.array(self.starts),
             "replayed_s": self.replayed_s,
             "stalled_s": self.copies.stalled_s,
-            "watched_s": self._watched_s(),
+            "watched_s": watched_s,
+            "lines": lines,
             "host_bytes": self.copies.most_host_bytes,
             "copied_out_s": self.copies.out_s,
             "copied_in_s": self.copies.in_s,

@@ -17,6 +17,7 @@ from lowtide.copies import Copy
 from lowtide.eagerlives import EagerLives
 from lowtide.eagerstep import EagerStep
 from lowtide.graph import StepGraph
+from lowtide.graph.lines import StepLines
 from lowtide.plans import Plan
 from lowtide.units import format_bytes, format_seconds
 
@@ -31,6 +32,9 @@ class Timeline:
     Encoding and decoding a value are events too, of the op that it is saved after or decoded for.
     `live_bytes[e]` are the bytes at event `e` for each of `lowtide.simulator.KINDS`; `ops[e]` is the op it runs (-1:
     the optimizer's step), `phases[e]` an index into `lowtide.simulator.PHASES`, `starts_s[e]` when it starts.
+
+    `lines` are the two time lines: seconds in which the host issues ops and does the engine's work, seconds in which
+    the device runs ops, and the step, as long as the later of both. On the CPU there is one: the device's.
     """
 
     graph: StepGraph
@@ -45,6 +49,7 @@ class Timeline:
     host_bytes: int
     copied_out_s: float
     copied_in_s: float
+    lines: StepLines
     copies: tuple[Copy, ...] = ()
     coded_s: float = 0.0
 
@@ -63,8 +68,39 @@ class Timeline:
 
     @property
     def extra_s(self) -> float:
-        """Seconds that the plan adds to the plain step: replays, waiting for copies, the host's work, and codecs."""
+        """Seconds that the plan adds to the plain step: replays, waiting for copies, the host's work, and codecs.
+
+        With two lines that is the difference of two simulated steps: work that fits beside the other line adds nothing.
+        """
+        if self.has_two_lines:
+            return max(0.0, self.lines.step_s - self.graph.lines.step_s)
         return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s
+
+    @property
+    def has_two_lines(self) -> bool:
+        """Whether host and device are simulated apart: not on the CPU, nor for the compiled engine."""
+        return self.graph.has_host_line and (self.plan.engine != "compiled" or self.plan.is_plain)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that the host works: 0 where there is one line."""
+        return self.lines.host_s
+
+    @property
+    def device_s(self) -> float:
+        """Seconds that the device works."""
+        return self.lines.device_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, as simulated."""
+        return self.lines.step_s
+
+    def limiting_s(self, op: int) -> float:
+        """Seconds that a forward op takes where it runs again, on the line that limits the step."""
+        if self.has_two_lines and self.lines.limit == "host":
+            return self.graph.ops[op].host_s
+        return self.again_s(op)
 
     def again_s(self, op: int) -> float:
         """Seconds that a forward op takes where it runs again."""
@@ -112,6 +148,11 @@ class Timeline:
         lines = [f"peak {format_bytes(self.peak_bytes)} predicted, in the {self.peak_phase}{where} ({name})"]
         lines += [f"  {kind:<10} {format_bytes(size)}" for kind, size in self.peak_by_kind.items() if size]
         coded = f", {format_seconds(self.coded_s)} in codecs" if self.coded_s else ""
+        if self.has_two_lines:
+            host, device = format_seconds(self.host_s), format_seconds(self.device_s)
+            lines.append(
+                f"  {format_seconds(self.step_s)}, limited by the {self.lines.limit} (host {host}, device {device})"
+            )
         lines.append(
             f"  {format_seconds(self.replayed_s)} replayed, {format_seconds(self.stalled_s)} waited for copies{coded}"
         )

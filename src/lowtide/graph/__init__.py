@@ -22,12 +22,13 @@ from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.graph.arrays import StepArrays
+    from lowtide.graph.lines import StepLines
     from lowtide.graph.needs import Needs
     from lowtide.graph.retainable import Retainable
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
 VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
-FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque", "fused")
+FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque", "fused", "sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Value:
 class Op:
     """One kernel call: values it reads, values it makes (views make none), and what it costs.
 
-    `workspace_bytes` are allocated and freed inside. A backward op names the forward op whose derivative it is.
+    `seconds` are those of the device, `host_s` those in which the host issues the op, the Python before it included (0
+    on the CPU, which has one line). `workspace_bytes` are allocated and freed inside. A backward op names the forward
+    op whose derivative it is.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Op:
     workspace_bytes: int = 0
     flags: tuple[str, ...] = ()
     forward_op: int = -1
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,15 @@ class Call:
 class Hardware:
     """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
 
-    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `dispatch_s` is what the
-    dispatch mode costs for each op of a replay whose region retains outputs, and `spare_s` what it costs to return a
-    retained output, if that is less than to compute it. `region_s` is what a region costs beside its ops, in its
-    forward and its replay. All three are 0 where the host is ahead. `region_bytes` are of random states: held on the
-    device by each region that waits for its replay, and by each replay for the time after it. Allocations are rounded
-    up to `block_bytes`.
+    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32.
+
+    What the eager engine adds on the host, in seconds: `region_s` for a region beside its ops, in its forward and its
+    replay; `save_s` for each tensor saved in a region; `dispatch_s` for each op of a replay whose region retains
+    outputs, and `spare_s` to return a retained output, if that is less than to compute it; `move_s` for each value that
+    is moved, there and back.
+
+    `region_bytes` are of random states: held on the device by each region that waits for its replay, and by each replay
+    for the time after it. Allocations are rounded up to `block_bytes`.
     """
 
     name: str
@@ -126,6 +133,8 @@ class Hardware:
     region_bytes: int = 0
     block_bytes: int = 1
     spare_s: float = 0.0
+    save_s: float = 0.0
+    move_s: float = 0.0
 
 
 UNKNOWN_HARDWARE = Hardware("unknown")
@@ -162,6 +171,18 @@ class StepGraph:
         from lowtide.graph.validity import check
 
         check(self)
+
+    @cached_property
+    def has_host_line(self) -> bool:
+        """Whether ops cost the host something beside the device: the step has two time lines then."""
+        return self.arrays.has_host_line
+
+    @cached_property
+    def lines(self) -> StepLines:
+        """Seconds of the plain step's two lines, as simulated."""
+        from lowtide.graph.lines import plain_lines
+
+        return plain_lines(self)
 
     @cached_property
     def static_bytes(self) -> dict[str, int]:
@@ -342,6 +363,14 @@ class StepGraph:
 
         return read(text)
 
+    def _words_on_lines(self) -> list[str]:
+        if not self.has_host_line:
+            return []
+        host, device = format_seconds(self.lines.host_s), format_seconds(self.lines.device_s)
+        return [
+            f"  limited by  the {self.lines.limit}: the host issues its ops in {host}, the device runs them in {device}"
+        ]
+
     def __str__(self) -> str:
         structures = Counter(call.structure for call in self.calls if call.structure >= 0)
         repeated = max(
@@ -351,6 +380,7 @@ class StepGraph:
             f"StepGraph on {self.hardware.name}: {self.num_forward} forward and {len(self.ops) - self.num_forward} "
             f"backward ops, {len(self.calls)} module calls",
             f"  step        {format_seconds(self.step_s)} {'measured' if self.is_measured else 'predicted'}",
+            *self._words_on_lines(),
             f"  activations {format_bytes(self.saved_bytes)} saved for the backward",
         ]
         lines += [f"  {name:<11} {format_bytes(size)}" for name, size in self.static_bytes.items() if size]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lowtide.graph.lines import device_starts, step_seconds
+
 if TYPE_CHECKING:
     from lowtide.graph import StepGraph
 
@@ -20,7 +22,9 @@ class StepArrays:
 
     Values that the step makes stand in the order of their ops: `places[v]` is where value `v` stands (-1: it is there
     before the step), and the outputs of op `o` stand at `starts[o]` up to `starts[o + 1]`. Sizes are exact in floats:
-    they are integers far below 2**53. `seconds` and `workspaces` have an entry for the optimizer's step at their end.
+    they are integers far below 2**53. `seconds`, `host_s`, `is_sync` and `workspaces` have an entry for the optimizer's
+    step at their end. `clock[p]` is when the device comes to position `p` of a plain step by itself.
+    `step_s` is that of one plain step after another.
     For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states,
     copies of buffers and choices ("index"), and `replay_bytes` those of the state that its replay puts back when it is
     over; `num_modules` are the calls that it patches: one, but for segments.
@@ -29,6 +33,13 @@ class StepArrays:
     def __init__(self, graph: StepGraph) -> None:
         self.num_forward, self.num_ops = graph.num_forward, len(graph.ops)
         self.seconds = np.array([*(op.seconds for op in graph.ops), 0.0])
+        self.host_s = np.array([*(op.host_s for op in graph.ops), 0.0])
+        self.is_sync = np.array([*("sync" in op.flags for op in graph.ops), False])
+        self.clock = np.concatenate([[0.0], np.cumsum(self.seconds[:-1])])
+        self.has_host_line = bool(self.host_s.any())
+        if self.has_host_line:
+            self.clock = device_starts(self.host_s, self.seconds, self.is_sync)
+        self.step_s = step_seconds(self.host_s, self.seconds, self.is_sync)
         self.workspaces = _ints([*(op.workspace_bytes for op in graph.ops), graph.optimizer_workspace_bytes])
         made = [value for op in graph.ops for value in op.outputs]
         self.starts = _starts([len(op.outputs) for op in graph.ops])

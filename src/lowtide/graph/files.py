@@ -13,8 +13,8 @@ from lowtide.graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
 FORMAT = "lowtide step graph"
 VERSION = 3
 
-# Fields of a device and of a call that older files of this version do not have: they get their defaults.
-_LATER, _LATER_COLUMNS = {"spare_s"}, {"changes"}
+# Fields of a device, and of an op or a call, that older files of this version do not have: they get their defaults.
+_LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
 _DROPPED = {"forward_dispatch_factor"}  # of a device: older files have it, and it is ignored
 
 _LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are

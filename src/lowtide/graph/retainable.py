@@ -28,7 +28,8 @@ class Retainable:
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
-        self.substituted_s = np.minimum(graph.arrays.seconds[: graph.num_forward], graph.hardware.spare_s)
+        computing_s = graph.arrays.host_s if graph.has_host_line else graph.arrays.seconds
+        self.substituted_s = np.minimum(computing_s[: graph.num_forward], graph.hardware.spare_s)
 
     @cached_property
     def depths(self) -> np.ndarray:

@@ -48,7 +48,7 @@ def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Val
     return marked
 
 
-def with_even_seconds(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
+def with_even_times(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
     """`ops`, those that do the same in calls of one structure with the same seconds: the mean of what was measured.
 
     What layers that are alike seem to differ in is noise, and a solver would go by it.
@@ -63,9 +63,16 @@ def with_even_seconds(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
             if is_done[call.first + offset]:
                 continue
             same = [first + offset for first in firsts if not is_done[first + offset]]
-            seconds = [ops[index].seconds for index in same]
+            seconds, host_s = (
+                _mean([ops[index].seconds for index in same]),
+                _mean([ops[index].host_s for index in same]),
+            )
             for index in same:
                 is_done[index] = True
-                if min(seconds) < max(seconds):
-                    found[index] = replace(ops[index], seconds=math.fsum(seconds) / len(seconds))
+                if (ops[index].seconds, ops[index].host_s) != (seconds, host_s):
+                    found[index] = replace(ops[index], seconds=seconds, host_s=host_s)
     return found
+
+
+def _mean(seconds: list[float]) -> float:
+    return math.fsum(seconds) / len(seconds) if min(seconds) < max(seconds) else seconds[0]

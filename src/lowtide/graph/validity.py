@@ -24,7 +24,8 @@ def check(graph: StepGraph) -> None:
         if op.call >= 0 and index < graph.num_forward:
             call = graph.calls[op.call]
             _require(call.first <= index < call.end, f"{where} runs outside of its call ({call.path})")
-        _require(op.seconds >= 0 and op.flops >= 0 and op.workspace_bytes >= 0, f"{where} has a negative cost")
+        costs = (op.seconds, op.host_s, op.flops, op.workspace_bytes)
+        _require(min(costs) >= 0, f"{where} has a negative cost")
         for read in (*op.inputs, *op.mutates):
             _require(read in made, f"{where} reads value {read} before anything made it")
         _require(len(set(op.outputs)) == len(op.outputs), f"{where} makes a value twice")

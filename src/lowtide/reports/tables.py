@@ -96,7 +96,7 @@ def cost_rows(facts: Facts) -> list[CostRow]:
         path = graph.calls[region].path if region >= 0 else ""
         name = facts.layers.pattern_of(facts.layers.layer_of(path) if compiled else path)
         calls.setdefault(name, set()).add(region)
-        seconds[name] += planned.again_s(op)
+        seconds[name] += planned.limiting_s(op)
     for row in plan.rows:
         if row.action == "recompute":
             path = facts.layers.layer_of(row.path) if compiled else row.region
@@ -111,6 +111,10 @@ def cost_rows(facts: Facts) -> list[CostRow]:
     moved = sum(row.bytes for row in plan.rows if row.action in ("host", "disk") and not row.codec)
     if moved or planned.stalled_s:
         found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
+    beside_s = sum(row.seconds for row in found) - planned.extra_s
+    if planned.has_two_lines and abs(beside_s) > 1e-9 * planned.step_s:
+        what = f"of that, beside the {planned.lines.limit}'s line" if beside_s > 0 else "waiting of host and device"
+        found.append(CostRow(what, 0, 0, -beside_s))
     return found
 
 

@@ -26,7 +26,8 @@ from lowtide.solvers.describing import described
 from lowtide.solvers.found import Found, faster, smaller
 from lowtide.solvers.pressing import lossy_codecs
 from lowtide.solvers.references import all_blocks, block_calls, reference_plans
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
+from lowtide.solvers.twolines import TwoLineSearch
 from lowtide.units import parse_bytes
 
 # How far over the budget a plan may be by simulation and still be run: simulated peaks are within 4 % of measured ones
@@ -68,7 +69,7 @@ def candidates(
     or there is none, the error says why.
     """
     host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
-    search = _Candidates(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    search, by_regions = _searches(graph, host_bytes, disk_bytes, time_limit_s, codecs)
     found: list[Candidate] = []
     error: InfeasibleBudgetError | None = None
     try:
@@ -77,15 +78,14 @@ def candidates(
         error = raised
     if found and found[0].plan.is_plain:
         return found, None
-    regions_only = search
     if host_bytes or disk_bytes:
-        regions_only = _Candidates(graph, 0, 0, time_limit_s, codecs)
+        unmoved, by_regions = _searches(graph, 0, 0, time_limit_s, codecs)
         if not found or any(move.to != "device" for move in found[0].plan.moves):
             with contextlib.suppress(InfeasibleBudgetError):
-                found.append(Candidate(UNMOVED, regions_only.plan(budget), is_essential=True))
-    found += regions_only.by_hand(budget)
-    found += search.nearly(budget, found[0].plan if error is None else None)
-    found += regions_only.simple(budget)
+                found.append(Candidate(UNMOVED, unmoved.plan(budget), is_essential=True))
+    found += by_regions.by_hand(budget)
+    found += _nearly(search, budget, found[0].plan if error is None else None)
+    found += by_regions.simple(budget)
     different: dict[object, Candidate] = {}
     for candidate in found:
         different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
@@ -93,20 +93,33 @@ def candidates(
     return sorted(ranked, key=lambda each: each.plan.extra_s), error
 
 
+def _searches(
+    graph: StepGraph, host_bytes: int, disk_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
+) -> tuple[Search | TwoLineSearch, _Candidates]:
+    """The search for a step, and the one that tells of plans by their regions: for two lines, that of the slower."""
+    if graph.has_host_line:
+        both = TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs, _Candidates)
+        assert isinstance(both.limiting, _Candidates)
+        return both, both.limiting
+    search = _Candidates(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    return search, search
+
+
+def _nearly(search: Search | TwoLineSearch, budget: int, fastest: Plan | None) -> list[Candidate]:
+    """The search's plan for a little more memory, if it is noticeably faster; its smallest, if none fits."""
+    if fastest is None:
+        if search.floor.peak_bytes > (1 + NEARLY) * budget:
+            return []
+        return [Candidate(SMALLEST, described(search.graph, search.floor, search.plain, budget, 0.0))]
+    plan = search.plan(int((1 + _SEARCHED_NEARLY) * budget))
+    if fastest.extra_s - plan.extra_s < _NOTICEABLE * (search.graph.step_s + fastest.extra_s):
+        return []
+    bound_s = min(search.lower_bound_s(budget), plan.extra_s)
+    return [Candidate(LARGER, replace(plan, budget_bytes=budget, lower_bound_s=bound_s))]
+
+
 class _Candidates(Search):
     """A search that also tells of plans other than the fastest that fits."""
-
-    def nearly(self, budget: int, fastest: Plan | None) -> list[Candidate]:
-        """The search's plan for a little more memory, if it is noticeably faster; its smallest, if none fits."""
-        if fastest is None:
-            if self.floor.peak_bytes > (1 + NEARLY) * budget:
-                return []
-            return [Candidate(SMALLEST, described(self.graph, self.floor, self.plain, budget, 0.0))]
-        plan = self.plan(int((1 + _SEARCHED_NEARLY) * budget))
-        if fastest.extra_s - plan.extra_s < _NOTICEABLE * (self.graph.step_s + fastest.extra_s):
-            return []
-        bound_s = min(self.lower_bound_s(budget), plan.extra_s)
-        return [Candidate(LARGER, replace(plan, budget_bytes=budget, lower_bound_s=bound_s))]
 
     def simple(self, budget: int) -> list[Candidate]:
         """Of the plans that were simulated and fit, the fastest without regions in regions and retained outputs."""
@@ -172,4 +185,4 @@ class _Candidates(Search):
         return all(one.end <= other.first for one, other in pairwise(calls))
 
     def _plan_of(self, found: Found, budget: int) -> Plan:
-        return described(self.graph, self._timeline_of(found), self.plain, budget, self.lower_bound_s(budget))
+        return described(self.graph, self.timeline_of(found), self.plain, budget, self.lower_bound_s(budget))

@@ -14,7 +14,6 @@ Every family is the same for all budgets and is searched so that a larger budget
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -26,8 +25,8 @@ from lowtide.solvers.anchors import anchor_groups, compiled_references, every
 from lowtide.solvers.chain import first_fitting
 from lowtide.solvers.cutting import Moment
 from lowtide.solvers.describing import described, infeasible
+from lowtide.solvers.effort import Effort
 from lowtide.solvers.moments import peak_op
-from lowtide.units import check_seconds
 
 _MOST_CUTS = 256  # mixes of two neighbours in a family
 
@@ -45,9 +44,8 @@ class CompiledSearch:
     """What solving one graph for the compiled engine needs, shared by all budgets of a sweep."""
 
     def __init__(self, graph: StepGraph, time_limit_s: float = 10.0) -> None:
-        check_seconds(time_limit_s, "time_limit_s")
         self.graph = graph
-        self._deadline = time.monotonic() + time_limit_s
+        self._effort = Effort(time_limit_s)
         self._found: dict[tuple[int, ...], Found] = {}
 
     @cached_property
@@ -144,6 +142,7 @@ class CompiledSearch:
     def cost(self, keeps: tuple[int, ...]) -> Found:
         if keeps not in self._found:
             timeline = self._timeline(keeps)
+            self._effort.spend(len(timeline.ops))
             self._found[keeps] = Found(keeps, timeline.peak_bytes, timeline.extra_s)
         return self._found[keeps]
 
@@ -152,7 +151,7 @@ class CompiledSearch:
         return simulate(self.graph, Plan(engine="compiled", keeps=keeps, budget_bytes=1))
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline
+        return self._effort.is_over()
 
 
 class Family:

@@ -25,19 +25,20 @@ class Moment:
     hull: Hull
     bound: Hull
 
-    def least_s(self, budget: int, movable_bytes: int) -> float:
+    def least_s(self, budget: int, movable_bytes: int, offset_s: float = 0.0) -> float:
         """Seconds that every plan adds that holds at most `budget` bytes at the moment, with this much room elsewhere.
 
-        Elsewhere is at most what the link has carried by then.
+        Elsewhere is at most what the link has carried by then. Where the pricing is of one line of two, that works
+        `offset_s` less than the plain step takes (a number below 0), and so much of what a plan adds does not show.
         """
         graph, at = self.pricing.graph, self.pricing.at
-        plain_s = sum(op.seconds for op in graph.ops[:at])
+        plain_s = float(graph.arrays.clock[at])
         allowed = budget - self.pricing.base_bytes
 
         def least_s(extra_s: float) -> float:
             """With so much time lost before the moment, in which the link carries on."""
             carried = graph.hardware.link_bytes_per_s * (plain_s + extra_s)
-            return self.bound.least_s(allowed + min(movable_bytes, carried))
+            return self.bound.least_s(allowed + min(movable_bytes, carried)) + offset_s
 
         if not movable_bytes or at < graph.num_forward:
             return max(0.0, least_s(0.0))

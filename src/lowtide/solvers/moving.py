@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
-import numpy as np
-
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.solvers.chain import Regions
@@ -30,7 +28,7 @@ class Mover:
         self._press = press
         self._room = {"host": host, "disk": disk}
         self._speed = {"host": graph.hardware.link_bytes_per_s, "disk": graph.hardware.disk_bytes_per_s}
-        self._clock = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops])])
+        self._clock = graph.arrays.clock
         self._lag_s = float(self._clock[graph.num_forward]) * _LAG
         self._first_save: dict[int, int] = {}
         self._places = Places(graph)

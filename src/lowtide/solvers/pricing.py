@@ -68,7 +68,7 @@ class Pricing:
         self.graph = graph
         self._press = press
         self.at = at
-        self._region_s = graph.hardware.region_s
+        self._region_s = graph.hardware.region_s + graph.hardware.save_s * saves_inside(graph)  # of each call
         self._depth = [*graph.depths, -1]  # at the end, of no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
         self._stop = stops_of(graph)
@@ -222,7 +222,7 @@ class Pricing:
     def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
         """What these regions, none inside another, take at the least, whatever is nested in them."""
         total = sum(self._seconds_of(call, kept) for call, kept in regions.items())
-        return (total + len(regions) * self._region_s) * (1 - _ROUNDING)
+        return (total + float(self._region_s[list(regions)].sum())) * (1 - _ROUNDING)
 
     def _seconds_of(self, call: int, kept: tuple[int, ...]) -> float:
         if kept:
@@ -246,7 +246,7 @@ class Pricing:
                 continue
             retains = as_region[index] == 2
             kept = tuple(self.holds.kept(index, price)) if retains else ()
-            seconds += self._region_s + (self.holds.seconds if retains else self._seconds_of)(index, kept)
+            seconds += float(self._region_s[index]) + (self.holds.seconds if retains else self._seconds_of)(index, kept)
             size += self._inputs[index] + float(self._held[self._depth[index]][[call.first + op for op in kept]].sum())
             regions[index] = kept
         size += sum(pays for pays, _, _, _ in pressed)
@@ -349,6 +349,18 @@ def contains_layers(graph: StepGraph) -> list[bool]:
                 kinds[call.parent].add(call.kind)
             found[call.parent] |= found[index]
     return found
+
+
+def saves_inside(graph: StepGraph) -> np.ndarray:
+    """For each call, how many tensors are saved in it and in calls inside it."""
+    found = [0] * len(graph.calls)
+    for save in graph.saves:
+        if save.call >= 0:
+            found[save.call] += 1
+    for index in range(len(graph.calls) - 1, -1, -1):
+        if graph.calls[index].parent >= 0:
+            found[graph.calls[index].parent] += found[index]
+    return np.array(found, dtype=np.int64)
 
 
 def stops_of(graph: StepGraph) -> list[int]:

@@ -248,19 +248,16 @@ def hint(size: Any) -> Any:
     return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
-class OpCounter(TorchDispatchMode):
-    """Counts the ops inside it, by what each is. Obsolete like `DispatchMode` of the engines."""
+class OpNames(TorchDispatchMode):
+    """Lists the ops inside it that a recorder would record. Obsolete like `DispatchMode`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[int, int] = {}
-
-    @property
-    def num_ops(self) -> int:
-        return sum(self._seen.values())
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._seen[id(func)] = self._seen.get(id(func), 0) + 1
+        if func not in BOOKKEEPING_OPS:
+            self.names.append(func._schema.name.partition("::")[2])
         return func(*args, **(kwargs or {}))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
-from lowtide.graph.structures import with_even_seconds, with_structures
+from lowtide.graph.structures import with_even_times, with_structures
 from lowtide.tracing.recorder import Recorder
 
 
@@ -26,6 +26,7 @@ def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: 
             op.workspace_bytes,
             op.flags,
             op.forward_op,
+            op.host_s,
         )
         for op in recorder.ops
     ]
@@ -35,7 +36,7 @@ def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: 
     ]
     calls = with_structures(ops[: recorder.num_forward], calls, values, saves)
     return StepGraph(
-        ops=tuple(with_even_seconds(ops, calls)),
+        ops=tuple(with_even_times(ops, calls)),
         num_forward=recorder.num_forward,
         values=tuple(values),
         saves=tuple(saves),

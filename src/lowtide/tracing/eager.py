@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,14 +29,25 @@ from lowtide.tracing.devices import (
     trace_device,
     unknown_device,
 )
+from lowtide.tracing.enginecosts import ENGINE_COSTS, EngineCosts, engine_costs
 from lowtide.tracing.faking import Faker
 from lowtide.tracing.optimizers import optimizer_memory, plain_optimizer
 from lowtide.tracing.plainpaths import plain_paths
+from lowtide.tracing.profiling import matched, profiled
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.records import Clock, tensors_in
+from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.tracing.shadows import Shadows
-from lowtide.tracing.timing import clock_for, fit_to_total, host_costs, medians, predicted_s
+from lowtide.tracing.timing import (
+    PlainTimes,
+    calibrated,
+    clock_for,
+    fit_to_total,
+    medians,
+    predicted_host_s,
+    predicted_s,
+    time_step,
+)
 from lowtide.tracing.usecache import NOTE, CacheOff
 from lowtide.tracing.workspaces import foretell_workspaces
 from lowtide.units import format_bytes
@@ -45,6 +55,8 @@ from lowtide.units import format_bytes
 Mode = Literal["auto", "real", "fake"]
 _MARK = "lowtide::op"
 _NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
+_NUM_TIMED_ON_DEVICE = 5  # the median counts: Python's garbage collector is part of the host's time
+_HOST_AHEAD = 0.8  # the share of a step's time within which a host that is ahead has issued all of it
 
 
 class FakeTraceError(TraceError):
@@ -168,10 +180,13 @@ def _trace_fake(
     recorder = checks.same_step(recorders)[-1]
     checks.nothing_kept(recorders)
     foretell_workspaces(recorder)
-    for op in recorder.ops:
-        op.seconds = predicted_s(op, setting.hardware)
-    step_s = sum(op.seconds for op in recorder.ops)
-    return _finish(recorder, optimizer, setting, setting.hardware, step_s, is_measured=False)
+    hardware = setting.hardware
+    for index, op in enumerate(recorder.ops):
+        op.seconds = predicted_s(op, hardware)
+        op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
+    if hardware.name != "cpu":
+        hardware = replace(hardware, **ENGINE_COSTS._asdict())
+    return _finish(recorder, optimizer, setting, hardware, None, is_measured=False)
 
 
 def _record_fake(
@@ -222,7 +237,8 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     device = setting.device
     can_profile = device.type == "cpu" and not _compat.profiler_is_active()
     recorders: list[Recorder] = []
-    forward_s, backward_s, host_s = [], [], []
+    times: list[PlainTimes] = []
+    profile: list[dict[str, Any]] = []
     try:
         with _eagerly():
             while len(recorders) < _NUM_RECORDED + checks.is_only_warming_up(recorders):
@@ -246,11 +262,11 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                     record()
                 recorders.append(recorder)
                 restorer.reset_gradients()
-            for _ in range(_NUM_TIMED):
-                forward, backward, host = _time_step(loss_fn, args, device)
-                forward_s.append(forward)
-                backward_s.append(backward)
-                host_s.append(host)
+            for _ in range(_NUM_TIMED if device.type == "cpu" else _NUM_TIMED_ON_DEVICE):
+                times.append(time_step(loss_fn, args, device))
+                restorer.reset_gradients()
+            if device.type == "cuda" and not _compat.profiler_is_active():
+                profile = profiled(lambda: loss_fn(*args).backward(), device)
                 restorer.reset_gradients()
     finally:
         restorer.restore()
@@ -258,18 +274,35 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     if device.type == "cpu" and not can_profile:
         foretell_workspaces(recorder)
         recorder.notes.append("what kernels allocate inside is predicted: a torch.profiler is active, and cannot nest")
+    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
     names = [op.name for op in recorder.ops]
     alike = [each for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
-    times = medians([[op.seconds for op in each.ops] for each in alike])
-    cut = recorder.num_forward
-    fitted = fit_to_total(times[:cut], min(forward_s), device=device)
-    times = [*fitted, *fit_to_total(times[cut:], min(backward_s), device=device)]
-    for op, seconds in zip(recorder.ops, times, strict=True):
-        op.seconds = seconds
-    step_s = min(forward_s) + min(backward_s)
-    costs = host_costs(device, min(host_s), step_s)
-    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), **costs._asdict())
-    return _finish(recorder, optimizer, setting, hardware, step_s, is_measured=True)
+    if device.type == "cpu":
+        plain = PlainTimes(*map(min, zip(*times, strict=True)))
+    else:
+        plain = sorted(times, key=lambda each: each.step_s)[len(times) // 2]
+    both_lines = matched(profile, names)
+    if both_lines is not None:
+        host, seconds = calibrated(both_lines, recorder.num_forward, plain)
+        for op, op_s, host_s, is_sync in zip(recorder.ops, seconds, host, both_lines.is_sync, strict=True):
+            op.seconds, op.host_s = op_s, host_s
+            op.flags = (*op.flags, "sync") if is_sync else op.flags
+    else:
+        medians_s, cut = medians([[op.seconds for op in each.ops] for each in alike]), recorder.num_forward
+        fitted = fit_to_total(medians_s[:cut], plain.forward_s, device=device)
+        fitted += fit_to_total(medians_s[cut:], plain.backward_s, device=device)
+        for op, op_s in zip(recorder.ops, fitted, strict=True):
+            op.seconds = op_s
+        if device.type != "cpu":
+            hardware = _without_host_line(recorder, hardware, plain)
+    return _finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
+
+
+def _without_host_line(recorder: Recorder, hardware: Hardware, plain: PlainTimes) -> Hardware:
+    """Where host and device could not be told apart: the engine's work counts in full, or if the host is ahead, not."""
+    recorder.notes.append("host and device are one time line: the ops of the step were not found in a profile of it")
+    is_ahead = plain.forward_host_s + plain.backward_host_s < _HOST_AHEAD * plain.step_s
+    return replace(hardware, **EngineCosts()._asdict()) if is_ahead else hardware
 
 
 def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
@@ -304,44 +337,31 @@ def _note_gradient(recorder: Recorder, touched: set[str], name: str, parameter: 
         recorder.note_gradient(parameter.grad, name)
 
 
-def _time_step(loss_fn: Any, args: Any, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of a plain forward and its backward, and those until the host had started all of it."""
-    clock = clock_for(device) if device.type != "cpu" else Clock()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    started, marks = time.perf_counter(), [clock.mark()]
-    loss = loss_fn(*args)
-    marks.append(clock.mark())
-    loss.backward()
-    marks.append(clock.mark())
-    host = time.perf_counter() - started
-    forward, backward = clock.seconds([(marks[0], marks[1]), (marks[1], marks[2])])
-    return forward, backward, host
-
-
 def _finish(
     recorder: Recorder,
     optimizer: Any,
     setting: _Setting,
     hardware: Hardware,
-    step_s: float,
+    step_s: float | None,
     *,
     is_measured: bool,
 ) -> StepGraph:
+    """The graph of a recording; without `step_s`, its step takes what both time lines come to."""
     state_bytes, workspace_bytes, notes = optimizer_memory(optimizer, recorder.block_bytes)
     if setting.is_foreign and setting.device.type == "cpu":
         notes.append(f"traced with the CPU's kernels, as there is no accelerator here; times are for {hardware.name}")
-    return build(
+    graph = build(
         recorder,
         replace(hardware, block_bytes=recorder.block_bytes),
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
         other_bytes=_other_bytes(recorder, optimizer, setting, is_measured),
-        step_s=step_s,
+        step_s=step_s or 0.0,
         is_measured=is_measured,
         notes=notes,
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
+    return replace(graph, step_s=graph.lines.step_s) if step_s is None else graph
 
 
 def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measured: bool) -> int:

@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.memory.exclusive import one_at_a_time
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.solving import Search
+from lowtide.solvers.searching import Search
 from lowtide.tracing.eager import FakeTraceError, trace
 from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.records import tensors_in

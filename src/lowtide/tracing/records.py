@@ -57,6 +57,7 @@ class RawOp:
     workspace_bytes: int = 0
     has_dynamic_shape: bool = False
     seconds: float = 0.0
+    host_s: float = 0.0
     layouts: tuple[Layout, ...] = ()  # of the tensors among its arguments
 
 

@@ -7,26 +7,35 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
 
 from lowtide.graph import Hardware
-from lowtide.replay.checkpoint import checkpoint
-from lowtide.tracing import _compat
-from lowtide.tracing.devices import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from lowtide.graph.lines import play_lines
+from lowtide.tracing.devices import (
+    BACKWARD_ISSUE_S,
+    FORWARD_ISSUE_S,
+    LAUNCH_S,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+)
+from lowtide.tracing.profiling import ProfiledStep
 from lowtide.tracing.records import Clock, RawOp
 
-_HOST_AHEAD = 0.8  # the share of a step's time within which the host must have started all of it
-# What counts of the host's time where an accelerator is the limit. In the backward it is hidden: on an H200, steps of a
-# GPT and a Llama with a dispatch mode in their replays took what their kernels do. But it is not for nothing: of two
-# plans alike, the one that asks less is better.
-_IN_SIGHT = 0.05
-# A loop over few ops finds all code and data in the caches. In a GPT and a Llama a dispatch mode took three times as
-# long for each op, and a region nearly twice.
-_IN_A_MODEL = 3.0
-_REGION_IN_A_MODEL = 1.75
-_SUBSTITUTED = 2.5  # times as long as the mode itself it takes to return a retained output in place of an op
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class PlainTimes(NamedTuple):
+    """A plain step: its forward and its backward, and what the host takes to issue each."""
+
+    forward_s: float
+    backward_s: float
+    forward_host_s: float
+    backward_host_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -46,6 +55,22 @@ def clock_for(device: torch.device) -> Clock:
     return Clock(mark, seconds)
 
 
+def time_step(loss_fn: Any, args: Any, device: torch.device) -> PlainTimes:
+    """A plain step, timed without a profiler."""
+    clock = clock_for(device) if device.type != "cpu" else Clock()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    started, marks = time.perf_counter(), [clock.mark()]
+    loss = loss_fn(*args)
+    marks.append(clock.mark())
+    between = time.perf_counter()
+    loss.backward()
+    marks.append(clock.mark())
+    ended = time.perf_counter()
+    forward, backward = clock.seconds([(marks[0], marks[1]), (marks[1], marks[2])])
+    return PlainTimes(forward, backward, between - started, ended - between)
+
+
 def predicted_s(op: RawOp, hardware: Hardware) -> float:
     """The longer of computing and moving memory, and a launch."""
     if "view" in op.flags:
@@ -56,55 +81,56 @@ def predicted_s(op: RawOp, hardware: Hardware) -> float:
     return max(computing, moving) + LAUNCH_S
 
 
-class HostCosts(NamedTuple):
-    """What the host does for regions, in seconds, as the fields of `Hardware` that have these names."""
+def predicted_host_s(op: RawOp, hardware: Hardware, *, in_backward: bool) -> float:
+    """What the host takes to issue an op, and the Python before it: 0 on the CPU, which has one line."""
+    if hardware.name == "cpu":
+        return 0.0
+    return (BACKWARD_ISSUE_S if in_backward else FORWARD_ISSUE_S)["view" in op.flags]
 
-    dispatch_s: float
-    region_s: float
-    spare_s: float
 
+def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tuple[list[float], list[float]]:
+    """Host and device seconds of each op, so that the simulated plain step takes what the measured one did.
 
-def host_costs(device: torch.device, host_s: float, step_s: float) -> HostCosts:
-    """What a dispatch mode costs for each op, a region beside its ops, and returning a retained output.
-
-    Measured on tiny tensors. Where an accelerator is the limit, the share of it that is not hidden.
+    Profiling makes the host slower and never faster: forward and backward are scaled down to what the host took
+    without. A host that waits for the device (in an op that synchronises, or for room in its queue) takes longer than
+    its own work, so nothing is scaled up. What is still missing, or too much, is put down to the line that limits: the
+    host's seconds are scaled, or the gap behind each kernel is what the device needs between two of them.
     """
-    is_ahead = device.type != "cpu" and host_s < _HOST_AHEAD * step_s
-    share = _IN_SIGHT if is_ahead else 1.0
-    x = torch.zeros(4, 4, requires_grad=True)
-    block = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.GELU()) for _ in range(6)))  # draws no numbers
+    host, device, kernels = np.array(step.host_s), np.array(step.device_s), np.array(step.num_kernels)
+    is_sync = np.array([*step.is_sync, False])
 
-    def some_ops() -> None:
-        for _ in range(20):
-            (x.t() @ x).view(2, 8).mul(2.0)
+    def played(host: np.ndarray, device: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return play_lines(np.append(host, 0.0), np.append(device, 0.0), is_sync)
 
-    def some_dispatched_ops() -> int:
-        with _compat.OpCounter() as counter:
-            some_ops()
-        return counter.num_ops
+    def scaled(host: np.ndarray, first: int, end: int, scale: float) -> np.ndarray:
+        return np.concatenate([host[:first], scale * host[first:end], host[end:]])
 
-    plain_s, dispatched_s = _seconds_of(some_ops, some_dispatched_ops)
-    with torch.enable_grad():
-        forward_s, whole_s, region_s = _seconds_of(
-            lambda: block(x),
-            lambda: torch.autograd.grad(block(x).sum(), x),
-            lambda: torch.autograd.grad(checkpoint(block, x).sum(), x),
-        )
-    dispatch_s = _IN_A_MODEL * max(0.0, dispatched_s - plain_s) / some_dispatched_ops()
-    region_s = _REGION_IN_A_MODEL * max(0.0, region_s - whole_s - forward_s)
-    return HostCosts(share * dispatch_s, share * region_s, share * _SUBSTITUTED * dispatch_s)
+    def fitted(host: np.ndarray, first: int, end: int, until_s: float) -> np.ndarray:
+        """With the host seconds of these ops scaled, so that the last of them is issued then."""
+        scale = _root(lambda by: float(played(scaled(host, first, end, by), device)[0][end - 1]) - until_s, 0.0, 1.0)
+        return scaled(host, first, end, scale)
+
+    ends = measured.forward_host_s, measured.forward_host_s + measured.backward_host_s
+    for first, end, until_s in ((0, num_forward, ends[0]), (num_forward, len(host), ends[1])):
+        host = fitted(host, first, end, until_s) if end > first else host
+    if host.sum() > device.sum():
+        scale = _root(lambda scale: float(played(scale * host, device)[1][-1]) - measured.step_s, 0.0, 2.0)
+        return (scale * host).tolist(), device.tolist()
+    most = measured.step_s / max(1, int(kernels.sum()))
+
+    def spaced(gap: float) -> np.ndarray:
+        return np.maximum(device + gap * kernels, 0.0)
+
+    gap = _root(lambda gap: float(played(host, spaced(gap))[1][-1]) - measured.step_s, -most, most)
+    return host.tolist(), spaced(gap).tolist()
 
 
-def _seconds_of(*calls: Callable[[], Any], rounds: int = 10) -> list[float]:
-    """The least of several runs of each, in turns as clocks change; the first is left aside."""
-    times: list[list[float]] = []
-    for _ in range(rounds + 1):
-        times.append([])
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times[-1].append(time.perf_counter() - start)
-    return [min(runs) for runs in zip(*times[1:], strict=True)]
+def _root(missing: Callable[[float], float], low: float, high: float) -> float:
+    """Where a rising function is 0, by bisection; the nearest end if that is outside."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if missing(middle) > 0 else (middle, high)
+    return high
 
 
 def medians(runs: list[list[float]]) -> list[float]:

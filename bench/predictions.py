@@ -1,0 +1,101 @@
+"""What plans are predicted to cost, and what they do: `python bench/predictions.py`.
+
+For each step: traced, then a checkpoint per block and every second block as plans, simulated on the graph and applied.
+Ways take turns within one run, three steps in a row each, with Python's garbage collector as users have it. Writes
+bench/results/predictions-<device>.md, and with --graphs the graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import statistics
+from pathlib import Path
+
+import families
+import torch
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, timed, versions
+from zoo import Job
+
+import lowtide
+from lowtide.plans import Plan
+from lowtide.solvers.references import reference_plans
+
+STEPS = ("convnext:0", "vit:0", "whisper:0", "gpt:0", "gpt:1", "llama:1")  # 1: with the small batch
+WAYS = ("a checkpoint per block", "every second block")
+
+
+def step(job: Job) -> None:
+    job.model.zero_grad(set_to_none=True)
+    job.step()
+
+
+def in_turns(job: Job, device: str, plans: dict[str, Plan], rounds: int) -> dict[str, float]:
+    """Seconds that each plan adds to the plain step, and of the plain step: medians."""
+    times: dict[str, list[float]] = {name: [] for name in ("plain", *plans)}
+    for turn in range(rounds + 1):
+        for name in times:
+            with lowtide.apply(job.model, plans[name]) if name in plans else contextlib.nullcontext():
+                step(job)  # what is worked out once is none of the step's
+                seconds = timed(functools.partial(step, job), device, NUM_IN_A_ROW)
+            if turn:
+                times[name].append(seconds)
+    plain = times["plain"]
+    found = {name: statistics.median(a - b for a, b in zip(times[name], plain, strict=True)) for name in plans}
+    return {**found, "plain": statistics.median(plain)}
+
+
+def row_of(name: str, device: str, rounds: int, graphs: Path | None) -> str:
+    family, _, small = name.partition(":")
+    job = families.make(family, device, small_batch=small == "1")
+    for _ in range(3):
+        step(job)
+    job.model.zero_grad(set_to_none=True)
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch)
+    if graphs is not None:
+        graphs.mkdir(parents=True, exist_ok=True)
+        (graphs / f"{family}-{small}.json").write_text(graph.to_json())
+    plans = {way: plan for way, plan in reference_plans(graph).items() if way in WAYS}
+    seconds = in_turns(job, device, plans, rounds)
+    lines = graph.lines
+    cells = [f"{family}, batch {job.batch[0].shape[0]}", lines.limit if graph.has_host_line else "one line"]
+    cells += [f"{1e3 * each:.1f}" for each in (seconds["plain"], lines.step_s, lines.host_s, lines.device_s)]
+    for way, plan in plans.items():
+        told = lowtide.simulate(graph, plan).extra_s / lines.step_s
+        cells += [f"{100 * told:+.1f}", f"{100 * seconds[way] / seconds['plain']:+.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", nargs="*", default=list(STEPS))
+    parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    page = Page(
+        options.out,
+        f"predictions-{options.device}.md",
+        f"# Predicted and measured cost of plans, {device_name(options.device)}",
+        "",
+        f"{versions()}. Percent of the plain step that a plan adds: predicted by the simulator from one trace, and "
+        f"measured in turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds. Milliseconds of the plain step, "
+        "measured and simulated, and of its two time lines.",
+        "",
+        "| step | limit | plain, measured | simulated | host | device "
+        "| " + " | ".join(f"{way}, {how}" for way in WAYS for how in ("predicted", "measured")) + " |",
+        "|" + "---|" * 10,
+    )
+    for name in options.steps:
+        try:
+            page.add(row_of(name, options.device, options.rounds, options.graphs))
+        except Exception as error:  # one step must not cost the others their rows
+            page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:200]} |")
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
