@@ -110,3 +110,23 @@ def test_a_larger_batch_is_held_too() -> None:
     (replan,) = handle.stats().replans
     assert replan.is_new
     assert lowtide.measure(lambda: loss_fn(x).backward()).total_peak_bytes <= budget
+
+
+def test_the_peak_that_fit_measures_is_that_of_the_step_alone() -> None:
+    """Copies of the batch, and the models that the engine is measured on, are not the step's."""
+    model, x = made()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    loss_fn(x).backward()
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    loss_fn(x).backward()
+    plain = torch.cuda.max_memory_allocated()
+    model.zero_grad()
+    handle = lowtide.fit(model, loss_fn, x, budget=int(0.7 * plain))
+    torch.cuda.reset_peak_memory_stats()
+    loss_fn(x).backward()
+    peak = torch.cuda.max_memory_allocated()
+    assert handle.measured_peak_bytes is not None and abs(handle.measured_peak_bytes - peak) <= 1 << 20 < x.nbytes

@@ -133,7 +133,7 @@ def _unchanged(
     model: nn.Module, loss_fn: Any, args: Any, device: torch.device, generators: Iterable[torch.Generator]
 ) -> Iterator[Callable[[], None]]:
     """A step to be called in the block; nothing is left of it afterwards."""
-    restorer = Restorer(model, loss_fn, tensors_in(args), device)
+    restorer = Restorer(model, loss_fn, tensors_in(args), device, copies_on_host=True)
     for tensor in (*model.buffers(), *tensors_in(args)):
         restorer.before_write(tensor)
     for generator in generators:

@@ -36,6 +36,7 @@ def noted_generators() -> Iterator[list[torch.Generator]]:
 
 class Restorer:
     """Take it before the step, call `restore()` after. Contents are copied only when something is about to write them.
+    With `copies_on_host`, copies take no memory of the device: for a step whose peak is measured.
 
     Modules get back their attributes, among them training flags, hooks and caches, with what lies in those. Leaves get
     back their gradients, random generators their states, optimizers that a hook steps in the backward theirs. So do
@@ -43,8 +44,15 @@ class Restorer:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], tensors: Iterable[Tensor], device: torch.device
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        *,
+        copies_on_host: bool = False,
     ) -> None:
+        self._copies_on_host = copies_on_host
         reach = Reach(loss_fn)
         self._cells, self._globals = reach.cells, reach.globals
         modules = [part for module in (model, *reach.modules) for part in _compat.submodules(module)]
@@ -88,7 +96,8 @@ class Restorer:
                 if key not in self._copies and not _compat.is_fake(tensor) and not tensor.is_meta:
                     everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     everything.set_(tensor.untyped_storage())  # type: ignore[call-overload]
-                    self._copies[key] = tensor, everything, everything.clone(), _compat.version_of(tensor)
+                    kept = everything.to("cpu", copy=True) if self._copies_on_host else everything.clone()
+                    self._copies[key] = tensor, everything, kept, _compat.version_of(tensor)
 
     def reset_gradients(self) -> None:
         """The gradients there were, as objects; their content comes with `restore`."""
