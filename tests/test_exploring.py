@@ -43,7 +43,7 @@ def may_keep(graph: StepGraph, regions: list[int]) -> np.ndarray:
     }
     found = np.zeros(graph.num_forward, dtype=bool)
     found[saved] = [graph.retainable.depths[op] >= depths[op] for op in saved]
-    return found & keepable(graph)[0] & (graph.arrays.seconds[: graph.num_forward] > 0)
+    return found & keepable(graph) & (graph.arrays.seconds[: graph.num_forward] > 0)
 
 
 def with_kept(graph: StepGraph, regions: list[int], ops: tuple[int, ...]) -> EagerLives:

@@ -49,7 +49,7 @@ class Exploring:
 
     def __init__(self, graph: StepGraph, pricing: Pricing, nesting: Nesting, floor: int, plain: int) -> None:
         self._graph, self._nesting, self._pricing = graph, nesting, pricing
-        self._may_keep = pricing.may_keep & ~pricing.must_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
+        self._may_keep = pricing.may_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
         self.stations = [floor + (plain - floor) * step // _NUM_STATIONS for step in range(_NUM_STATIONS)]
         self._budgets = np.array(self.stations, dtype=np.float64)
         self._least: dict[_Key, np.ndarray] = {}  # by set, seconds at each station

@@ -19,39 +19,25 @@ from lowtide.solvers.chain import Regions
 
 
 class Nesting:
-    """Takes regions apart, level by level of the module tree.
+    """Takes regions apart, level by level of the module tree."""
 
-    A region that is inside of none retains the outputs of its ops that `must_keep`; a region inside it cannot, so one
-    with such ops, or with saves of what they make, is none.
-    """
-
-    def __init__(self, graph: StepGraph, replayable: list[bool], must_keep: np.ndarray) -> None:
+    def __init__(self, graph: StepGraph, replayable: list[bool]) -> None:
         self._graph = graph
         self._replayable = replayable
-        self._must_keep = must_keep
-        sums = np.concatenate([[0], np.cumsum(must_keep)])
-        self._is_bound = [bool(sums[call.end] > sums[call.first]) for call in graph.calls]
-        for save in graph.saves if must_keep.any() else ():
-            at, born = save.call, graph.values[save.value].born
-            while at >= 0 and 0 <= born < graph.num_forward and must_keep[born] and not self._is_bound[at]:
-                self._is_bound[at] = True
-                at = graph.calls[at].parent
         self.children: list[list[int]] = [[] for _ in graph.calls]
         for index, call in enumerate(graph.calls):
             if call.parent >= 0:
                 self.children[call.parent].append(index)
 
     def tidied(self, regions: Regions) -> Regions:
-        """`regions` less those that cannot be, each holding what it must, and nothing else where others are inside."""
+        """`regions` less those that cannot be; those with others around or inside retain nothing."""
         found: Regions = {}
         has_inner = {self._outermost(self._graph.calls[call].parent, regions) for call in regions}
         for call in sorted(regions):
             outer = self._outermost(self._graph.calls[call].parent, found)
-            if not self._replayable[call] or (outer >= 0 and self._is_bound[call]):
-                continue
-            # A region that holds more would keep what those inside it drop.
-            more = () if outer >= 0 or call in has_inner else regions[call]
-            found[call] = tuple(sorted({*more, *self._must_hold(call)})) if outer < 0 else ()
+            if self._replayable[call]:
+                # A region that retained outputs would keep what those inside it drop.
+                found[call] = () if outer >= 0 or call in has_inner else tuple(sorted(set(regions[call])))
         return found
 
     def further(
@@ -129,10 +115,6 @@ class Nesting:
             count += call in key
         return count
 
-    def _must_hold(self, call: int) -> list[int]:
-        first, end = self._graph.calls[call].first, self._graph.calls[call].end
-        return [int(op) for op in np.flatnonzero(self._must_keep[first:end])] if self._is_bound[call] else []
-
     def _at_work(self, timeline: Timeline | EagerLives, level: float) -> list[int]:
         ops = {int(timeline.ops[event]) for event in np.flatnonzero(timeline.total_bytes > level)} - {-1}
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
@@ -157,7 +139,7 @@ class Nesting:
         level = [region]
         while level:
             inside = [child for call in level for child in self.children[call]]
-            allowed = [child for child in inside if self._replayable[child] and not self._is_bound[child]]
+            allowed = [child for child in inside if self._replayable[child]]
             missing = [child for child in allowed if child not in regions]
             if missing:
                 return missing

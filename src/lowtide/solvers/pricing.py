@@ -79,7 +79,7 @@ class Pricing:
         first = np.array([call.first for call in graph.calls], dtype=np.int64)
         end = np.array([call.end for call in graph.calls], dtype=np.int64)
         self._spans = first, np.maximum(first, np.array(self._stop, dtype=np.int64)), end
-        self.may_keep, self.must_keep = keepable(graph)
+        self.may_keep = keepable(graph)
         self.replayable = replayable(graph, self._stop)
         if narrow:
             is_wide = contains_layers(graph)
@@ -93,9 +93,7 @@ class Pricing:
         self._held = self._charges_of_ops(holding)
         self._may_keep = {depth: self._keepable_at(depth) for depth in self._held}
         allowed = np.array(self.replayable, dtype=bool)
-        self.holds = RegionHolds(
-            graph, self._stop, self._may_keep, self.must_keep, self._held, allowed, self._run_firsts
-        )
+        self.holds = RegionHolds(graph, self._stop, self._may_keep, self._held, allowed, self._run_firsts)
         self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
         if press is not None:
             num = len(graph.calls) + 1
@@ -211,13 +209,12 @@ class Pricing:
 
     def _as_regions(self, price: float) -> list[np.ndarray]:
         """What each call costs as a region that retains no outputs, and as one that retains some."""
-        first, stop, end = self._spans
+        first, stop, _ = self._spans
         entry = self._region_s + price * self._inputs
         if self._press:
             entry += self._pressed_inputs.costs(price)[:-1]
-        must, seconds = sums_of(self.must_keep), sums_of(self._seconds)
-        simple = np.where(must[end] > must[first], np.inf, seconds[stop] - seconds[first])
-        return [entry + simple, entry + self.holds.costs(price)]
+        seconds = sums_of(self._seconds)
+        return [entry + seconds[stop] - seconds[first], entry + self.holds.costs(price)]
 
     def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
         """What these regions, none inside another, take at the least, whatever is nested in them."""
@@ -303,33 +300,26 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
     return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports)
 
 
-def keepable(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """For each forward op, whether a region may retain what it makes, and whether it must.
+def keepable(graph: StepGraph) -> np.ndarray:
+    """For each forward op, whether a region may retain what it makes.
 
     What an op changes in place, and what is changed after, would not be what it was. Choices ("index") are kept by the
-    engine in any case (`lowtide.replay.choices`), so a region need not retain them; no other op must be retained.
+    engine in any case (`lowtide.replay.choices`).
     """
-    may, must = np.zeros(graph.num_forward, dtype=bool), np.zeros(graph.num_forward, dtype=bool)
+    may = np.zeros(graph.num_forward, dtype=bool)
     mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
     for index, op in enumerate(graph.ops[: graph.num_forward]):
         makes = any(graph.values[value].kind == "activation" for value in op.outputs)
         is_changed = bool(op.mutates) or "mutates" in op.flags or not mutated.isdisjoint(op.outputs)
         may[index] = makes and not is_changed and "index" not in op.flags
-    return may, must
+    return may
 
 
 def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
     """For each call whether it can be a region: a module of the model, with ops to replay and none that cannot be."""
-    may, must = keepable(graph)
-    depths = graph.retainable.depths
-    stuck = {depth: sums_of(must & ~(may & (depths >= depth))) for depth in set(graph.depths)}
     return [
-        stop > call.first
-        and bool(call.path)
-        and not call.path.startswith("<")
-        and stuck[depth][call.end] == stuck[depth][call.first]
-        and index not in graph.unreplayable
-        for index, (call, stop, depth) in enumerate(zip(graph.calls, stops, graph.depths, strict=True))
+        stop > call.first and bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
+        for index, (call, stop) in enumerate(zip(graph.calls, stops, strict=True))
     ]
 
 

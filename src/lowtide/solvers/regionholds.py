@@ -18,9 +18,9 @@ from lowtide.graph import StepGraph
 class RegionHolds:
     """What each call costs as a region that retains outputs, at the least, whatever regions are inside it.
 
-    `may_keep[depth]` and `must_keep` are the ops whose outputs regions at that depth may and must retain, and
-    `held[depth]` the bytes that each takes then. `stops` are the positions at which replays end if nothing is retained.
-    Calls that are not `allowed` to be regions cost inf. What is made from `run_firsts` on may be retained for a call.
+    `may_keep[depth]` are the ops whose outputs regions at that depth may retain, and `held[depth]` the bytes that each
+    takes then. `stops` are the positions at which replays end if nothing is retained. Calls that are not `allowed` to
+    be regions cost inf. What is made from `run_firsts` on may be retained for a call.
     """
 
     def __init__(
@@ -28,12 +28,11 @@ class RegionHolds:
         graph: StepGraph,
         stops: list[int],
         may_keep: Mapping[int, np.ndarray],
-        must_keep: np.ndarray,
         held: Mapping[int, np.ndarray],
         allowed: np.ndarray,
         run_firsts: Sequence[int],
     ) -> None:
-        self._graph, self._may_keep, self._must_keep, self._held = graph, may_keep, must_keep, held
+        self._graph, self._may_keep, self._held = graph, may_keep, held
         self._seconds, self._substituted_s = graph.arrays.seconds[: graph.num_forward], graph.retainable.substituted_s
         is_saved, unread = np.zeros(graph.num_forward, dtype=bool), np.zeros(graph.num_forward, dtype=bool)
         for save in graph.saves:
@@ -57,9 +56,8 @@ class RegionHolds:
         dispatch_s = self._graph.hardware.dispatch_s
         costs = np.full(len(self._allowed), np.inf)
         for depth, calls in self._calls_at.items():
-            first, least, stop, end = (span[calls] for span in self._spans)
+            first, least, stop, _ = (span[calls] for span in self._spans)
             before, behind = (sums_of(each) for each in self._choices(depth, price))
-            must = sums_of(np.where(self._must_keep, price * self._held[depth], 0.0))
             ends = np.stack([least, stop + 1], axis=1).ravel()
             at_end = np.append(before - behind, np.inf)
             alone_s, inside_s = (
@@ -67,15 +65,14 @@ class RegionHolds:
                 for each in (at_end + dispatch_s * np.arange(len(at_end)), at_end)
             )
             best = np.minimum(alone_s - dispatch_s * first, inside_s + self._inner_s[calls])
-            costs[calls] = best - before[first] + behind[stop] + must[end] - must[stop]
+            costs[calls] = best - before[first] + behind[stop]
         return costs
 
     def _choices(self, depth: int, price: float) -> tuple[np.ndarray, np.ndarray]:
         """What each op costs in regions of a depth, before the end of a replay and behind it."""
         may_keep, kept = self._may_keep[depth], price * self._held[depth]
         before = np.where(may_keep, np.minimum(self._seconds, kept + self._substituted_s), self._seconds)
-        before = np.where(self._must_keep, kept + self._substituted_s, before)
-        return before, np.where(self._must_keep | (may_keep & self._is_read), kept, 0.0)
+        return before, np.where(may_keep & self._is_read, kept, 0.0)
 
     def kept(self, index: int, price: float) -> list[int]:
         """The ops of a call, counted from its first, whose outputs it best retains at a price."""
@@ -85,7 +82,7 @@ class RegionHolds:
         costs = sums_of(before)[least - first :] + behind.sum() - sums_of(behind)[least - first :]
         at = least + int(np.argmin(costs + [self._fee_s(index, position) for position in range(least, stop + 1)]))
         may_keep, gained_s = self._may_keep[depth], self._seconds - self._substituted_s
-        is_kept = self._must_keep[first:end].copy()
+        is_kept = np.zeros(end - first, dtype=bool)
         is_kept[: at - first] |= may_keep[first:at] & (price * self._held[depth][first:at] < gained_s[first:at])
         is_kept[at - first : stop - first] |= (may_keep & self._is_read)[at:stop]
         return [int(op) for op in np.flatnonzero(is_kept)]

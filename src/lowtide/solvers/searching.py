@@ -156,7 +156,7 @@ class Search:
     @cached_property
     def _nesting(self) -> Nesting:
         pricing = self._moments[0].pricing
-        return Nesting(self.graph, pricing.replayable, pricing.must_keep)
+        return Nesting(self.graph, pricing.replayable)
 
     @cached_property
     def _segmented(self) -> list[Found]:

@@ -22,7 +22,6 @@ from lowtide.solvers.chain import Regions
 from lowtide.solvers.chainplans import ChainPlans, Item, Measuring, Segmentation, items_of, kept_ops
 from lowtide.solvers.found import Found
 from lowtide.solvers.moving import Mover
-from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.pressing import Codecs
 from lowtide.solvers.pricing import Choice, Pricing, replayable, stops_of
 
@@ -90,8 +89,6 @@ class Segmenting:
         for call, facts in enumerate(graph.calls):
             if facts.kind == "Segment":
                 regions[call] = tuple(sorted(op - facts.first for op in plan.kept if facts.first <= op < facts.end))
-        if self._pricing.must_keep.any():
-            regions = Nesting(graph, replayable(graph, stops_of(graph)), self._pricing.must_keep).tidied(regions)
         if any(call in graph.unreplayable for call in regions):
             return None
         played = EagerLives(graph, dict(sorted(regions.items())))
