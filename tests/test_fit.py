@@ -139,8 +139,7 @@ def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch)
         assert (
             handle.measured_peak_bytes in calls and handle.measured_peak_bytes + 200_000 <= budget < calls[0] + 200_000
         )
-        tried = {trial.name: trial for trial in handle.candidates}
-        assert tried["fastest that fits"].outcome == "kept" or tune_s
+        assert sum(trial.outcome == "kept" for trial in handle.candidates) == 1
         assert any("over the budget" in trial.outcome for trial in handle.candidates)
         handle.remove()
 
@@ -428,7 +427,7 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
     while True:
         Interrupted.counter = num_interrupted + 1
         try:
-            handle = lowtide.fit(model, loss_fn, x, budget=budget)
+            handle = lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0)  # tests/test_tuning.py interrupts the rest
         except KeyboardInterrupt:
             num_interrupted += 1
         finally:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import pickle
 import random
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -377,3 +381,40 @@ def test_a_replay_of_ones_own_checkpoint_in_the_middle_of_a_forward_has_the_same
             each(x).square().sum().backward()
     for name, parameter in plain.named_parameters():
         assert torch.equal(model.get_parameter(name).grad, parameter.grad)
+
+
+def _checkpointed(model: nn.Sequential, x: Tensor) -> None:
+    for layer in model:
+        x = lowtide.checkpoint(layer, x)
+    x.sum().backward()
+
+
+def _applied(policy: Any, model: nn.Sequential, x: Tensor) -> None:
+    with lowtide.apply(model, policy, regions=["0", "1"]):
+        model(x).sum().backward()
+
+
+def _planned(model: nn.Sequential, x: Tensor) -> None:
+    plan = lowtide.Plan(regions=(lowtide.plans.Recompute("0"), lowtide.plans.Recompute("1")))
+    with lowtide.apply(model, plan):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [_checkpointed, functools.partial(_applied, lowtide.RecomputeAll()), _planned],
+    ids=["call", "policy", "plan"],
+)
+def test_a_model_that_nobody_needs_is_freed(step: Callable[[nn.Sequential, Tensor], None]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    for _ in range(2):
+        step(model, torch.randn(3, 4))
+    attributes = set(vars(nn.Sequential()))
+    assert set(vars(model[0])) == attributes  # what is remembered of a module is not among its attributes
+    copies = copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))
+    for each in copies:
+        step(each, torch.randn(3, 4))
+    remaining = [weakref.ref(parameter) for each in (model, *copies) for parameter in each.parameters()]
+    del model, copies, each
+    gc.collect()
+    assert not [reference for reference in remaining if reference() is not None]

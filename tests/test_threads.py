@@ -29,7 +29,8 @@ def fitted(width: int) -> tuple[int, int, int | None, list[Tensor]]:
         return model(x).square().mean()
 
     guess = lowtide.estimate(model, loss_fn, x)
-    handle = lowtide.fit(model, loss_fn, x, budget=(guess.peak_bytes + guess.floor_bytes) // 2, time_limit_s=60.0)
+    budget = (guess.peak_bytes + guess.floor_bytes) // 2
+    handle = lowtide.fit(model, loss_fn, x, budget=budget, time_limit_s=60.0, tune_s=0)
     loss_fn(x).backward()
     handle.remove()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

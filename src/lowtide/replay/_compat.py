@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from types import CellType, FunctionType
@@ -296,3 +297,20 @@ class ReadGuard(TorchDispatchMode):
             if isinstance(value, Tensor) and is_plain(value) and storage_id(value) in self._guarded:
                 self._refuse(self._guarded[storage_id(value)])
         return func(*args, **(kwargs or {}))
+
+
+def companion_of(module: nn.Module) -> Any:
+    """What `set_companion` has given to a module, else None."""
+    return getattr(vars(module).get("_state_dict_pre_hooks"), _COMPANION, None)
+
+
+def set_companion(module: nn.Module, companion: Any) -> None:
+    """Let an object belong to a module and live as long, out of sight: it is an attribute of one of its hook dicts.
+
+    The module's own attributes are its user's. Obsolete with ephemerons in Python, or a public slot on modules.
+    """
+    with contextlib.suppress(AttributeError):  # a ScriptModule: what it holds is found anew for each call
+        setattr(vars(module).get("_state_dict_pre_hooks"), _COMPANION, companion)
+
+
+_COMPANION = "lowtide_companion"

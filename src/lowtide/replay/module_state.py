@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.replay._compat import companion_of, set_companion
 from lowtide.replay.bindings import ABSENT, INTERNAL_NAMES, Names, Slot, bind, nothing
 from lowtide.replay.code_facts import code_facts
 from lowtide.replay.containers import Containers, reachable
@@ -49,9 +50,13 @@ class ModuleTree:
     What the names are bound to is read for every call. So that is done by a few calls of C functions, over the dicts
     behind parameters, buffers, children and attributes. Of torch's own modules without children only parameters,
     buffers and, where they go by it, the training flag are read: their other attributes say how they were made.
+
+    A tree belongs to its root (`set_companion`): they refer to each other, and Python's collector frees both together.
+    A dictionary of trees would keep all modules alive, also one whose keys are weak.
     """
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
+        self.root = weakref.ref(root)
         self.slots: list[Slot] = []
         self._dicts: list[Names] = []
         self._flagged: list[nn.Module] = []  # modules of which only the training flag is read
@@ -83,6 +88,12 @@ class ModuleTree:
         self.last_call = LastCall()  # of the root, as a region
         # Whether a forward was seen to write a tensor, by its names, key and training flag.
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module has other names: it gets a tree of its own."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # nor is it saved with the module
 
     def read(self) -> list[Any]:
         """What all names are bound to now. If any have come or gone, there are more or fewer values."""
@@ -358,15 +369,15 @@ class Snapshot:
         return functools.partial(_compat.overwrite_all, tensors, values, versions)
 
 
-_trees: weakref.WeakKeyDictionary[nn.Module, ModuleTree] = weakref.WeakKeyDictionary()
-
-
 def snapshot_of(root: nn.Module) -> Snapshot:
     """What the modules from `root` on hold now."""
-    tree = _trees.get(root)
+    tree = companion_of(root)
+    if tree is not None and tree.root() is not root:  # a shallow copy shares what belongs to a module
+        tree = None
     snapshot = None if tree is None else tree.snapshot()
     if snapshot is None:
-        _trees[root] = tree = ModuleTree(root, tree)
+        tree = ModuleTree(root, tree)
+        set_companion(root, tree)
         snapshot = tree.snapshot()
         assert snapshot is not None
     return snapshot
