@@ -7,6 +7,7 @@ out: the device runs the recorded kernels one after the other. See docs/cuda-gra
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 
 
-class Capturable:
+class Capturable(ABC):
     """What a handle of something applied to a model must say for its steps to be captured."""
 
     enabled: bool
@@ -34,15 +35,18 @@ class Capturable:
     model: nn.Module
 
     @property
+    @abstractmethod
     def num_patched(self) -> int:
-        raise NotImplementedError
+        """How many modules run under it."""
 
     @property
+    @abstractmethod
     def moves_activations(self) -> bool:
-        raise NotImplementedError
+        """Whether activations leave the device, or are compressed."""
 
+    @abstractmethod
     def put_back(self) -> None:
-        raise NotImplementedError
+        """Patch all modules again."""
 
     def capture(
         self,

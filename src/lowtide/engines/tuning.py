@@ -198,9 +198,7 @@ class Tuner:
     def keep(self) -> AppliedPlan:
         """The fastest candidate that holds, on the model, with what was measured of it."""
         within = [each for each in self._tried.values() if (each.peak_bytes or self._budget + 1) <= self._budget]
-        holding = (
-            self._holding() or within
-        )  # should all of them have run out of memory later, it was for another reason
+        holding = self._holding() or within  # if all of them ran out of memory later, it was for another reason
         timed = [tried for tried in holding if tried.times] or holding
         fastest_s = (1 + _NOISE) * min(map(self._rank, timed))
         best = min((tried for tried in timed if self._rank(tried) <= fastest_s), key=lambda tried: tried.plan.extra_s)
