@@ -240,6 +240,21 @@ def test_a_peak_from_before_does_not_count(job: Any, counter: Counter, caplog: p
     assert len(said(caplog)) == 1
 
 
+def test_steps_with_the_handle_off_do_not_count(job: Any, counter: Counter, caplog: pytest.LogCaptureFixture) -> None:
+    watch = counter.watch(job, 1000)
+    for _ in range(10):
+        counter.peak = max(counter.peak, 900)
+        watch.forward_begins()
+        watch.forward_without_plan()
+        counter.peak = 5000  # of the plain step, and nobody resets it
+        watch.forward_begins()
+    assert not said(caplog)
+    counter.peak = 5001
+    for _ in range(40):
+        watch.forward_begins()
+    assert len(said(caplog)) == 1
+
+
 def test_the_counter_is_read_seldom(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: reads.append(0) or 0)

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -104,12 +105,13 @@ class _Bench:
 
     def _look_into(self, block: nn.Module) -> tuple[list[str], int]:
         """The ops of a block's forward, by name, and how many tensors it saves."""
-        saved: list[Tensor] = []
+        numbers = count()
         x = self._x.clone().requires_grad_()
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved.append, lambda each: each)
+        # Autograd keeps the pack hook: one that held the tensors would keep the graph, and the block, alive for good.
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: next(numbers), lambda each: each)
         with hooks, OpNames() as ops:
             block(x)
-        return ops.names, len(saved)
+        return ops.names, next(numbers)
 
     def _in_turns(self, model: nn.Module, plans: Sequence[Plan | None]) -> list[float]:
         """Seconds of a step under each plan; the second is that of the forward alone. Medians of turns."""

@@ -51,9 +51,16 @@ class BudgetWatch:
         self._next = 1
         self._next_profiled = 2
         self._last_peak = self._read_peak()  # what was reached before says nothing about this handle
+        self._ran_without = False
+
+    def forward_without_plan(self) -> None:
+        """The model runs with the handle switched off: what it reaches says nothing about the plan."""
+        self._ran_without = True
 
     def forward_begins(self) -> None:
         """The model is about to run a forward of a training step; the steps before are over."""
+        if self._ran_without:
+            self._ran_without, self._last_peak = False, self._read_peak()
         self._num_forwards += 1
         if self._num_forwards <= self._next or self._has_warned:
             return

@@ -133,6 +133,8 @@ class AppliedPlan(Applied):
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
         if not self.enabled and self._thread.run is None:  # a replay goes by what its forward went by
+            if self.watch is not None and not region.name:
+                self.watch.forward_without_plan()
             return forward(*args, **kwargs)
         if region.name:
             return self._run_eagerly(region, module, forward, args, kwargs)

@@ -32,6 +32,7 @@ from lowtide.units import format_bytes
 _MOST_BEHIND = (2.0, 1.25, 1.1, 1.05, 1.05)
 # A candidate predicted to take so many times as long as one that holds, by prediction and as measured, is not run.
 _HOPELESS = 1.25
+_ROUNDS_ALONE = 2  # turns of a candidate with nobody but the plain step, for what it costs to be told
 _NOISE = 0.01  # within this of the fastest, the one that was predicted to be faster is kept
 _AFTER_OUT_OF_MEMORY = 0.05  # of the budget, taken off where a step ran out of memory and told no peak
 
@@ -112,6 +113,7 @@ class Tuner:
 
     def _measure(self, tried: Tried) -> None:
         self.take_off()
+        give_back_memory()  # cached blocks of other candidates are larger than this one asks for, and count in full
         try:
             self._on = tried, self._apply(tried.plan)
             tried.peak_bytes, tried.first_s = self._steps.measured()
@@ -125,9 +127,7 @@ class Tuner:
                 logger.warning("%s cannot be used: %s", tried.candidate.name, error)
             else:
                 raise
-        if tried.problem:
-            give_back_memory()
-        elif tried.peak_bytes is not None and tried.peak_bytes > self._budget:
+        if not tried.problem and tried.peak_bytes is not None and tried.peak_bytes > self._budget:
             tried.problem = "over the budget"
 
     def missing_bytes(self, candidate: Candidate) -> int:
@@ -156,13 +156,14 @@ class Tuner:
         return tried.seconds if self._tune_s else self._steps.graph.step_s + tried.plan.extra_s
 
     def time_all(self) -> None:
-        """Let the candidates that hold take turns, until one is left, the time is over, or there were enough rounds."""
+        """Let the candidates that hold take turns with the plain step, until the time is over or one is left."""
         left = _not_behind(self._holding(), _MOST_BEHIND[0]) if self._tune_s else []
         deadline = time.monotonic() + self._left_s
         for number, behind in enumerate(_MOST_BEHIND[1:], 1):
-            if len(left) < 2 or time.monotonic() > deadline:
+            most = len(_MOST_BEHIND) - 1 if len(left) > 1 else _ROUNDS_ALONE
+            if all(tried.plan.is_plain for tried in left) or number > most or time.monotonic() > deadline:
                 return
-            self._say(f"timing {len(left)} candidates in turns, round {number} of at most {len(_MOST_BEHIND) - 1}")
+            self._say(f"timing {len(left)} candidates in turns, round {number} of at most {most}")
             gc.collect()
             self._time_plain()
             for tried in left:
@@ -204,6 +205,7 @@ class Tuner:
         best = min((tried for tried in timed if self._rank(tried) <= fastest_s), key=lambda tried: tried.plan.extra_s)
         if self._on is None or self._on[0] is not best:
             self.take_off()
+            give_back_memory()
             self._on = best, self._apply(best.plan)
             self._steps.run()  # its first step under the plan is not like the others
         handle = self._on[1]
