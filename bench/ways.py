@@ -72,7 +72,12 @@ def selective(every: int) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def switched_on(handle: Any) -> Iterator[None]:
-    """A plan that is switched off otherwise."""
+    """A plan that is switched off otherwise.
+
+    The peaks of other ways are forgotten: the handle would take them for its own, and warn that its budget is exceeded.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     handle.enabled = True
     try:
         yield
