@@ -159,8 +159,9 @@ class Comparison:
 
         A row that fails is a line of text.
         """
-        free(self._device)
         job, stages = self._job, Stages()
+        job.model.zero_grad(set_to_none=True)  # gradients that are there would count as memory of the step
+        free(self._device)
         try:
             with stages.listening():
                 handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=target.budget, host=target.host)
@@ -221,10 +222,8 @@ class Comparison:
             graph.release()
 
     def _compared(self, target: Target, ours: Way, peak: int, predicted: float | None, fit: str, kept: str) -> Row:
-        peer = min(
-            (way for way in self._ways if self.peaks[way] <= target.budget),
-            key=lambda way: median_over(self._times[way], self._times["plain"]),
-        )
+        holding = [way for way in self._ways if self.peaks[way] <= target.budget]
+        peer = min(holding or [EVERY_SECOND], key=lambda way: median_over(self._times[way], self._times["plain"]))
         ways = {"plain": self._plain, "peer": self._ways[peer], "ours": ours}
         times = in_turns(ways, self._device, self._rounds, clock=CLOCKS[self._device])
         return Row(
