@@ -9,18 +9,15 @@ graph's memory pool. Writes bench/results/capture-cuda.md.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import gc
 import statistics
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import families
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, timed, versions
-from torch.utils.checkpoint import checkpoint
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
+from ways import Way, checkpointed, free, in_turns, peak_of, step, switched_on
 from zoo import Job
 
 import lowtide
@@ -28,25 +25,6 @@ from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
 
 FAMILIES = (("convnext", False), ("whisper", False), ("gpt", True), ("llama", True), ("bert", True), ("vit", False))
-
-
-@contextlib.contextmanager
-def checkpointed(job: Job) -> Iterator[None]:
-    """torch's checkpoint around the forward of every second block."""
-    blocks = list(find_regions(job.model, job.blocks).values())[::2]
-    for block in blocks:
-        plain = type(block).forward.__get__(block)
-        block.forward = functools.partial(checkpoint, plain, use_reentrant=False)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
-
-
-def eager_step(job: Job) -> None:
-    job.model.zero_grad(set_to_none=True)
-    job.step()
 
 
 def captured(job: Job, every: int) -> tuple[Any, Any]:
@@ -60,23 +38,11 @@ def captured(job: Job, every: int) -> tuple[Any, Any]:
         raise
 
 
-def peak_of(step: Callable[[], Any]) -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return lowtide.measure(step, device="cuda", repeat=3).total_peak_bytes
-
-
-def seconds_of(step: Callable[[], Any]) -> float:
-    step()
-    return timed(step, "cuda", NUM_IN_A_ROW)
-
-
 CAPTURED = {"captured, no plan": 0, "captured, every second": 2, "captured, every block": 1}
 
 
 def rows_of(name: str, small_batch: bool, rounds: int) -> list[str]:
-    with torch.device("cuda"):  # weights are made there, and not moved
-        job = families.make(name, "cuda", small_batch=small_batch)
+    job = families.make(name, "cuda", small_batch=small_batch)
     rows = measured(name, job, rounds)
     if any("random numbers" in row for row in rows):
         for path, module in job.model.named_modules():
@@ -87,39 +53,32 @@ def rows_of(name: str, small_batch: bool, rounds: int) -> list[str]:
 
 
 def measured(name: str, job: Job, rounds: int) -> list[str]:
-    run = functools.partial(eager_step, job)
-    peaks = {"plain": peak_of(run)}
-    with checkpointed(job):
-        peaks["torch, every second"] = peak_of(run)
+    run = functools.partial(step, job)
+    eager = {"plain": Way(run), "torch, every second": Way(run, functools.partial(checkpointed, job, every=2))}
+    peaks = {way: peak_of(job, "cuda", each.context) for way, each in eager.items()}
     times: dict[str, list[float]] = {}
     notes = []
     # Each graph keeps its memory, so one is held at a time; its rounds alternate with those of the eager ways.
     for way, every in CAPTURED.items():
         try:
-            handle, step = captured(job, every)
+            handle, graph = captured(job, every)
         except lowtide.LowtideError as error:
             notes.append(f"{name}, {way}: {' '.join(str(error).split())[:300]}")
             continue
-        peaks[way] = step.peak_bytes
-        graph = functools.partial(step, *job.batch)
+        peaks[way] = graph.peak_bytes
+        ways = dict(eager)
+        if every != 2:
+            del ways["torch, every second"]  # it takes turns with the plan of the same blocks
+        ways[way] = Way(functools.partial(graph, *job.batch), functools.partial(switched_on, handle))
         with handle.disabled():  # the patched modules run plainly in the eager turns
-            for turn in range(rounds + 1):
-                found = {"plain": seconds_of(run)}
-                if every == 2:  # torch's takes turns with the plan of the same blocks
-                    with checkpointed(job):
-                        found["torch, every second"] = seconds_of(run)
-                handle.enabled = True
-                found[way] = seconds_of(graph)
-                handle.enabled = False
-                for each, seconds in found.items() if turn else ():
-                    times.setdefault(each, []).append(seconds)
-        step.release()
+            for each, seconds in in_turns(ways, "cuda", rounds).items():
+                times.setdefault(each, []).extend(seconds)
+        graph.release()
         handle.remove()
-        del graph, step, handle
-        gc.collect()
-        torch.cuda.empty_cache()
+        del ways, graph, handle
+        free("cuda")
     if not times:
-        times["plain"] = [seconds_of(run) for _ in range(rounds)]
+        times = in_turns({"plain": eager["plain"]}, "cuda", rounds)
     cells = [
         f"{1e3 * statistics.median(times[way]):.1f} / {peaks[way] / 2**30:.2f}" if way in times else "-"
         for way in ("plain", "torch, every second", *CAPTURED)
@@ -159,8 +118,7 @@ def main() -> None:
                     print(line)
         except Exception as error:  # one family must not cost the others their rows
             page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:200]} |")
-        gc.collect()
-        torch.cuda.empty_cache()
+        free("cuda")
     if notes:
         page.add("", *(f"- {note}" for note in notes))
 

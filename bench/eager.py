@@ -1,11 +1,12 @@
-"""Eager training under a budget against what people use today: same model, same run, measured peaks and times.
+"""Eager training under a budget against torch's own checkpointing: families of models, measured peaks and times.
 
-    python bench/eager.py [--device cuda] [--out FOLDER] [models ...]
+    python bench/eager.py --device cuda --families llama vit --targets 3 --seconds 120 --out FOLDER
+    python bench/eager.py --join FOLDER/*.md        # one page from those of several runs
 
-Peers: nothing; torch's checkpoint on each block and on every second; torch's selective checkpointing that keeps all
-matrix products, and every other one (as torchtitan does); Hugging Face's own `gradient_checkpointing` where it is one
-of theirs; on a GPU, everything offloaded by torch's `save_on_cpu`. Ours is `lowtide.fit` at each peer's measured peak,
-and at budgets between the floor and the plain peak; on a GPU also with host memory.
+Torch's ways are a checkpoint per block, on every second block, and selective ones that keep all matrix products or
+every other one. Ours is `lowtide.fit` at their measured peaks and between them; on a GPU also with host memory, and
+captured as a CUDA graph. At each budget the plain step, the fastest of torch's ways that hold it, and ours take turns.
+Budgets come in the order of what they tell, so a run that is cut short by `--targets` or `--seconds` has the first.
 """
 
 from __future__ import annotations
@@ -13,287 +14,313 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import logging
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import families
+import rows
 import torch
-import zoo
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, versions
+from rows import Row
+from ways import Way, checkpointed, free, host_and_device_s, in_turns, peak_of, selective, step, switched_on
+from zoo import Job
 
 import lowtide
 from lowtide.engines.regions import find_regions
+from lowtide.plans import Plan, Recompute
 
-PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
-SHARES = (0.5, 0.3, 0.7, 0.1, 0.9)
+PER_BLOCK, EVERY_SECOND = "checkpoint per block", "every second block"
+SELECTIVE, EVERY_OTHER = "selective, all products", "selective, every other product"
 HOST = 64 << 30
+# A fitted model counts what is on the CPU after its 1st, 2nd, 4th, ... forward, which takes longer than a small step.
+NUM_UNTIMED = {"cuda": 0, "cpu": 16}
+CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}  # of the thread, so that other processes do not count
 
 
-def gpt_large(device: str) -> zoo.Job:
-    if device == "cpu":
-        return zoo.gpt(8, 256, 8, 512, (8, 128))
-    return zoo.gpt(16, 2048, 16, 32000, (8, 2048))
-
-
-def llama(device: str) -> zoo.Job:
-    import transformers
-
-    size = (256, 688, 8, 1000, 4, 128) if device == "cpu" else (2048, 5632, 16, 32000, 8, 2048)
-    width, hidden, layers, vocabulary, batch, length = size
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 128 if width > 512 else 4,
-        num_key_value_heads=width // 128 if width > 512 else 4,
-        vocab_size=vocabulary,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(vocabulary, (batch, length))
-    return zoo.Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), "model.layers.*")
-
-
-MODELS: dict[str, Callable[[str], zoo.Job]] = {"gpt": gpt_large, "hf_llama": llama}
-
-
-def selective(every: int) -> Callable[[], Any]:
-    """torch's selective checkpointing that keeps every `every`-th matrix product."""
-
-    def contexts() -> Any:
-        seen = {False: 0, True: 0}
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            if not any(word in str(op) for word in PRODUCTS):
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            seen[context.is_recompute] += 1
-            keeps = seen[context.is_recompute] % every == 0
-            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return contexts
-
-
-@contextlib.contextmanager
-def torch_checkpoints(job: zoo.Job, step: int = 1, context_fn: Any = None) -> Iterator[None]:
-    """torch's own checkpoint on every `step`-th block."""
-    blocks = list(find_regions(job.model, job.blocks).values())[::step]
-    before = [vars(block).pop("forward", None) for block in blocks]  # ours, which is switched off
-    options = {} if context_fn is None else {"context_fn": context_fn}
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, type(block).forward, block, use_reentrant=False, **options)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def hugging_face(job: zoo.Job) -> Iterator[None]:
-    model: Any = job.model
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    try:
-        yield
-    finally:
-        model.gradient_checkpointing_disable()
-
-
-def peers(job: zoo.Job) -> dict[str, Any]:
-    found = {
-        "nothing": contextlib.nullcontext,
-        "torch checkpoint per block": functools.partial(torch_checkpoints, job),
-        "torch checkpoint, every second block": functools.partial(torch_checkpoints, job, 2),
-        "torch selective, all products kept": functools.partial(torch_checkpoints, job, 1, selective(1)),
-        "torch selective, every other product": functools.partial(torch_checkpoints, job, 1, selective(2)),
+def torch_ways(job: Job) -> dict[str, Way]:
+    run = functools.partial(step, job)
+    return {
+        PER_BLOCK: Way(run, functools.partial(checkpointed, job)),
+        EVERY_SECOND: Way(run, functools.partial(checkpointed, job, every=2)),
+        SELECTIVE: Way(run, functools.partial(checkpointed, job, function=selective(1))),
+        EVERY_OTHER: Way(run, functools.partial(checkpointed, job, function=selective(2))),
     }
-    if hasattr(job.model, "gradient_checkpointing_enable"):
-        found["Hugging Face gradient_checkpointing"] = functools.partial(hugging_face, job)
-    if next(job.model.parameters()).is_cuda:
-        found["torch save_on_cpu, everything"] = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
-    return found
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Median seconds under something, and by how much longer that takes than the plain steps right before it."""
-
-    seconds: float
-    over: float
-
-    def __str__(self) -> str:
-        return f"{1e3 * self.seconds:.1f} | {100 * self.over:+.1f} %"
-
-
-def in_turns(job: zoo.Job, device: str, rounds: int, *unders: Callable[[], Any]) -> list[Timed]:
-    """Plain steps, then some under each context, and so on: what is compared runs in the same minute.
-
-    On a GPU several steps follow one another, as in a training loop: the host need not wait for the device.
-    """
-
-    def step() -> None:
-        job.step()
-        job.model.zero_grad(set_to_none=True)
-
-    repeat = NUM_IN_A_ROW if device == "cuda" else 1
-    contexts = [contextlib.nullcontext, *unders]
-    times: list[list[float]] = [[] for _ in contexts]
-    for context in contexts:
-        with context():
-            step()
-    for _ in range(rounds):
-        for found, context in zip(times, contexts, strict=True):
-            with context():
-                found.append(timed(step, device, repeat))
-    return [Timed(statistics.median(found), median_over(found, times[0])) for found in times]
-
-
-def peak_of(job: zoo.Job, device: str, under: Callable[[], Any]) -> int:
-    with under():
-        job.step()
-        job.model.zero_grad(set_to_none=True)
-        peak = lowtide.measure(job.step, device=device).total_peak_bytes
-    job.model.zero_grad(set_to_none=True)
-    return peak
-
-
-@contextlib.contextmanager
-def switched_on(handle: lowtide.Applied) -> Iterator[None]:
-    handle.enabled = True
-    try:
-        yield
-    finally:
-        handle.enabled = False
 
 
 @dataclass(frozen=True)
 class Target:
-    """A budget for ours: the peak of a peer, or a share of the way from the floor to the plain peak."""
+    """A budget for ours, in bytes."""
 
     label: str
     budget: int
-    peer: str = ""
     host: int = 0
+    is_captured: bool = False
 
 
-def targets_of(peaks: dict[str, int], floor: int, device: str) -> list[Target]:
-    """What tells most, first."""
-    targets: list[Target] = []
-    for peer, peak in list(peaks.items())[1:]:
-        if "save_on_cpu" not in peer and peak not in [target.budget for target in targets]:
-            targets.append(Target(f"at the peak of: {peer}", peak, peer))
-    top = peaks["nothing"]
-    between = [
-        Target(f"{int(100 * share)} % of the way from floor", int(floor + (top - floor) * share)) for share in SHARES
+def targets_of(peaks: dict[str, int], device: str) -> list[Target]:
+    """What tells most, first. Peaks are those of torch's ways that ran."""
+    found = []
+    if PER_BLOCK in peaks:
+        found.append(Target(PER_BLOCK, peaks[PER_BLOCK]))
+        if device == "cuda":
+            found.append(Target(f"{PER_BLOCK}, with host memory", peaks[PER_BLOCK], host=HOST))
+    if EVERY_SECOND in peaks:
+        found.append(Target(EVERY_SECOND, peaks[EVERY_SECOND], is_captured=device == "cuda"))
+    between = []
+    if PER_BLOCK in peaks and EVERY_SECOND in peaks:
+        low, high = peaks[PER_BLOCK], peaks[EVERY_SECOND]
+        between = [Target(f"{percent} % between", low + (high - low) * percent // 100) for percent in (50, 25, 75)]
+    return [
+        *found,
+        *between[:1],
+        *(Target(way, peaks[way]) for way in (SELECTIVE, EVERY_OTHER) if way in peaks),
+        *between[1:],
     ]
-    if device != "cuda":
-        return targets + between
-    offloaded = [Target(f"at the peak of: {peer}", peak, peer) for peer, peak in peaks.items() if "on_cpu" in peer]
-    with_host = [
-        replace(each, label=f"{each.label}, with host memory", host=HOST)
-        for each in (targets[0], *offloaded, *between[:2])
-    ]
-    return [targets[0], with_host[0], between[0], *targets[:0:-1], *with_host[1:], *between[1:]]
 
 
-def row(job: zoo.Job, target: Target, peer: Callable[[], Any] | None, device: str, rounds: int, there: int) -> str:
-    """A row of the table: `fit` at one budget, beside the peer with that peak."""
-    start = f"| {target.label} | {target.budget / 2**30:.3f} "
-    try:
-        handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=target.budget, host=target.host)
-    except lowtide.InfeasibleBudgetError as error:
-        return f"{start}| infeasible: {str(error).splitlines()[0]} |"
-    handle.enabled = False
-    ours = functools.partial(switched_on, handle)
-    rounds = 1 if "save_on_cpu" in target.peer else rounds  # it takes many times as long as the others
-    found = in_turns(job, device, rounds, *([] if peer is None else [peer]), ours)
-    peak = peak_of(job, device, ours) + there
-    handle.remove()
-    plan, theirs = handle.plan, " | " if peer is None else str(found[1])
-    predicted = f"{100 * plan.slowdown:+.1f} % | {100 * plan.gap:.2f} %"
-    return f"{start}| {theirs} | {found[-1]} | {predicted} | {peak / 2**30:.3f} | {tuned(handle)} |"
+class Stages(logging.Handler):
+    """Seconds that `fit` spends in each stage, from its log lines: tracing, solving, trying, timing."""
 
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._starts: list[tuple[str, float]] = []
 
-def tuned(handle: Any) -> str:
-    """What `fit` itself measured, and the candidates that it tried: measured slowdowns, the kept one in bold."""
-    slowdown = handle.measured_slowdown
-    shown = []
-    for trial in handle.candidates:
-        measured = trial.measured_slowdown
-        text = f"{trial.name} {trial.outcome if measured is None else f'{100 * measured:+.1f} %'}"
-        if trial.measured_peak_bytes is not None and trial.measured_peak_bytes > handle.plan.budget_bytes:
-            text += " (over)"
-        shown.append(f"**{text}**" if trial.outcome == "kept" else text)
-    return f"{'' if slowdown is None else f'{100 * slowdown:+.1f} %'} | {'; '.join(shown)}"
-
-
-def made(name: str, device: str) -> zoo.Job:
-    with torch.device(device):
-        job = MODELS[name](device)
-    job.model.to(dtype=torch.bfloat16 if device == "cuda" else torch.float32).train()
-    return job
-
-
-def compare(name: str, device: str, rounds: int, num_rows: int | None, page: Page) -> None:
-    job = made(name, device)
-    tensors = [*job.model.parameters(), *job.model.buffers(), *job.batch]
-    there = 0 if device == "cuda" else sum(tensor.nbytes for tensor in tensors)
-    contexts = peers(job)
-    peaks = {peer: peak_of(job, device, context) + there for peer, context in contexts.items()}
-    floor = lowtide.sweep(lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real"), []).floor_bytes
-    (plain,) = in_turns(job, device, rounds)
-    page.add("", f"## {name}: plain {1e3 * plain.seconds:.1f} ms, {peaks['nothing'] / 2**30:.3f} GiB", "")
-    heads = "theirs ms | theirs + | ours ms | ours + | ours predicted + | gap | ours GiB | fit measured + | candidates"
-    page.add(f"| | budget GiB | {heads} |")
-    page.add("|" + "---|" * 11)
-    for target in targets_of(peaks, floor, device)[:num_rows]:
-        page.add(row(job, target, contexts.get(target.peer), device, rounds, there))
-
-
-def overhead(device: str, rounds: int) -> str:
-    """What the engine costs when it has nothing to do but to be there: a plan on a model, switched off and on."""
-    job = made("gpt", device)
-    names: dict[str, nn.Module] = find_regions(job.model, job.blocks)
-    plan = lowtide.Plan(regions=tuple(lowtide.plans.Recompute(name) for name in names))
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            print(record.getMessage(), file=sys.stderr)
+        else:
+            self._starts.append((record.getMessage().split()[0], time.perf_counter()))
 
     @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        with lowtide.apply(job.model, plan) as handle, handle.disabled():
+    def listening(self) -> Iterator[None]:
+        logger = logging.getLogger("lowtide")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        try:
             yield
+        finally:
+            logger.removeHandler(self)
+            logger.setLevel(logging.NOTSET)
+            self._starts.append(("", time.perf_counter()))
 
-    ratios = [1 + in_turns(job, device, rounds, patched)[-1].over for _ in range(3)]
-    return f"Every block patched and kept: {statistics.median(ratios):.3f} of the plain step's time (median of three)."
+    def __str__(self) -> str:
+        stages = dict.fromkeys(("tracing", "solving", "trying", "timing"), 0.0)
+        for (stage, start), (_, end) in zip(self._starts, self._starts[1:], strict=False):
+            if stage in stages:
+                stages[stage] += end - start
+        total = self._starts[-1][1] - self._starts[0][1]
+        return f"{total:.1f}: {', '.join(f'{stage} {seconds:.1f}' for stage, seconds in stages.items())}"
+
+
+class Comparison:
+    """One family: the plain step, torch's ways, and rows for ours."""
+
+    def __init__(self, name: str, device: str, rounds: int) -> None:
+        self._name, self._device, self._rounds = name, device, rounds
+        self._job = families.make(name, device)
+        self._plain = Way(functools.partial(step, self._job))
+        self._ways = torch_ways(self._job)
+        self._times: dict[str, list[float]] = {}
+        self.peaks: dict[str, int] = {}  # of torch's ways
+
+    def head(self) -> Iterator[str]:
+        """Lines on the plain step and on torch's ways."""
+        plain_peak = peak_of(self._job, self._device)
+        host_s, device_s = host_and_device_s(self._job, self._device)
+        notes = []
+        for way in list(self._ways):
+            try:
+                self.peaks[way] = peak_of(self._job, self._device, self._ways[way].context)
+            except Exception as error:  # that torch's checkpoint does not run a model is a result too
+                del self._ways[way]
+                notes.append(f"| {way} | {_failed(error)} |")
+        self._times = in_turns(
+            {"plain": self._plain, **self._ways}, self._device, min(2, self._rounds), clock=CLOCKS[self._device]
+        )
+        plain_ms = 1e3 * statistics.median(self._times["plain"])
+        text = f"## {self._name}: plain {plain_ms:.1f} ms, {rows.gib(plain_peak / 2**30)} GiB"
+        if host_s:
+            limit = "host" if host_s > device_s else "device"
+            text += f"; host {1e3 * host_s:.1f} ms, device {1e3 * device_s:.1f} ms: limited by the {limit}"
+        yield from ("", text, "", "| torch's | GiB | ms | + % |", "|---|---|---|---|")
+        for way in self._ways:
+            ms, over = self._timed(self._times, way)
+            yield f"| {way} | {rows.gib(self.peaks[way] / 2**30)} | {ms:.1f} | {over:+.1f} |"
+        yield from notes
+
+    def rows(self, target: Target) -> Iterator[Row | str]:
+        """`fit` at a budget, beside the fastest of torch's ways that hold it; captured too if asked for.
+
+        A row that fails is a line of text.
+        """
+        job, stages = self._job, Stages()
+        job.model.zero_grad(set_to_none=True)  # gradients that are there would count as memory of the step
+        free(self._device)
+        try:
+            with stages.listening():
+                handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=target.budget, host=target.host)
+        except Exception as error:
+            yield f"| {target.label} | {rows.gib(target.budget / 2**30)} | fit: {_failed(error)} |"
+            return
+        try:
+            handle.enabled = False
+            yield self._row(target, handle, stages)
+            if target.is_captured:
+                yield from self._captured(target, handle)
+        except Exception as error:
+            yield f"| {target.label} | {rows.gib(target.budget / 2**30)} | {_failed(error)} |"
+        finally:
+            handle.remove()
+            job.model.zero_grad(set_to_none=True)
+
+    def _row(self, target: Target, handle: Any, stages: Stages) -> Row:
+        ours = functools.partial(switched_on, handle)
+        peak = peak_of(self._job, self._device, ours)
+        with ours():
+            for _ in range(NUM_UNTIMED[self._device]):
+                self._plain.step()
+        kept = next((trial.name for trial in handle.candidates if trial.outcome == "kept"), "the plain step")
+        if handle.measured_slowdown is not None:
+            kept += f", {100 * handle.measured_slowdown:+.1f} measured by fit"
+        return self._compared(target, Way(self._plain.step, ours), peak, 100 * handle.plan.slowdown, str(stages), kept)
+
+    def _captured(self, target: Target, handle: Any) -> Iterator[Row | str]:
+        """The fitted step as a CUDA graph; where that does not hold the budget, every second block recomputed."""
+        label, kept = f"{target.label}, captured", "the fitted plan"
+        try:
+            yield self._graph_row(Target(label, target.budget), handle, kept)
+            return
+        except lowtide.InfeasibleBudgetError as error:
+            yield f"| {label} | {rows.gib(target.budget / 2**30)} | the fitted plan: {_failed(error)} |"
+        except lowtide.LowtideError as error:
+            yield f"| {label} | {rows.gib(target.budget / 2**30)} | {_failed(error)} |"
+            return
+        handle.remove()
+        free(self._device)
+        names = list(find_regions(self._job.model, self._job.blocks))[::2]
+        with lowtide.apply(self._job.model, Plan(regions=tuple(map(Recompute, names)))) as other:
+            label = f"{label}, at the graph's own peak"
+            yield self._graph_row(Target(label, 0), other, "every second block")
+
+    def _graph_row(self, target: Target, handle: Any, kept: str) -> Row:
+        job = self._job
+        handle.enabled = True
+        job.model.zero_grad(set_to_none=True)
+        graph = handle.capture(job.loss_fn, *job.batch, ignore_host_draws=True)
+        handle.enabled = False
+        try:
+            budget = target.budget or graph.peak_bytes
+            ours = Way(functools.partial(graph, *job.batch), functools.partial(switched_on, handle))
+            return self._compared(Target(target.label, budget), ours, graph.peak_bytes, None, "", kept)
+        finally:
+            graph.release()
+
+    def _compared(self, target: Target, ours: Way, peak: int, predicted: float | None, fit: str, kept: str) -> Row:
+        holding = [way for way in self._ways if self.peaks[way] <= target.budget]
+        peer = min(holding or [EVERY_SECOND], key=lambda way: median_over(self._times[way], self._times["plain"]))
+        ways = {"plain": self._plain, "peer": self._ways[peer], "ours": ours}
+        times = in_turns(ways, self._device, self._rounds, clock=CLOCKS[self._device])
+        return Row(
+            self._name,
+            target.label,
+            target.budget / 2**30,
+            peer,
+            *self._timed(times, "peer"),
+            *self._timed(times, "ours"),
+            predicted=predicted,
+            ours_gib=peak / 2**30,
+            holds=peak <= target.budget,
+            fit=fit,
+            kept=kept,
+        )
+
+    @staticmethod
+    def _timed(times: dict[str, list[float]], way: str) -> tuple[float, float]:
+        """Milliseconds of a step, and percent above the plain steps right before."""
+        return 1e3 * statistics.median(times[way]), 100 * median_over(times[way], times["plain"])
+
+
+def _failed(error: BaseException) -> str:
+    text = " ".join(str(error).split()).replace("|", "/")
+    return f"failed: {type(error).__name__}: {text[:500]}"
+
+
+def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row | str]:
+    """A family's rows, written to the page as they come."""
+    start = time.perf_counter()
+    comparison = Comparison(name, options.device, options.rounds)
+    for line in comparison.head():
+        page.add(line)
+    page.add("", rows.HEAD, "|" + "---|" * (rows.HEAD.count("|") - 1))
+    targets = targets_of(comparison.peaks, options.device)[: options.targets]
+    for number, target in enumerate(targets):
+        seconds = time.perf_counter() - start
+        if options.seconds is not None and seconds > options.seconds:
+            page.add("", f"Stopped after {seconds:.0f} s, with {number} of {len(targets)} budgets.")
+            return
+        for row in comparison.rows(target):
+            page.add(str(row))
+            yield row
+    page.add("", f"All {len(targets)} budgets in {time.perf_counter() - start:.0f} s.")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    found: list[Row | str] = []
+    for name in options.families:
+        try:
+            for row in compare(name, options, page):
+                found.append(row)
+        except Exception as error:  # one family must not cost the others their rows
+            found.append(_failed(error))
+            page.add("", f"{name} {found[-1]}")
+        free(options.device)
+    measured = [row for row in found if isinstance(row, Row)]
+    page.add("", "## Summary", "", rows.summary(measured, len(found) - len(measured)))
+
+
+def join(pages: list[Path], page: Page) -> None:
+    """The families of several pages on one, the last of each, and a summary of all."""
+    parts = {name: part for each in pages for name, part in rows.sections(each.read_text()).items()}
+    for part in parts.values():
+        page.add("", part)
+    text = "\n\n".join(parts.values())
+    page.add("", "## Summary", "", rows.summary(rows.read(text), text.count("failed: ")))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(MODELS))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--rows", type=int, help="of each table, those that tell most first; all of them by default")
-    parser.add_argument("--suffix", default="", help="of the name of the file with results")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--families", nargs="*", default=list(families.FAMILIES), choices=list(families.FAMILIES))
+    parser.add_argument("--targets", type=int, help="budgets for each family; all by default")
+    parser.add_argument("--seconds", type=float, help="for each family, after which no further budget is begun")
+    parser.add_argument("--rounds", type=int, default=4, help="of turns, at each budget")
+    parser.add_argument("--join", nargs="*", type=Path, help="measure nothing: join these pages, newest versions last")
+    parser.add_argument("--suffix", default="", help="of the name of the page")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    page = Page(
-        options.out,
-        f"eager-{options.device}{options.suffix}.md",
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    title = [
         f"# Eager training under a budget, {device_name(options.device)}",
         "",
-        f"{versions()}. Plain steps, theirs and ours run in turns; `+` is over the plain steps right before, in the "
-        "median. Budgets are peaks of the whole step; ours are measured too.",
-    )
-    if "gpt" in options.names:
-        page.add("", overhead(options.device, options.rounds))
-    for name in options.names:
-        compare(name, options.device, options.rounds, options.rows, page)
+        f"{versions()}. Forward and backward. Budgets are measured peaks of torch's ways, of the whole step, or lie "
+        f"between the first two of them. The plain step, the fastest of torch's ways that hold the budget, and ours "
+        f"run in turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds; `+ %` is over the plain steps right "
+        "before, in the median. Kept: the candidate that `fit` chose.",
+    ]
+    if options.join:
+        title = options.join[-1].read_text().splitlines()[:3]
+    page = Page(options.out, f"eager-{options.device}{options.suffix}.md", *title)
+    if options.join:
+        join(options.join, page)
+    else:
+        run(options, page)
 
 
 if __name__ == "__main__":

@@ -29,27 +29,33 @@ class Size:
 
 @dataclass(frozen=True)
 class Family:
-    """A model by its size. `small_batch` is the batch at which the host is the limit."""
+    """A model by its size. `small_batch` is the batch at which the host is the limit.
+
+    With `is_autocast` the weights are float32 and the forward runs under autocast to bf16, on the CPU too.
+    """
 
     make: Callable[[Size], Job]
     device: Size
     cpu: Size
     small_batch: int = 1
+    is_autocast: bool = False
 
 
 FAMILIES: dict[str, Family] = {}
 
 
-def family(device: Size, cpu: Size, small_batch: int = 1) -> Callable[[Callable[[Size], Job]], Callable[[Size], Job]]:
+def family(
+    device: Size, cpu: Size, small_batch: int = 1, is_autocast: bool = False
+) -> Callable[[Callable[[Size], Job]], Callable[[Size], Job]]:
     def add(make: Callable[[Size], Job]) -> Callable[[Size], Job]:
-        FAMILIES[make.__name__] = Family(make, device, cpu, small_batch)
+        FAMILIES[make.__name__] = Family(make, device, cpu, small_batch, is_autocast)
         return make
 
     return add
 
 
 def make(name: str, device: str, *, small_batch: bool = False) -> Job:
-    """The family's step on a device: bf16 on a GPU, float32 on the CPU."""
+    """The family's step on a device: bf16 on a GPU, float32 on the CPU, unless the family says otherwise."""
     found = FAMILIES[name]
     size = found.device if device == "cuda" else replace(found.cpu, words=512)
     if small_batch and device == "cuda":
@@ -57,8 +63,11 @@ def make(name: str, device: str, *, small_batch: bool = False) -> Job:
     elif small_batch:
         size = replace(size, batch=1, length=size.length // 2)
     torch.manual_seed(0)
-    job = found.make(size)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):  # weights are made there, and not moved
+        job = found.make(size)
+    dtype = torch.bfloat16 if device == "cuda" and not found.is_autocast else torch.float32
+    if found.is_autocast:
+        job.loss_fn = torch.autocast(device, torch.bfloat16)(job.loss_fn)
     job.model.to(device=device, dtype=dtype).train()
     job.batch = tuple(item.to(device, dtype if item.is_floating_point() else item.dtype) for item in job.batch)
     return job
@@ -71,7 +80,12 @@ def _transformer(kind: str, head: str, **config: Any) -> Any:
     return getattr(transformers, head)(getattr(transformers, f"{kind}Config")(**config))
 
 
-def _language(model: nn.Module, size: Size, blocks: str) -> Job:
+def _paths(model: nn.Module, kind: str) -> list[str]:
+    """Modules of the class with that name: their paths differ between versions of transformers."""
+    return [path for path, module in model.named_modules() if type(module).__name__ == kind]
+
+
+def _language(model: nn.Module, size: Size, blocks: str | list[str]) -> Job:
     ids = torch.randint(size.words, (size.batch, size.length))
     return Job(model, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, (ids,), blocks)
 
@@ -99,6 +113,77 @@ def llama(size: Size) -> Job:
         num_key_value_heads=heads,
     )
     return _language(model, size, "model.layers.*")
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer plus a trained product of low rank, as in LoRA."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+@family(device=Size(16, 2048, 4, 2048), cpu=Size(6, 128, 2, 128))
+def lora(size: Size) -> Job:
+    """Rank 16 on every linear layer in the blocks of a frozen Llama."""
+    job = llama(size)
+    job.model.requires_grad_(False)
+    for block in _paths(job.model, "LlamaDecoderLayer"):
+        for parent in list(job.model.get_submodule(block).modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, LowRank(child, 16))
+    return job
+
+
+@family(device=Size(20, 1536, 4, 2048, words=64_000), cpu=Size(6, 96, 2, 128))
+def qwen2(size: Size) -> Job:
+    model = _transformer(
+        *("Qwen2", "Qwen2ForCausalLM"),
+        vocab_size=size.words,
+        hidden_size=size.width,
+        intermediate_size=35 * size.width // 6,
+        num_hidden_layers=size.layers,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+    )
+    return _language(model, size, _paths(model, "Qwen2DecoderLayer"))
+
+
+@family(device=Size(18, 1152, 2, 2048, words=64_000), cpu=Size(6, 72, 2, 64))
+def gemma2(size: Size) -> Job:
+    model = _transformer(
+        *("Gemma2", "Gemma2ForCausalLM"),
+        vocab_size=size.words,
+        hidden_size=size.width,
+        intermediate_size=6 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=2 * size.width // 9,
+        attn_implementation="eager",  # the others leave out the softcapping of attention
+    )
+    return _language(model, size, _paths(model, "Gemma2DecoderLayer"))
+
+
+@family(device=Size(24, 1024, 8, 1024, words=50_257), cpu=Size(6, 128, 2, 128), is_autocast=True)
+def gpt2(size: Size) -> Job:
+    model = _transformer(
+        *("GPT2", "GPT2LMHeadModel"),
+        vocab_size=size.words,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=max(4, size.width // 64),
+        n_positions=size.length,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _language(model, size, _paths(model, "GPT2Block"))
 
 
 @family(device=Size(24, 1024, 32, 512), cpu=Size(6, 128, 2, 64))
@@ -139,6 +224,26 @@ def convnext(size: Size) -> Job:
     return _images(model, size, "convnext.encoder.stages.*.layers.*")
 
 
+@family(device=Size(3, 64, 8, 512), cpu=Size(1, 16, 16, 64))
+def segformer(size: Size) -> Job:
+    """SegFormer-B2 at its size for a device, with its loss on every pixel."""
+    model = _transformer(
+        *("Segformer", "SegformerForSemanticSegmentation"),
+        depths=[size.layers, size.layers + 1, 2 * size.layers, size.layers],
+        hidden_sizes=[factor * size.width for factor in (1, 2, 5, 8)],
+        decoder_hidden_size=12 * size.width,
+        num_labels=2 * size.width,
+    )
+    images = torch.randn(size.batch, 3, size.length, size.length)
+    classes = torch.randint(2 * size.width, (size.batch, size.length, size.length))
+    return Job(
+        model,
+        lambda images, classes: model(pixel_values=images, labels=classes).loss,
+        (images, classes),
+        _paths(model, "SegformerLayer"),
+    )
+
+
 @family(device=Size(12, 768, 16, 3000), cpu=Size(3, 64, 2, 200))
 def whisper(size: Size) -> Job:
     heads = max(4, size.width // 64)
@@ -165,6 +270,27 @@ def whisper(size: Size) -> Job:
         lambda audio, labels: model(input_features=audio, labels=labels).loss,
         (audio, labels),
         ["model.encoder.layers.*", "model.decoder.layers.*"],
+    )
+
+
+@family(device=Size(12, 768, 16, 512), cpu=Size(3, 64, 2, 64))
+def t5(size: Size) -> Job:
+    model = _transformer(
+        *("T5", "T5ForConditionalGeneration"),
+        vocab_size=size.words,
+        d_model=size.width,
+        d_kv=64,
+        d_ff=4 * size.width,
+        num_layers=size.layers,
+        num_heads=max(2, size.width // 64),
+        decoder_start_token_id=0,
+    )
+    ids, labels = (torch.randint(size.words, (size.batch, length)) for length in (size.length, size.length // 4))
+    return Job(
+        model,
+        lambda ids, labels: model(input_ids=ids, labels=labels, use_cache=False).loss,
+        (ids, labels),
+        _paths(model, "T5Block"),
     )
 
 

@@ -8,14 +8,14 @@ bench/results/predictions-<device>.md, and with --graphs the graphs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import statistics
 from pathlib import Path
 
 import families
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, timed, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
+from ways import Way, in_turns, step
 from zoo import Job
 
 import lowtide
@@ -26,21 +26,11 @@ STEPS = ("convnext:0", "vit:0", "whisper:0", "gpt:0", "gpt:1", "llama:1")  # 1: 
 WAYS = ("a checkpoint per block", "every second block")
 
 
-def step(job: Job) -> None:
-    job.model.zero_grad(set_to_none=True)
-    job.step()
-
-
-def in_turns(job: Job, device: str, plans: dict[str, Plan], rounds: int) -> dict[str, float]:
+def seconds_of(job: Job, device: str, plans: dict[str, Plan], rounds: int) -> dict[str, float]:
     """Seconds that each plan adds to the plain step, and of the plain step: medians."""
-    times: dict[str, list[float]] = {name: [] for name in ("plain", *plans)}
-    for turn in range(rounds + 1):
-        for name in times:
-            with lowtide.apply(job.model, plans[name]) if name in plans else contextlib.nullcontext():
-                step(job)  # what is worked out once is none of the step's
-                seconds = timed(functools.partial(step, job), device, NUM_IN_A_ROW)
-            if turn:
-                times[name].append(seconds)
+    run = functools.partial(step, job)
+    ways = {name: Way(run, functools.partial(lowtide.apply, job.model, plan)) for name, plan in plans.items()}
+    times = in_turns({"plain": Way(run), **ways}, device, rounds)
     plain = times["plain"]
     found = {name: statistics.median(a - b for a, b in zip(times[name], plain, strict=True)) for name in plans}
     return {**found, "plain": statistics.median(plain)}
@@ -57,7 +47,7 @@ def row_of(name: str, device: str, rounds: int, graphs: Path | None) -> str:
         graphs.mkdir(parents=True, exist_ok=True)
         (graphs / f"{family}-{small}.json").write_text(graph.to_json())
     plans = {way: plan for way, plan in reference_plans(graph).items() if way in WAYS}
-    seconds = in_turns(job, device, plans, rounds)
+    seconds = seconds_of(job, device, plans, rounds)
     lines = graph.lines
     cells = [f"{family}, batch {job.batch[0].shape[0]}", lines.limit if graph.has_host_line else "one line"]
     cells += [f"{1e3 * each:.1f}" for each in (seconds["plain"], lines.step_s, lines.host_s, lines.device_s)]

@@ -20,8 +20,8 @@ from typing import Any
 
 import families
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, timed, versions
-from torch.utils.checkpoint import checkpoint
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
+from ways import Way, checkpointed, host_and_device_s, in_turns, step
 from zoo import Job
 
 import lowtide
@@ -32,19 +32,6 @@ HOST_LIMITED = 1.1  # host time over device time from which a step counts as lim
 
 
 @contextlib.contextmanager
-def checkpointed(job: Job, function: Callable[..., Any]) -> Iterator[None]:
-    """A checkpoint function around the forward of every block, as hosts put it there."""
-    blocks = list(find_regions(job.model, job.blocks).values())
-    for block in blocks:
-        block.forward = functools.partial(function, type(block).forward.__get__(block))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
-
-
-@contextlib.contextmanager
 def planned(job: Job, *, enabled: bool = True) -> Iterator[None]:
     regions = tuple(Recompute(name) for name in find_regions(job.model, job.blocks))
     with lowtide.apply(job.model, Plan(regions=regions)) as handle:
@@ -52,35 +39,24 @@ def planned(job: Job, *, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def ways_of(job: Job) -> dict[str, Callable[[], Any]]:
-    return {
+def ways_of(job: Job) -> dict[str, Way]:
+    contexts: dict[str, Callable[[], Any]] = {
         "plain": contextlib.nullcontext,
-        "torch": lambda: checkpointed(job, functools.partial(checkpoint, use_reentrant=False)),
-        "drop-in": lambda: checkpointed(job, lowtide.checkpoint),
-        "unchecked": lambda: checkpointed(job, functools.partial(lowtide.checkpoint, determinism_check="none")),
+        "torch": lambda: checkpointed(job),
+        "drop-in": lambda: checkpointed(job, function=lowtide.checkpoint),
+        "unchecked": lambda: checkpointed(
+            job, function=functools.partial(lowtide.checkpoint, determinism_check="none")
+        ),
         "plan": lambda: planned(job),
         "off": lambda: planned(job, enabled=False),
     }
+    return {name: Way(functools.partial(step, job), context) for name, context in contexts.items()}
 
 
-def step(job: Job) -> None:
-    job.model.zero_grad(set_to_none=True)
-    job.step()
-
-
-def in_turns(job: Job, device: str, rounds: int) -> dict[str, float]:
+def seconds_of(job: Job, device: str, rounds: int) -> dict[str, float]:
     """Seconds of a step under each way: by how much it takes longer than the plain steps before it, in the median."""
-    ways = ways_of(job)
     clock = time.perf_counter if device == "cuda" else time.thread_time
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            with way():
-                for _ in range(2):  # what is worked out once is none of the step's
-                    step(job)
-                seconds = timed(functools.partial(step, job), device, NUM_IN_A_ROW, clock)
-            if turn:
-                times[name].append(seconds)
+    times = in_turns(ways_of(job), device, rounds, num_warm=2, clock=clock)
     plain = statistics.median(times["plain"])
     return {
         name: plain + statistics.median(ours - before for ours, before in zip(own, times["plain"], strict=True))
@@ -88,26 +64,9 @@ def in_turns(job: Job, device: str, rounds: int) -> dict[str, float]:
     }
 
 
-def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
-    """Seconds until the last launch of a plain step, and of its kernels."""
-    if device != "cuda":
-        return 0.0, 0.0
-    for _ in range(3):
-        step(job)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step(job)
-    host = time.perf_counter() - start
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(job)
-        torch.cuda.synchronize()
-    return host, sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
-
-
-def waiting_objects(job: Job, way: Callable[[], Any]) -> int:
+def waiting_objects(job: Job, way: Way) -> int:
     """Objects that Python's collector tracks between forward and backward."""
-    with way():
+    with way.context():
         for _ in range(2):
             step(job)
         gc.collect()
@@ -120,9 +79,9 @@ def waiting_objects(job: Job, way: Callable[[], Any]) -> int:
     return found
 
 
-def full_collections(job: Job, way: Callable[[], Any], steps: int) -> float:
+def full_collections(job: Job, way: Way, steps: int) -> float:
     """Full garbage collections per 100 steps."""
-    with way():
+    with way.context():
         step(job)
         gc.collect()
         before = gc.get_stats()[2]["collections"]
@@ -144,7 +103,7 @@ def rows_of(name: str, device: str, small_batch: bool, rounds: int) -> Iterator[
         if frozen:
             gc.collect()
             gc.freeze()
-        seconds = in_turns(job, device, rounds)
+        seconds = seconds_of(job, device, rounds)
         gc.unfreeze()
         added = {each: seconds[each] - seconds["plain"] for each in seconds}
         ratios = " | ".join(f"{added[each] / added['torch']:.2f}" for each in ("drop-in", "unchecked", "plan"))

@@ -1,0 +1,142 @@
+"""Ways to run a step, compared within one run: torch's checkpointing, times in turns, peaks, and the limiting line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from reporting import NUM_IN_A_ROW, timed
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from zoo import Job
+
+import lowtide
+from lowtide.engines.regions import find_regions
+
+TORCH = functools.partial(checkpoint, use_reentrant=False)
+PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step, and the context that it runs in."""
+
+    step: Callable[[], Any]
+    context: Callable[[], Any] = contextlib.nullcontext
+
+
+def step(job: Job) -> None:
+    """Forward and backward, with fresh gradients."""
+    job.model.zero_grad(set_to_none=True)
+    job.step()
+
+
+@contextlib.contextmanager
+def checkpointed(job: Job, *, every: int = 1, function: Callable[..., Any] = TORCH) -> Iterator[None]:
+    """A checkpoint function around the forward of every n-th block. A plan on the model must be switched off."""
+    blocks = list(find_regions(job.model, job.blocks).values())[::every]
+    before = [vars(block).pop("forward", None) for block in blocks]  # of a plan
+    for block in blocks:
+        block.forward = functools.partial(function, type(block).forward.__get__(block))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward  # type: ignore[method-assign]
+
+
+def selective(every: int) -> Callable[..., Any]:
+    """torch's checkpoint that keeps every n-th matrix product of a block, as torchtitan does."""
+
+    def contexts() -> Any:
+        num_seen = {False: 0, True: 0}
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if not any(word in str(op) for word in PRODUCTS):
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            num_seen[context.is_recompute] += 1
+            is_kept = num_seen[context.is_recompute] % every == 0
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return functools.partial(TORCH, context_fn=contexts)
+
+
+@contextlib.contextmanager
+def switched_on(handle: Any) -> Iterator[None]:
+    """A plan that is switched off otherwise.
+
+    The peaks of other ways are forgotten: the handle would take them for its own, and warn that its budget is exceeded.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    handle.enabled = True
+    try:
+        yield
+    finally:
+        handle.enabled = False
+
+
+def in_turns(
+    ways: Mapping[str, Way],
+    device: str,
+    rounds: int,
+    *,
+    num_warm: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of a step in each way, one number for each round. Ways take turns, with several steps in a row each."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name, way in ways.items():
+            with way.context():
+                for _ in range(num_warm if turn else num_warm + 1):  # what is done once is none of the step's
+                    way.step()
+                times[name].append(timed(way.step, device, NUM_IN_A_ROW, clock))
+    return times
+
+
+def peak_of(job: Job, device: str, context: Callable[[], Any] = contextlib.nullcontext) -> int:
+    """The measured peak of the whole step in a context, in bytes. Gradients are none before and after."""
+    free(device)
+    with context():
+        step(job)
+        job.model.zero_grad(set_to_none=True)
+        peak = lowtide.measure(job.step, device=device).total_peak_bytes
+    job.model.zero_grad(set_to_none=True)
+    if device == "cuda":
+        return peak
+    tensors = [*job.model.parameters(), *job.model.buffers(), *job.batch]  # made before, so no profiler sees them
+    return peak + sum(tensor.nbytes for tensor in tensors)
+
+
+def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
+    """Seconds until the last launch of a plain step, and of its kernels; zeros on the CPU."""
+    if device != "cuda":
+        return 0.0, 0.0
+    for _ in range(3):
+        step(job)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(job)
+    host_s = time.perf_counter() - start
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(job)
+        torch.cuda.synchronize()
+    return host_s, sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+
+
+def free(device: str) -> None:
+    """Give memory back that nothing uses."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
