@@ -60,7 +60,7 @@ class SegmentedGraph(StepGraph):
 
     @cached_property
     def arrays(self) -> StepArrays:
-        """As of any graph; segments capture the state of each of their calls."""
+        """As of any graph; segments capture the state of each of their calls, and their replays run one by one."""
         found, plain = copy(self.plain.arrays), self.plain.arrays
         found.save_call = np.array(vars(self)["_numbers"], dtype=np.int64)[plain.save_call]
         found.set_calls(self)
@@ -68,7 +68,7 @@ class SegmentedGraph(StepGraph):
         starts = np.cumsum(found.num_modules) - found.num_modules
         members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
         found.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
-        found.replay_bytes = np.add.reduceat(plain.replay_bytes[members], starts)
+        found.replay_bytes = np.maximum.reduceat(plain.replay_bytes[members], starts)
         return found
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
