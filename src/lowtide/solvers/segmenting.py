@@ -39,7 +39,7 @@ _MOST_MOVED = 6  # plans of which values are moved
 _MOST_DEPTH = 8  # of segments inside one another: each is replayed from inside the replay of the one around it
 _MOST_PARTS = 24  # of a chain that is cut evenly
 
-_SEQUENTIAL, _EVERY_PART, _TWO_LEVELS = "checkpoint_sequential", "a checkpoint per part", "two levels of checkpoints"
+_SEQUENTIAL, _EVERY_PART, _TWO_LEVELS = "sequential checkpoints", "a checkpoint per part", "two levels of checkpoints"
 
 _Item = TypeVar("_Item")
 
