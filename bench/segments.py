@@ -212,8 +212,8 @@ def main() -> None:
         "",
         f"{versions()}. Peaks in MiB without parameters, measured; `ours` is what `fit` keeps for the peak of the "
         "peer, times are over the plain step in percent, in turns, in the median. The peer has the number of segments "
-        "with the least peak, of five. `kept` is the candidate that `fit` found to be the fastest. The last row of each "
-        "chain is the plan with the smallest predicted peak.",
+        "with the least peak, of five. `kept` is the candidate that `fit` found to be the fastest. The last row of "
+        "each chain is the plan with the smallest predicted peak.",
         "",
         "| chain | peer | plain | peer's peak | our peak | peer's time | our time | our time, predicted | kept |",
         "|" + "---|" * 9,

@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 import lowtide
 from lowtide import Plan
 from lowtide.graph.segments import with_segments
 from lowtide.plans import Move, Recompute
+from lowtide.solvers.candidates import candidates
 from stepping import RunsOf
 
 WIDTH = 16
@@ -651,6 +653,36 @@ def test_found_segments_retain_small_outputs_that_take_long() -> None:
         with RunsOf(torch.ops.aten.convolution.default) as runs:
             loss.backward()
         assert runs.count < 3
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_what_checkpoint_sequential_holds_is_feasible(num_parts: int) -> None:
+    """Within the measured peak of torch's cut, that cut is a candidate of `fit`, or a faster plan fits."""
+    model, x = Loop(16, functools.partial(Gelu, 0.0)), torch.randn(256, 64)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        checkpoint_sequential(list(model.layers), num_parts, x, use_reentrant=False).sum().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    torchs_bytes = lowtide.measure(step, device="cpu").peak_bytes
+    model.zero_grad(set_to_none=True)
+    graph = lowtide.trace(model, loss_fn, x, mode="real")
+    budget = torchs_bytes + sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    size = 16 // num_parts
+    cut = Plan(regions=tuple(segment(start, start + size - 1) for start in range(0, 16 - size, size)))
+    told = lowtide.simulate(graph, cut)
+    assert told.peak_bytes <= budget
+    found, error = candidates(graph, budget)
+    assert error is None
+    fitting = [each for each in found if each.plan.peak_bytes <= budget and each.is_essential]
+    assert any(each.plan.extra_s <= told.extra_s for each in fitting)
+    with lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0) as handle:
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
 
 
 def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:
