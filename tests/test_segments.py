@@ -211,6 +211,7 @@ GLUES = {
     "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
     "in place": changed_in_place,
     "added in place": lambda x: x.add_(1.0),
+    "a number drawn": lambda x: x if torch.rand([]) >= 0 else -x,
 }
 
 
@@ -597,9 +598,38 @@ class Routed(Layer):
         return y + y[y.sum(1).topk(2).indices].mean(0)
 
 
-@pytest.mark.parametrize("layer", [Layer, Routed])
-def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]) -> None:
-    plain, x = Loop(12, layer), torch.randn(1024, WIDTH)
+class Skipping(Loop):
+    """Layers are left out by chance, as in Hugging Face's encoders with `layerdrop`: a number is drawn before each."""
+
+    probability = 0.0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= self.probability:
+                x = layer(x, mask=mask)
+        return x
+
+
+def test_layers_that_are_left_out_by_chance() -> None:
+    plain, x = Skipping(8), torch.randn(4, WIDTH)
+    plain.probability = 0.4
+    model = copy.deepcopy(plain)
+    expected = steps_without_missing(plain, x)
+    with lowtide.apply(model, Plan(regions=(segment(0, 3), segment(4, 7), Recompute("layers.5")))):
+        assert_same(steps_without_missing(model, x), expected)
+
+
+def test_a_segment_with_ops_between_its_calls_retains_nothing() -> None:
+    model, x = Skipping(4), torch.randn(64, WIDTH)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
+    assert lowtide.simulate(graph, Plan(regions=(segment(0, 3),))).extra_s > 0
+    with pytest.raises(lowtide.PlanError, match="between its calls"):
+        lowtide.simulate(graph, Plan(regions=(replace(segment(0, 3), keep_ops=(1,)),)))
+
+
+@pytest.mark.parametrize(("loop", "layer"), [(Loop, Layer), (Loop, Routed), (Skipping, Layer)])
+def test_found_plans_hold_and_are_the_plain_model(loop: type[Loop], layer: Callable[[], nn.Module]) -> None:
+    plain, x = loop(12, layer), torch.randn(1024, WIDTH)
     model = copy.deepcopy(plain)
     graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
     model.zero_grad(set_to_none=True)

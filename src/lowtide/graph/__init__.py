@@ -244,6 +244,12 @@ class StepGraph:
         return {value: index for index, op in enumerate(self.ops[: self.num_forward]) for value in op.mutates}
 
     @cached_property
+    def last_reads(self) -> dict[int, int]:
+        """The last op that reads each value, of those that are read; a save is read where its value is made."""
+        found = {value: index for index, op in enumerate(self.ops) for value in op.inputs}
+        return found | {save.value: len(self.ops) for save in self.saves}
+
+    @cached_property
     def unreplayable(self) -> dict[int, str]:
         """The calls that no plan can recompute, and why: the forward changes what they were called with."""
         last_write, found = self.last_writes, dict[int, str]()

@@ -16,7 +16,7 @@ import numpy as np
 
 from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
-from lowtide.graph.segments import Span, runs, with_segments
+from lowtide.graph.segments import Span, has_gaps, runs, with_segments
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.solvers.chain import Regions
@@ -64,7 +64,8 @@ class Segmenting:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
         found: list[Found] = []
-        retaining = self._retaining()
+        has_any_gaps = any(has_gaps(self._graph, chain) for chain in self.chains)
+        retaining = [] if has_any_gaps else self._retaining()
         for wanted in (
             list(self._by_hand.values()),
             self._best(is_late),
