@@ -1,9 +1,9 @@
 """Chains of blocks, recomputed in segments: `python bench/segments.py --device cuda`.
 
 The least peak of torch's `checkpoint_sequential` with the best number of segments and of two levels of checkpoints by
-hand, and the time at equal peak of these and of lowtide's plans; also lowtide at its own floor. Peaks are of
-activations and gradients: parameters are left out. All ways of a chain take turns. Writes
-bench/results/segments-<device>.md.
+hand, and the time at equal peak of these and of what `lowtide.fit` keeps; also lowtide at its own floor. Peaks are of
+activations and gradients: parameters are left out. All ways of a chain take turns; on the CPU one thread computes, and
+its own seconds are counted, by `fit` too, so that other processes do not. Writes bench/results/segments-<device>.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
 
 import lowtide
-from lowtide.solvers.solving import Search
+from lowtide.engines import realsteps
+from lowtide.plans.trials import KEPT
+from lowtide.solvers.solving import search_for
 
 NUM_ROUNDS = 5
-MOST_TRIES = 4
-SOLVE_S = 10.0  # for all plans of a chain
+OUR_FLOOR = "none: our floor"
+SOLVE_S, TUNE_S = 3.0, 2.0  # of each fit
 
 
 class ConvBlock(nn.Module):
@@ -85,9 +88,13 @@ def chains(device: str) -> dict[str, Callable[[], tuple[Chain, Tensor]]]:
     }
 
 
+def loss_of(chain: Chain, x: Tensor) -> Tensor:
+    return chain(x).square().mean()
+
+
 def step(chain: Chain, x: Tensor) -> None:
     chain.zero_grad(set_to_none=True)
-    chain(x).square().mean().backward()
+    loss_of(chain, x).backward()
 
 
 def nested(blocks: list[nn.Module], num_segments: int, x: Tensor) -> Tensor:
@@ -145,55 +152,44 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
         best = min(peaks, key=peaks.__getitem__)
         return peaks[best], way(best)
 
-    graph = lowtide.trace(chain, lambda x: chain(x).square().mean(), x, mode="real")
+    loss_fn = functools.partial(loss_of, chain)
+    graph = lowtide.trace(chain, loss_fn, x, mode="real")
     chain.zero_grad(set_to_none=True)
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     plain = peak_bytes(chain, x, contextlib.nullcontext, device)
     peers = {"checkpoint_sequential": least(sequential), "two levels by hand": least(two_levels)}
-    search = Search(graph, time_limit_s=SOLVE_S)
-    floor = search.floor.peak_bytes - there
-    limits = {**{peer: peak for peer, (peak, _) in peers.items()}, "none: our floor": floor}
-    plans: dict[str, lowtide.Plan] = {}
-    measured: dict[str, int] = {}
+    fits = {peer: fitted(chain, loss_fn, x, there + peak) for peer, (peak, _) in peers.items()}
+    search = search_for(graph, "eager", 0, 0, SOLVE_S)
+    fits[OUR_FLOOR] = search.plan(search.floor.peak_bytes), "smallest peak"
     ways: dict[str, Callable[[], Any]] = {"plain": contextlib.nullcontext}
-    for peer, limit in limits.items():
-        plans[peer], measured[peer] = plan_within(chain, x, search, there, limit, device)
+    for peer, (plan, _) in fits.items():
         ways |= {peer: peers[peer][1]} if peer in peers else {}
-        ways[f"ours, {peer}"] = functools.partial(lowtide.apply, chain, plans[peer])
+        ways[f"ours, {peer}"] = functools.partial(lowtide.apply, chain, plan)
     times: dict[str, list[float]] = {each: [] for each in ways}
+    clock = time.perf_counter if device == "cuda" else time.thread_time
     for turn in range(rounds + 1):
         for each, way in ways.items():
             with way():
                 step(chain, x)
-                seconds = timed(functools.partial(step, chain, x), device, NUM_IN_A_ROW if device == "cuda" else 1)
+                seconds = timed(functools.partial(step, chain, x), device, NUM_IN_A_ROW, clock)
             if turn:
                 times[each].append(seconds)
-    for peer in limits:
+    for peer, (plan, kept) in fits.items():
         peak, slower = "", ""
         if peer in peers:
             peak, slower = mib(peers[peer][0]), f"{100 * median_over(times[peer], times['plain']):+.0f}"
         yield (
-            f"| {name} | {peer} | {mib(plain)} | {peak} | {mib(measured[peer])} | {slower} "
-            f"| {100 * median_over(times[f'ours, {peer}'], times['plain']):+.0f} "
-            f"| {100 * plans[peer].slowdown:+.0f} | {mib(floor)} |"
+            f"| {name} | {peer} | {mib(plain)} | {peak} | {mib(peak_bytes(chain, x, ways[f'ours, {peer}'], device))} "
+            f"| {slower} | {100 * median_over(times[f'ours, {peer}'], times['plain']):+.0f} "
+            f"| {100 * plan.slowdown:+.0f} | {kept} |"
         )
 
 
-def plan_within(
-    chain: Chain, x: Tensor, search: Search, there: int, limit: int, device: str
-) -> tuple[lowtide.Plan, int]:
-    """The plan for a peak, and its measured one: made for less where it takes more than that, and for more if less."""
-    floor, best = search.floor.peak_bytes, None
-    budget = max(there + limit, floor)
-    for _ in range(MOST_TRIES):
-        plan = search.plan(budget)
-        measured = peak_bytes(chain, x, functools.partial(lowtide.apply, chain, plan), device)
-        is_known = best is not None and (measured > limit or plan.regions == best[0].regions)
-        if is_known or (budget <= floor and measured > limit):
-            break
-        best = (plan, measured) if measured <= limit else best
-        budget = max(floor, budget + limit - measured)
-    return best or (plan, measured)
+def fitted(chain: Chain, loss_fn: Callable[[Tensor], Tensor], x: Tensor, budget: int) -> tuple[lowtide.Plan, str]:
+    """The plan that `fit` keeps, and the name of the candidate that it is."""
+    with lowtide.fit(chain, loss_fn, x, budget=budget, time_limit_s=SOLVE_S, tune_s=TUNE_S) as handle:
+        (name,) = (trial.name for trial in handle.candidates if trial.outcome == KEPT)
+        return handle.plan, name
 
 
 def mib(size: int) -> str:
@@ -207,16 +203,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="chains whose names contain this; their rows are added to the page")
     options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+        realsteps.perf_counter = time.thread_time  # what `fit` compares candidates by
     name = f"segments-{options.device}.md"
     header = [
         f"# Chains in segments, {device_name(options.device)}",
         "",
-        f"{versions()}. Peaks in MiB without parameters, measured; `ours` is the plan for the peak of the peer, "
-        "times are over the plain step in percent, in turns, in the median. The peer has the best of five numbers of "
-        "segments. `floor` is the least peak that a plan of ours reaches (predicted); the last row of each chain is "
-        "measured there.",
+        f"{versions()}. Peaks in MiB without parameters, measured; `ours` is what `fit` keeps for the peak of the "
+        "peer, times are over the plain step in percent, in turns, in the median. The peer has the number of segments "
+        "with the least peak, of five. `kept` is the candidate that `fit` found to be the fastest. The last row of "
+        "each chain is the plan with the smallest predicted peak.",
         "",
-        "| chain | peer | plain | peer's peak | our peak | peer's time | our time | our time, predicted | floor |",
+        "| chain | peer | plain | peer's peak | our peak | peer's time | our time | our time, predicted | kept |",
         "|" + "---|" * 9,
     ]
     if options.only and (options.out / name).exists():

@@ -234,6 +234,16 @@ def with_host_line(seed: int, graph: StepGraph, *, syncs: float = 0.05) -> StepG
     return replace(graph, step_s=graph.lines.step_s)
 
 
+def drawing(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
+    """The same step, with a share of the forward's ops drawing random numbers."""
+    rng = random.Random(seed)
+    ops = [
+        replace(op, flags=(*op.flags, "random")) if index < graph.num_forward and rng.random() < share else op
+        for index, op in enumerate(graph.ops)
+    ]
+    return replace(graph, ops=tuple(ops))
+
+
 def random_plan(seed: int, graph: StepGraph) -> Plan:
     """Regions of any nesting, outputs retained in the outermost, moves where there is a link, and codecs for floats.
 

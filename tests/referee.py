@@ -158,7 +158,7 @@ class _Regions:
         path, ops = self.graph.calls[region].path, range(self.graph.calls[region].first, self.graph.calls[region].end)
         if self.graph.calls[region].kind == "Segment":
             return sum(self.captured_bytes(member) for member in self._members(region))
-        total = self.graph.hardware.region_bytes
+        total = self._random_bytes(region)
         for index, value in enumerate(self.graph.values):
             if value.kind == "buffer":
                 is_own = path == "" or value.name.startswith(path + ".")
@@ -170,10 +170,15 @@ class _Regions:
     def put_back_bytes(self, region: int) -> int:
         """The present random states, and the present values of the buffers that a replay writes."""
         if self.graph.calls[region].kind == "Segment":
-            return sum(self.put_back_bytes(member) for member in self._members(region))
+            return max(self.put_back_bytes(member) for member in self._members(region))  # one after the other
         ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
         written = {value for op in ops for value in op.mutates if self.graph.values[value].kind == "buffer"}
-        return self.graph.hardware.region_bytes + sum(self.graph.values[value].bytes for value in written)
+        return self._random_bytes(region) + sum(self.graph.values[value].bytes for value in written)
+
+    def _random_bytes(self, region: int) -> int:
+        """Random states are captured by a call that draws from them."""
+        ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
+        return self.graph.hardware.region_bytes if any("random" in op.flags for op in ops) else 0
 
     def _members(self, region: int) -> list[int]:
         """The calls of a segment, or the call itself."""

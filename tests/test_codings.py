@@ -246,5 +246,4 @@ def test_the_simulated_peak_is_the_measured_one(
     form = form_of(value(batch.nbytes), codec, HARDWARE)  # the batch is saved too, and no value of the step
     assert form is not None and told.coded_s > 0
     static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-    # Single numbers; and a region that draws no random numbers holds no state of theirs, which is not foretold.
-    assert -100 <= told.peak_bytes - static - (measured - form.bytes) <= 100 + graph.hardware.region_bytes * recomputes
+    assert abs(told.peak_bytes - static - (measured - form.bytes)) <= 100  # single numbers

@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 import lowtide
 from lowtide import Plan
 from lowtide.graph.segments import with_segments
 from lowtide.plans import Move, Recompute
+from lowtide.solvers.candidates import candidates
 from stepping import RunsOf
 
 WIDTH = 16
@@ -141,6 +143,41 @@ def test_memory_grows_with_the_square_root_of_the_depth(num_layers: int, by_hand
         assert peak_bytes(model, x) / x.nbytes <= 2 * side + 6
 
 
+class Gelu(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(64, 64), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.dropout(nn.functional.gelu(self.linear(x)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("inner", [False, True])
+def test_predicted_peaks_are_the_measured_ones(dropout: float, inner: bool) -> None:
+    """To the byte: random states are held by layers that draw random numbers, and by no others."""
+    model, x = Loop(16, functools.partial(Gelu, dropout)), torch.randn(256, 64)
+    graph = lowtide.trace(model, lambda x: model(x).sum(), x, mode="real")
+    model.zero_grad(set_to_none=True)
+    there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    last_kept = tuple(segment(start, start + 3) for start in (0, 4, 8))  # as torch's checkpoint_sequential cuts
+    layers = tuple(Recompute(f"layers.{layer}") for layer in range(16))
+    plan = Plan(regions=(*last_kept, segment(12, 15), *layers) if inner else last_kept)
+    with lowtide.apply(model, plan):
+        assert peak_bytes(model, x) == lowtide.simulate(graph, plan).peak_bytes - there
+
+
+def test_a_segment_is_replayed_up_to_the_input_of_its_last_region() -> None:
+    """Two levels: the segment's replay runs three of four layers, as they are replayed one by one afterwards."""
+    model, x = Loop(8, functools.partial(Gelu, 0.1)), torch.randn(8, 64)
+    layers = tuple(Recompute(f"layers.{layer}") for layer in range(8))
+    with lowtide.apply(model, Plan(regions=(segment(0, 3), segment(4, 7), *layers))):
+        loss = model(x).sum()
+        with RunsOf(torch.ops.aten.addmm.default) as runs:
+            loss.backward()
+    assert runs.count == 2 * 3 + 8
+
+
 # Models as they are.
 
 
@@ -174,6 +211,7 @@ GLUES = {
     "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
     "in place": changed_in_place,
     "added in place": lambda x: x.add_(1.0),
+    "a number drawn": lambda x: x if torch.rand([]) >= 0 else -x,
 }
 
 
@@ -560,9 +598,38 @@ class Routed(Layer):
         return y + y[y.sum(1).topk(2).indices].mean(0)
 
 
-@pytest.mark.parametrize("layer", [Layer, Routed])
-def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]) -> None:
-    plain, x = Loop(12, layer), torch.randn(1024, WIDTH)
+class Skipping(Loop):
+    """Layers are left out by chance, as in Hugging Face's encoders with `layerdrop`: a number is drawn before each."""
+
+    probability = 0.0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= self.probability:
+                x = layer(x, mask=mask)
+        return x
+
+
+def test_layers_that_are_left_out_by_chance() -> None:
+    plain, x = Skipping(8), torch.randn(4, WIDTH)
+    plain.probability = 0.4
+    model = copy.deepcopy(plain)
+    expected = steps_without_missing(plain, x)
+    with lowtide.apply(model, Plan(regions=(segment(0, 3), segment(4, 7), Recompute("layers.5")))):
+        assert_same(steps_without_missing(model, x), expected)
+
+
+def test_a_segment_with_ops_between_its_calls_retains_nothing() -> None:
+    model, x = Skipping(4), torch.randn(64, WIDTH)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
+    assert lowtide.simulate(graph, Plan(regions=(segment(0, 3),))).extra_s > 0
+    with pytest.raises(lowtide.PlanError, match="between its calls"):
+        lowtide.simulate(graph, Plan(regions=(replace(segment(0, 3), keep_ops=(1,)),)))
+
+
+@pytest.mark.parametrize(("loop", "layer"), [(Loop, Layer), (Loop, Routed), (Skipping, Layer)])
+def test_found_plans_hold_and_are_the_plain_model(loop: type[Loop], layer: Callable[[], nn.Module]) -> None:
+    plain, x = loop(12, layer), torch.randn(1024, WIDTH)
     model = copy.deepcopy(plain)
     graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
     model.zero_grad(set_to_none=True)
@@ -616,6 +683,36 @@ def test_found_segments_retain_small_outputs_that_take_long() -> None:
         with RunsOf(torch.ops.aten.convolution.default) as runs:
             loss.backward()
         assert runs.count < 3
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_what_checkpoint_sequential_holds_is_feasible(num_parts: int) -> None:
+    """Within the measured peak of torch's cut, that cut is a candidate of `fit`, or a faster plan fits."""
+    model, x = Loop(16, functools.partial(Gelu, 0.0)), torch.randn(256, 64)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        checkpoint_sequential(list(model.layers), num_parts, x, use_reentrant=False).sum().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    torchs_bytes = lowtide.measure(step, device="cpu").peak_bytes
+    model.zero_grad(set_to_none=True)
+    graph = lowtide.trace(model, loss_fn, x, mode="real")
+    budget = torchs_bytes + sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    size = 16 // num_parts
+    cut = Plan(regions=tuple(segment(start, start + size - 1) for start in range(0, 16 - size, size)))
+    told = lowtide.simulate(graph, cut)
+    assert told.peak_bytes <= budget
+    found, error = candidates(graph, budget)
+    assert error is None
+    fitting = [each for each in found if each.plan.peak_bytes <= budget and each.is_essential]
+    assert any(each.plan.extra_s <= told.extra_s for each in fitting)
+    with lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0) as handle:
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
 
 
 def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:

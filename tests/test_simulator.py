@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowtide
-from graphs import chain, random_graph, random_plan, repeated_blocks, with_floats
+from graphs import chain, drawing, random_graph, random_plan, repeated_blocks, with_floats
 from lowtide import Plan, PlanError, StepGraph, simulate
 from lowtide.codings import Form, form_of
 from lowtide.eagerstep import EagerStep
@@ -103,6 +103,7 @@ def test_lives_as_intervals_are_those_played_op_by_op(batch: int) -> None:
         calls, hardware = graph.calls, graph.hardware
         if seed % 3 == 1:
             hardware = replace(hardware, region_bytes=3, dispatch_s=0.1, region_s=1 / 4, spare_s=0.3)
+            graph = drawing(graph, seed, share=0.2)
         if seed % 5 < 2:  # regions that are not given what they read
             calls = tuple(replace(call, inputs=call.inputs[1 : 1 + index % 2]) for index, call in enumerate(calls))
         graph = replace(graph, calls=calls, hardware=hardware)

@@ -33,6 +33,9 @@ class Part(NamedTuple):
     counts: dict[str, int] | None  # calls so far of the modules inside, for a replay to count on from
 
 
+_NO_TURN = nullcontext()
+
+
 class Joining:
     """A handle that runs calls as parts of their regions."""
 
@@ -83,20 +86,25 @@ class Joining:
             retain = functools.partial(run.decisions.retained, retained, region.name, nth, args, kwargs)
         if number is None:
             again = region.replay if part is None else functools.partial(self._replay_part, part, None)
-            run_region = functools.partial(replay.run, retained=None if retain is None else retain())
         else:
             again = region.replay_in_segment if part is None else functools.partial(self._replay_part, part)
-            run_region = functools.partial(segments.run, run.segment(number), is_first=is_first, retained=retain)
         if region.has_choosers:
             log, start = choices.begin()
             function = functools.partial(choices.recording, log, function)
             again = functools.partial(choices.replaying, log, start, again)
         turn = region.turn
-        if turn is None:
-            return run_region(function, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
-        with turn:
+        if turn is not None:
             again = functools.partial(turn.during, again)
-            return run_region(function, args, kwargs, module=module, replay=again, input_hooks=input_hooks)
+        with turn or _NO_TURN:
+            if number is None:
+                kept = None if retain is None else retain()
+                return replay.run(
+                    function, args, kwargs, module=module, replay=again, input_hooks=input_hooks, retained=kept
+                )
+            return segments.run(
+                run.segment(number), function, args, kwargs, is_first=is_first, module=module, replay=again,
+                input_hooks=input_hooks, retained=retain,
+            )  # fmt: skip
 
     def _run_in(self, run: Run, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, self._thread.run = self._thread.run, run

@@ -117,8 +117,8 @@ class Hardware:
     outputs, and `spare_s` to return a retained output, if that is less than to compute it; `move_s` for each value that
     is moved, there and back.
 
-    `region_bytes` are of random states: held on the device by each region that waits for its replay, and by each replay
-    for the time after it. Allocations are rounded up to `block_bytes`.
+    `region_bytes` are of random states: held on the device by each region with ops that draw random numbers while it
+    waits for its replay, and by each replay for the time after it. Allocations are rounded up to `block_bytes`.
     """
 
     name: str
@@ -242,6 +242,12 @@ class StepGraph:
     def last_writes(self) -> dict[int, int]:
         """The last forward op that changes each value in place, of those that are changed."""
         return {value: index for index, op in enumerate(self.ops[: self.num_forward]) for value in op.mutates}
+
+    @cached_property
+    def last_reads(self) -> dict[int, int]:
+        """The last op that reads each value, of those that are read; a save is read where its value is made."""
+        found = {value: index for index, op in enumerate(self.ops) for value in op.inputs}
+        return found | {save.value: len(self.ops) for save in self.saves}
 
     @cached_property
     def unreplayable(self) -> dict[int, str]:

@@ -25,9 +25,9 @@ class StepArrays:
     they are integers far below 2**53. `seconds`, `host_s`, `is_sync` and `workspaces` have an entry for the optimizer's
     step at their end. `clock[p]` is when the device comes to position `p` of a plain step by itself.
     `step_s` is that of one plain step after another.
-    For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states,
-    copies of buffers and choices ("index"), and `replay_bytes` those of the state that its replay puts back when it is
-    over; `num_modules` are the calls that it patches: one, but for segments.
+    For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states
+    if it draws from them, copies of buffers and choices ("index"), and `replay_bytes` those of the state that its
+    replay puts back when it is over; `num_modules` are the calls that it patches: one, but for segments.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -104,7 +104,11 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
     """For each call, the bytes of state that it captures as a region, and of buffers that it changes."""
     is_buffer = [value.kind == "buffer" for value in graph.values]
     buffers = [index for index in range(len(graph.values)) if is_buffer[index]]
-    captured, changed = (np.full(len(graph.calls), graph.hardware.region_bytes, dtype=np.int64) for _ in range(2))
+    draws = np.zeros(len(graph.calls), dtype=bool)
+    for op in graph.ops[: graph.num_forward]:
+        if "random" in op.flags:
+            draws[list(graph.around(op.call))] = True
+    captured, changed = (graph.hardware.region_bytes * draws.astype(np.int64) for _ in range(2))
     for op in graph.ops[: graph.num_forward]:
         if "index" in op.flags:
             chosen = op.outputs[1:] or op.outputs  # (values, indices), or indices alone

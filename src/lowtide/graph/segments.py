@@ -59,8 +59,12 @@ class SegmentedGraph(StepGraph):
         return self.plain.last_writes
 
     @cached_property
+    def last_reads(self) -> dict[int, int]:
+        return self.plain.last_reads
+
+    @cached_property
     def arrays(self) -> StepArrays:
-        """As of any graph; segments capture the state of each of their calls."""
+        """As of any graph; segments capture the state of each of their calls, and their replays run one by one."""
         found, plain = copy(self.plain.arrays), self.plain.arrays
         found.save_call = np.array(vars(self)["_numbers"], dtype=np.int64)[plain.save_call]
         found.set_calls(self)
@@ -68,7 +72,7 @@ class SegmentedGraph(StepGraph):
         starts = np.cumsum(found.num_modules) - found.num_modules
         members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
         found.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
-        found.replay_bytes = np.add.reduceat(plain.replay_bytes[members], starts)
+        found.replay_bytes = np.maximum.reduceat(plain.replay_bytes[members], starts)
         return found
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
@@ -90,8 +94,9 @@ def members_of(graph: StepGraph, span: Span) -> list[int]:
 def runs(graph: StepGraph) -> list[tuple[int, ...]]:
     """The longest runs of calls that can be recomputed together, each of two calls at least, by their first call.
 
-    Such calls have one parent and come directly one after the other, with no op between them. Each is a module of the
-    model that can be replayed, and of what the run makes it is given no more than what the call before it returns.
+    Such calls have one parent and come directly one after the other; an op between them may only make what no later op
+    reads, such as the random number by which a layer could be skipped. Each call is of a module of the model that can
+    be replayed, and of what the run makes it is given no more than what the call before it returns.
     """
     children: dict[int, list[int]] = {}
     for index, call in enumerate(graph.calls):
@@ -113,13 +118,29 @@ def runs(graph: StepGraph) -> list[tuple[int, ...]]:
 def _is_linked(graph: StepGraph, run: Sequence[int], index: int) -> bool:
     call, before = graph.calls[index], graph.calls[run[-1]]
     made = [value for value in call.inputs if graph.values[value].born >= graph.calls[run[0]].first]
-    return call.first == before.end and set(made) <= set(before.outputs)
+    return set(made) <= set(before.outputs) and not ops_that_matter(graph, before, call)
+
+
+def ops_that_matter(graph: StepGraph, before: Call, after: Call) -> list[int]:
+    """The ops between two calls that a replay of both would have to run: they change a value, or make one for later."""
+    between = range(before.end, after.first)
+    return [
+        index
+        for index in between
+        if graph.ops[index].mutates
+        or any(graph.last_reads.get(value, -1) >= after.first for value in graph.ops[index].outputs)
+    ]
+
+
+def has_gaps(graph: StepGraph, members: Sequence[int]) -> bool:
+    """Whether ops run between these calls: the engine does not count them among the ops of a segment."""
+    return any(graph.calls[a].end != graph.calls[b].first for a, b in pairwise(members))
 
 
 def with_segments(graph: StepGraph, spans: Iterable[Span]) -> StepGraph:
     """`graph` with a call around each of these runs of calls. Spans may lie inside one another, and not overlap.
 
-    Raises `GraphError` for calls that do not follow each other directly.
+    Raises `GraphError` for calls between which ops run that a replay would need.
     """
     ordered = sorted(set(spans), key=lambda span: (span[0], -span[1]))
     if not ordered:
@@ -176,5 +197,5 @@ def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
         raise GraphError(f"{title} is no run of several calls under one parent")
     for before, after in pairwise(members):
         a, b = graph.calls[before], graph.calls[after]
-        if a.end != b.first:
-            raise GraphError(f"{title} is no segment: {b.first - a.end} ops run between {a.path} and {b.path}")
+        if ops := ops_that_matter(graph, a, b):
+            raise GraphError(f"{title} is no segment: {graph.ops[ops[0]].name} runs between {a.path} and {b.path}")

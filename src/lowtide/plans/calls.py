@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import GraphError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.graph.segments import SegmentedGraph, members_of, with_segments
+from lowtide.graph.segments import SegmentedGraph, has_gaps, members_of, with_segments
 
 if TYPE_CHECKING:
     from lowtide.plans import Recompute
@@ -37,6 +37,11 @@ def check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Non
     """Raise `PlanError` where a region is to retain what it cannot."""
     owner = graph.innermost(regions)
     for call, kept in regions.items():
+        if kept and isinstance(graph, SegmentedGraph) and has_gaps(graph.plain, graph.plain_members[call]):
+            raise PlanError(
+                f"{graph.calls[call].path} keeps ops, and other ops run between its calls: that shifts the numbers of "
+                "ops in its replay. Leave keep_ops empty for such a segment."
+            )
         if kept and owner[graph.calls[call].parent] >= 0:
             raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
     for call, ops in graph.retainable.missing(regions).items():

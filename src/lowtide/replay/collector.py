@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowtide import _compat
@@ -75,7 +76,9 @@ class Collector:
         return saved  # for a gradient that the region itself computes
 
     def _may_stop(self) -> None:
-        if _compat.sequence_number() - self._sequence - 1 == self._stop_node:
+        # Regions inside save their inputs without gradients, and no op does: such a tensor is complete.
+        is_input = not torch.is_grad_enabled()
+        if is_input or _compat.sequence_number() - self._sequence - 1 == self._stop_node:
             self.is_stopped = True
             raise Stop
 

@@ -145,6 +145,8 @@ def _state_of(generator: torch.Generator) -> State:
 
 def _is_same(one: State, other: State) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if not _compat.num_dispatch_modes():
+            return one.numpy().tobytes() == other.numpy().tobytes()  # half the time of torch.equal
         with _compat.without_modes():
             return torch.equal(one, other)
     return one == other

@@ -39,6 +39,14 @@ class OpFacts:
             indices = self.written_in_training
         return [tensor for index in indices for tensor in tensors_in(self._argument(index, args, kwargs))]
 
+    def flags_of_call(self, args: Any, kwargs: Any) -> tuple[str, ...]:
+        """The flags of a call with these arguments: attention draws random numbers only if it has a dropout."""
+        if "random" not in self.flags or "dropout_p" not in self.argument_names:
+            return self.flags
+        if self._argument(self.argument_names.index("dropout_p"), args, kwargs):  # by default it is 0
+            return self.flags
+        return tuple(flag for flag in self.flags if flag != "random")
+
     def _argument(self, index: int, args: Any, kwargs: Any) -> Any:
         return args[index] if index < len(args) else kwargs.get(self.argument_names[index])
 

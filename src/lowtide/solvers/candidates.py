@@ -131,18 +131,24 @@ class _Candidates(Search):
     def by_hand(self, budget: int) -> list[Candidate]:
         """What people do with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
 
-        Selective checkpoints are chosen for themselves, as what they cost the host is of another kind.
+        Selective checkpoints and chains in parts are chosen for themselves, as what they cost the host is of another
+        kind.
         """
         ways = {name: self._cost(regions, 0.0) for name, regions in self._ways_by_hand(budget) if regions}
+        in_parts = {} if self._segmenting is None else self._segmenting.by_hand()
+        in_parts = {name: self._judged(way) for name, way in in_parts.items()}
+        selective = {name: way for name, way in ways.items() if name.startswith("selective")}
+        of_blocks = {name: way for name, way in ways.items() if name not in selective}
+        ways |= in_parts
         chosen: dict[str, bool] = {}
-        for is_selective in (False, True):
-            of_kind = {name: way for name, way in ways.items() if name.startswith("selective") == is_selective}
+        for of_kind in (of_blocks, in_parts, selective):
             fitting = faster(*(way for way in of_kind.values() if way.peak_bytes <= budget))
             limit_s = fitting.extra_s - _NOTICEABLE * self.graph.step_s if fitting is not None else float("inf")
             near = [w for w in of_kind.values() if budget < w.peak_bytes <= (1 + NEARLY) * budget]
             near = [way for way in near if way.extra_s < limit_s]
             wanted = [fitting, smaller(*near), faster(*near)]
-            chosen |= {name: not is_selective for name, way in of_kind.items() if any(way is each for each in wanted)}
+            names = [name for name, way in of_kind.items() if any(way is each for each in wanted)]
+            chosen |= dict.fromkeys(names, of_kind is not selective)
         found = [
             Candidate(name, self._plan_of(ways[name], budget), is_essential) for name, is_essential in chosen.items()
         ]

@@ -159,16 +159,22 @@ class Search:
         return Nesting(self.graph, pricing.replayable)
 
     @cached_property
+    def _segmenting(self) -> Segmenting | None:
+        return Segmenting(self._moments[0].pricing, self._moments[0].hull.choices) if self._moments else None
+
+    @cached_property
     def _segmented(self) -> list[Found]:
         """Plans with segments."""
+        if self._segmenting is None:
+            return []
         shares, codecs = _SHARES if self._movable_bytes else (), self._all_codecs
-        segmentings = [Segmenting(each.pricing, each.hull.choices) for each in self._moments[:1]]
         is_late = self.effort.is_over_after(1, len(self.graph.ops))
-        found = [plan for each in segmentings for plan in each.plans(is_late, self._mover, shares, codecs)]
-        return found if self.line is self.graph else [self._judged(plan) for plan in found]
+        return list(map(self._judged, self._segmenting.plans(is_late, self._mover, shares, codecs)))
 
     def _judged(self, found: Found) -> Found:
         """A plan with segments that was found by one line, with what it costs by both."""
+        if self.line is self.graph:
+            return found
         if found.share or found.codecs:
             self.effort.spend(len(self.graph.ops), times=2, by_op=True)
             return replace(found, extra_s=self.timeline_of(found).extra_s)

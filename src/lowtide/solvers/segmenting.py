@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from lowtide.eagerlives import EagerLives
 from lowtide.graph import StepGraph
-from lowtide.graph.segments import Span, runs, with_segments
+from lowtide.graph.segments import Span, has_gaps, runs, with_segments
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.solvers.chain import Regions
@@ -38,6 +39,8 @@ _MOST_MOVED = 6  # plans of which values are moved
 _MOST_DEPTH = 8  # of segments inside one another: each is replayed from inside the replay of the one around it
 _MOST_PARTS = 24  # of a chain that is cut evenly
 
+_SEQUENTIAL, _EVERY_PART, _TWO_LEVELS = "sequential checkpoints", "a checkpoint per part", "two levels of checkpoints"
+
 _Item = TypeVar("_Item")
 
 
@@ -48,6 +51,7 @@ class Segmenting:
         self._graph, self._pricing, self._choices = pricing.graph, pricing, choices
         self.chains = chosen_runs(self._graph)
         self._can = replayable(self._graph, stops_of(self._graph))
+        self._known: dict[Segmentation, Found | None] = {}
 
     def plans(
         self, is_late: Callable[[], bool], mover: Mover, shares: Iterable[float] = (), all_codecs: Iterable[Codecs] = ()
@@ -60,17 +64,18 @@ class Segmenting:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
         found: list[Found] = []
-        retaining = self._retaining()
+        has_any_gaps = any(has_gaps(self._graph, chain) for chain in self.chains)
+        retaining = [] if has_any_gaps else self._retaining()
         for wanted in (
-            self._by_hand(),
+            list(self._by_hand.values()),
             self._best(is_late),
             *([self._by_hand_retaining(retaining), self._best(is_late, retaining)] if retaining else ()),
         ):
             for number, plan in enumerate(_thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
                     break
-                played = self._found(plan) if _depth(plan.spans) <= _MOST_DEPTH else None
-                found += [played] if played is not None and played.spans else []
+                played = self._found(plan)
+                found += [] if played is None else [played]
         front = _front(found)
         ways = [(share, codecs) for share, codecs in product({0.0, *shares}, {(), *all_codecs}) if share or codecs]
         more = [
@@ -80,8 +85,19 @@ class Segmenting:
         ]
         return front + [_simulated(self._graph, plan, mover) for plan in more if not is_late()]
 
+    def by_hand(self) -> dict[str, Found]:
+        """What people do with torch's checkpoint on a chain, by name, each simulated."""
+        found = {name: self._found(plan) for name, plan in self._by_hand.items()}
+        return {name: plan for name, plan in found.items() if plan is not None}
+
     def _found(self, plan: Segmentation) -> Found | None:
-        """A plan on the graph with its segments, simulated."""
+        """A plan on the graph with its segments, simulated; None if it has none, or the engine cannot run them."""
+        if plan not in self._known:
+            can_be = bool(plan.spans) and _depth(plan.spans) <= _MOST_DEPTH
+            self._known[plan] = self._played(plan) if can_be else None
+        return self._known[plan]
+
+    def _played(self, plan: Segmentation) -> Found | None:
         graph = with_segments(self._graph, plan.spans)
         numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
         names = [(self._graph.names_of(call), kept) for call, kept in plan.regions.items() if self._can[call]]
@@ -173,26 +189,32 @@ class Segmenting:
                 found.append({call: tuple(op - graph.calls[call].first for op in ops) for call, ops in kept.items()})
         return found
 
-    def _by_hand(self) -> list[Segmentation]:
-        """Chains cut into parts of the same size: all of them recomputed, or all but the last; also layer by layer."""
-        found: list[Segmentation] = []
+    @cached_property
+    def _by_hand(self) -> dict[str, Segmentation]:
+        """The longest chain in parts of about the same size, by name: recomputed as they are, and layer by layer.
+
+        torch's `checkpoint_sequential` keeps the last part.
+        """
+        if not self.chains:
+            return {}
         chain = max(self.chains, key=len)
+        found: dict[str, Segmentation] = {}
+        layers: Regions = dict.fromkeys(chain, ())
         for parts in range(2, min(_MOST_PARTS, len(chain)) + 1):
-            size = len(chain) // parts  # as torch's checkpoint_sequential cuts
-            cuts = [*range(0, size * (parts - 1), size), size * (parts - 1)]
-            spans = [chain[a:b] for a, b in zip(cuts, [*cuts[1:], len(chain)], strict=True)]
-            for some in (spans, spans[:-1]):
+            size = len(chain) // parts  # as checkpoint_sequential cuts
+            starts = range(0, size * parts, size)
+            spans = [chain[start : start + size] for start in starts[:-1]] + [chain[starts[-1] :]]
+            for kind, some in ((_SEQUENTIAL, spans[:-1]), (_EVERY_PART, spans)):
                 segments = tuple((span[0], span[-1]) for span in some if len(span) > 1)
                 singles: Regions = {span[0]: () for span in some if len(span) == 1}
-                found.append(Segmentation(segments, singles))
-                layers: Regions = dict.fromkeys(chain, ())
-                found.append(Segmentation(segments, layers))
+                found[f"{kind}, {parts} parts"] = Segmentation(segments, singles)
+                found[f"{_TWO_LEVELS}, {kind}, {parts} parts"] = Segmentation(segments, layers)
         return found
 
     def _by_hand_retaining(self, retained: Sequence[Regions]) -> list[Segmentation]:
         """As by hand, with outputs retained instead of regions inside."""
         all_kept = [frozenset(kept_ops(self._graph, regions)) for regions in retained]
-        plain = [plan for plan in self._by_hand() if len(plan.regions) < len(max(self.chains, key=len))]
+        plain = [plan for name, plan in self._by_hand.items() if not name.startswith(_TWO_LEVELS)]
         return [replace(plan, kept=kept) for plan in plain for kept in all_kept]
 
 

@@ -25,7 +25,7 @@ from lowtide.units import format_bytes, format_seconds
 class Estimate:
     """What a step will take; every number is predicted, unless real steps had to run, which `notes` say.
 
-    `peak_bytes` is the plain step's peak, `floor_bytes` the smallest that recomputing can reach, `static_bytes` what is
+    `peak_bytes` is the plain step's peak, `floor_bytes` the smallest of a plan that recomputes, `static_bytes` what is
     there throughout: parameters, gradients, optimizer state, buffers, batch. `bytes_per_sample` is how much each
     further sample adds to the plain peak, None where the batch has no size that could be told. `graph` is the trace.
     """

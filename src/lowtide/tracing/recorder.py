@@ -145,7 +145,7 @@ class Recorder(_compat.DispatchMode):
             return out
         is_answered, answer = self._shadows.answer(func, args, kwargs) if self._shadows is not None else (False, None)
         facts = facts_of(func)
-        name, flags = facts.name, facts.flags
+        name, flags = facts.name, facts.flags_of_call(args, kwargs)
         if "custom" in flags:
             self.notes.append(f"{name} is a custom kernel: seen from outside, as one op")
         self._refuse_missing_device(name, kwargs)
