@@ -144,12 +144,12 @@ def _state_of(generator: torch.Generator) -> State:
 
 
 def _is_same(one: State, other: State) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if not _compat.num_dispatch_modes():
-            return one.numpy().tobytes() == other.numpy().tobytes()  # half the time of torch.equal
-        with _compat.without_modes():
-            return torch.equal(one, other)
-    return one == other
+    if isinstance(one, tuple) or isinstance(other, tuple):
+        return one == other
+    if not _compat.num_dispatch_modes():
+        return one.numpy().tobytes() == other.numpy().tobytes()  # a fifth of the instructions of `torch.equal`
+    with _compat.without_modes():
+        return torch.equal(one, other)
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:
