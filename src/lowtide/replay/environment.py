@@ -144,10 +144,10 @@ def _state_of(generator: torch.Generator) -> State:
 
 
 def _is_same(one: State, other: State) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        with _compat.without_modes():
-            return torch.equal(one, other)
-    return one == other
+    if isinstance(one, tuple) or isinstance(other, tuple):
+        return one == other
+    with _compat.without_modes():
+        return one.numpy().tobytes() == other.numpy().tobytes()  # half the time of `torch.equal`
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:
