@@ -39,6 +39,7 @@ _CONSTANTS = frozenset(
     }
 )
 _IMMUTABLE = (*_CONSTANTS, enum.Enum, types.FunctionType, nn.Module)
+_SEQUENCES = (list, tuple)
 _CALLABLES = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
 
 Path = tuple[Any, ...]
@@ -221,7 +222,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     """The parts of a container by key; None for anything else."""
     if isinstance(value, dict):
         return dict(value)
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+    if isinstance(value, _SEQUENCES) and not isinstance(value, torch.Size):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module):
         names = (field.name for field in dataclasses.fields(value))
@@ -238,7 +239,9 @@ def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]]
     if kind is dict:
         return dict
     if kind is list:
-        return lambda parts: list(parts.values())
+        return _rebuild_list
+    if kind is tuple:
+        return _rebuild_plain_tuple
     if isinstance(container, tuple):
         return functools.partial(_rebuild_tuple, kind, dict(getattr(container, "__dict__", {})))
     # Another class: a shallow copy keeps what else it carries, and is emptied so that it holds no tensor.
@@ -259,9 +262,15 @@ def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]]
     return rebuild
 
 
+def _rebuild_list(parts: dict[Any, Any]) -> list[Any]:
+    return list(parts.values())
+
+
+def _rebuild_plain_tuple(parts: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple(parts.values())
+
+
 def _rebuild_tuple(kind: type, attributes: dict[str, Any], parts: dict[Any, Any]) -> Any:
-    if kind is tuple:
-        return tuple(parts.values())
     if kind.__module__ == "torch.return_types":  # a struct sequence, which only its own constructor makes
         return kind(parts.values())
     new: Any = tuple.__new__(kind, parts.values())
