@@ -13,7 +13,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -136,13 +136,12 @@ class Containers:
                 self._copied.append(each)
             elif not isinstance(each, _SEQUENCES):
                 self._dicts.append(vars(each))
-        self._parts, self._sizes = self._read(), self._lengths()
+        self._parts, self._sizes = list(self._read()), self._lengths()
         self._contents = self._copy()
 
-    def _read(self) -> list[Any]:
+    def _read(self) -> Iterator[Any]:
         """All parts of all containers, and the keys of dicts."""
-        flatten = chain.from_iterable
-        return list(chain(flatten(self._dicts), flatten(map(dict.values, self._dicts)), flatten(self._sequences)))
+        return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._sequences))
 
     def _lengths(self) -> list[int]:
         return [*map(len, self._dicts), *map(len, self._sequences)]
