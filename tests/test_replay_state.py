@@ -418,3 +418,43 @@ def test_a_model_that_nobody_needs_is_freed(step: Callable[[nn.Sequential, Tenso
     del model, copies, each
     gc.collect()
     assert not [reference for reference in remaining if reference() is not None]
+
+
+def test_what_is_known_of_a_module_outlives_optimizer_steps() -> None:
+    """The replay after a step reads the new parameters, and refuses those changed since its own forward."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(3):
+        gradients = []
+        for run in (block, functools.partial(lowtide.checkpoint, block)):
+            optimizer.zero_grad()
+            run(x).square().sum().backward()
+            gradients.append([parameter.grad for parameter in block.parameters()])
+        assert all(map(torch.equal, *gradients))
+        optimizer.step()
+    loss = lowtide.checkpoint(block, x).square().sum()
+    optimizer.step()
+    with pytest.raises(lowtide.CheckpointError, match="parameter 'weight' of Linear"):
+        loss.backward()
+
+
+def test_a_name_added_as_a_forward_is_removed_is_hidden_from_the_replay() -> None:
+    """One name fewer and one more: their number tells nothing."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sin() * getattr(self, "scale", 1.0)
+
+    block, x = Block(), torch.randn(3, 4, requires_grad=True)
+    block.forward = functools.partial(Block.forward, block)  # type: ignore[method-assign]
+    (expected,) = torch.autograd.grad(block(x).sin().sum(), x)
+    loss = lowtide.checkpoint(block, x).sin().sum()
+    del block.forward
+    block.scale = 2.0
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, expected) and block.scale == 2.0

@@ -42,8 +42,8 @@ def bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
     if tree.are_bound_to(values):
         return functools.partial(_bind_if_changed, tree, values)
     tree.last = None  # it would keep values alive that nothing else holds
-    new_slots = [slot for slot in tree.new_slots() if slot.key not in INTERNAL_NAMES]
-    present, new_values = tree.read_by_name(), [slot.names.pop(slot.key) for slot in new_slots]
+    new_slots = tree.new_slots()
+    present, new_values = tree.read(), [slot.names.pop(slot.key) for slot in new_slots]
     _bind_each(tree, values)
 
     def undo() -> None:
@@ -61,8 +61,7 @@ def _bind_if_changed(tree: ModuleTree, values: list[Any]) -> None:
 
 def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
     for slot in tree.new_slots():
-        if slot.key not in INTERNAL_NAMES:
-            del slot.names[slot.key]
+        del slot.names[slot.key]
     for slot, value in zip(tree.slots, values, strict=True):
         live = slot.names.get(slot.key, ABSENT)
         if live is value or slot.key in INTERNAL_NAMES or _is_swapped_by_sharding(live, value):

@@ -24,7 +24,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -48,8 +48,9 @@ class ModuleTree:
     """The modules below a root (itself included), the names they have, and which tensors their forwards write.
 
     What the names are bound to is read for every call. So that is done by a few calls of C functions, over the dicts
-    behind parameters, buffers, children and attributes. Of torch's own modules without children only parameters,
-    buffers and, where they go by it, the training flag are read: their other attributes say how they were made.
+    behind parameters, buffers, children and attributes. Attributes that `nn.Module` gives itself are not read. Of
+    torch's own modules without children only parameters, buffers and, where they go by it, the training flag are read:
+    their other attributes say how they were made.
 
     A tree belongs to its root (`set_companion`): they refer to each other, and Python's collector frees both together.
     A dictionary of trees would keep all modules alive, also one whose keys are weak.
@@ -59,8 +60,6 @@ class ModuleTree:
         self.root = weakref.ref(root)
         self.slots: list[Slot] = []
         self._dicts: list[Names] = []
-        self._flagged: list[nn.Module] = []  # modules of which only the training flag is read
-        flags: list[Slot] = []
         modules = _all_modules(root)
         for module in modules:
             parameters, buffers = _compat.module_tensors(module)
@@ -69,14 +68,13 @@ class ModuleTree:
             if _is_plain_layer(module):
                 dicts: list[Names] = [names for names in (parameters, buffers) if names]
                 if code_facts(type(module)).reads_training:
-                    self._flagged.append(module)
-                    flags.append(Slot(vars(module), "training", module))
+                    self.slots.append(Slot(vars(module), "training", module))
             else:
                 dicts = [parameters, buffers, _compat.child_modules(module), vars(module)]
             self._dicts += dicts
-            self.slots += [Slot(names, key, module) for names in dicts for key in names]
-        self._keys = [slot.key for slot in self.slots]
-        self.slots += flags
+            self.slots += [Slot(names, key, module) for names in dicts for key in names if key not in _TORCHS_OWN]
+        self._slot_names, self._slot_keys = [slot.names for slot in self.slots], [slot.key for slot in self.slots]
+        self._keys, self._sizes = self._read_keys(), list(map(len, self._dicts))
         values = self.read()
         self._children = _ids_of_modules(values)
         self._known_modules = set(map(id, modules))
@@ -96,35 +94,35 @@ class ModuleTree:
         return type(None), ()  # nor is it saved with the module
 
     def read(self) -> list[Any]:
-        """What all names are bound to now. If any have come or gone, there are more or fewer values."""
-        return [*chain.from_iterable(map(dict.values, self._dicts)), *map(_training, self._flagged)]
-
-    def read_by_name(self) -> list[Any]:
-        """The same, slowly and whatever has happened."""
-        return [slot.names.get(slot.key, ABSENT) for slot in self.slots]
+        """What all names are bound to now."""
+        return list(map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT)))
 
     def are_bound_to(self, values: list[Any]) -> bool:
-        now = self.read()
-        return len(now) == len(values) and all(map(operator.is_, now, values))
+        """Whether the names are bound to these values and no names have been added."""
+        now = map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT))
+        return all(map(operator.is_, now, values)) and list(map(len, self._dicts)) == self._sizes
+
+    def _read_keys(self) -> list[str]:
+        return list(chain.from_iterable(self._dicts))
 
     def new_slots(self) -> list[Slot]:
-        """Names that have come to be since."""
+        """Names that have been added since."""
         known = {(id(slot.names), slot.key) for slot in self.slots}
         owners = {id(slot.names): slot.owner for slot in self.slots}
         return [
             Slot(names, key, owners.get(id(names), self.slots[0].owner))
             for names in self._dicts
             for key in names
-            if (id(names), key) not in known
+            if (id(names), key) not in known and key not in INTERNAL_NAMES
         ]
 
     def snapshot(self) -> Snapshot | None:
         """What there is to read now: that of the last call if it is still true. None if the names are others now."""
         last = self.last
-        if last is not None and self.are_bound_to(last.values) and last.still_holds():
-            return last
+        if last is not None and self.are_bound_to(last.values) and last.holds_same_contents():
+            return last.as_of_now()
         values = self.read()
-        if list(chain.from_iterable(self._dicts)) != self._keys or _ids_of_modules(values) != self._children:
+        if self._read_keys() != self._keys or _ids_of_modules(values) != self._children:
             return None
         snapshot = Snapshot(self, values)
         return snapshot if snapshot.modules <= self._known_modules else None
@@ -161,7 +159,7 @@ class ModuleTree:
         self._is_written[_habit(slot)] = is_written
 
 
-_training = operator.attrgetter("training")
+_TORCHS_OWN = INTERNAL_NAMES - {"forward"}  # an added or removed `forward` must not hide that another name has gone
 
 
 def _is_plain_layer(module: nn.Module) -> bool:
@@ -181,23 +179,12 @@ def _habit(slot: Slot) -> tuple[int, str, bool]:
 class Snapshot:
     """What a tree's names were bound to at one moment, the contents of containers, and the values of small tensors."""
 
+    # fmt: off
     __slots__ = (
-        "_containers",
-        "_copied",
-        "_copied_versions",
-        "_copies",
-        "_generators",
-        "_holds_others",
-        "_is_passing",
-        "_is_volatile",
-        "_may_hide_writes",
-        "_watched_tensors",
-        "modules",
-        "tree",
-        "values",
-        "versions",
-        "watched",
+        "_containers", "_copied", "_copied_versions", "_copies", "_generators", "_holds_others", "_is_passing",
+        "_is_volatile", "_may_hide_writes", "_watched_tensors", "modules", "tree", "values", "versions", "watched",
     )
+    # fmt: on
 
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
@@ -232,14 +219,23 @@ class Snapshot:
         self.watched, self._watched_tensors = watched, [tensor for _, tensor in watched]
         self.versions = self._versions()
 
-    def still_holds(self) -> bool:
-        """Whether contents and values are still these, given that the names are."""
+    def holds_same_contents(self) -> bool:
+        """Whether containers and copied tensors still hold what they did, given that the names are bound to them."""
         return (
             not self._is_volatile
             and (self._containers is None or self._containers.are_unchanged())
             and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
-            and self._versions() == self.versions
         )
+
+    def as_of_now(self) -> Snapshot:
+        """This, with the present versions of watched tensors: an optimizer step changes those of parameters."""
+        versions = self._versions()
+        return self if versions == self.versions else self._with_versions(versions)
+
+    def _with_versions(self, versions: list[int]) -> Snapshot:
+        state = copy.copy(self)  # calls before this one may share it
+        state.versions = versions
+        return state
 
     def _versions(self) -> list[int]:
         return list(map(_compat.version_of_saved, self._watched_tensors))
@@ -260,8 +256,7 @@ class Snapshot:
                     versions[index] = _LOST
                     if slot is not None:  # the next forward has a copy
                         tree.learn(slot, is_written=True)
-            state = copy.copy(state)  # calls before this one may share it
-            state.versions = versions
+            state = state._with_versions(versions)
             tree.last = None
         else:
             tree.last = state if state._may_be_shared() else None
@@ -271,7 +266,7 @@ class Snapshot:
         """Whether the next call may find the same. Kept otherwise, this would keep tensors alive that nobody needs."""
         if not self._holds_others:
             return True
-        return not self._is_passing and self.tree.are_bound_to(self.values) and self.still_holds()
+        return not self._is_passing and self.tree.are_bound_to(self.values) and self.holds_same_contents()
 
     def _without_unwritten_parameters(self) -> Snapshot:
         """This, with parameters watched again that were copied in case the forward writes them, and were not."""
