@@ -34,7 +34,7 @@ from lowtide._compat import (
     without_modes,
 )
 from lowtide.replay._compat import parts_of, storages_of, taken_apart
-from lowtide.tracing.records import tensors_in
+from lowtide.replay.arguments import tensors_in
 
 __all__ = [
     "BOOKKEEPING_OPS",

@@ -23,12 +23,11 @@ from lowtide.engines.shapes import Shapes, num_elements, watched_inputs
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.solvers.candidates import Candidate, candidates
 from lowtide.solvers.pressing import lossy_codecs
 from lowtide.solvers.solving import solve
 from lowtide.tracing.eager import trace
-from lowtide.tracing.faking import map_tensors
-from lowtide.tracing.records import tensors_in
 from lowtide.units import check_seconds, parse_bytes
 
 

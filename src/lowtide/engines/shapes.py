@@ -22,7 +22,7 @@ from lowtide.engines import _compat
 from lowtide.engines.runs import Decisions
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
-from lowtide.tracing.records import tensors_in
+from lowtide.replay.arguments import tensors_in
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.engines import _compat
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.function_state import Reach
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import generator_states, set_generator_states
 
 _SMALL_BYTES = 256 * 1024

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -217,11 +218,17 @@ def hinted_numel(value: Tensor) -> int:
     return int(hint(value.numel()) or 0)
 
 
+def flop_formula(op: Any) -> Callable[..., Any] | None:
+    """The FLOP count of an op, as a function of its arguments and `out_val`; None for ops without one.
+
+    Obsolete when torch documents `torch.utils.flop_counter.flop_registry`.
+    """
+    return flop_registry.get(op_packet(op))
+
+
 def node_flops(node: Any) -> int:
     """FLOPs of one node of a graph by torch's own formulas; 0 for what has none."""
-    from torch.utils.flop_counter import flop_registry
-
-    formula = flop_registry.get(op_packet(node.target))
+    formula = flop_formula(node.target)
     if formula is None:
         return 0
     args, kwargs = node_arguments(node, lambda value: value)

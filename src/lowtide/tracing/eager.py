@@ -16,6 +16,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import Hardware, StepGraph
 from lowtide.memory.exclusive import one_at_a_time
 from lowtide.memory.meter import cpu_peaks_within
+from lowtide.replay.arguments import tensors_in
 from lowtide.tracing import _compat, checks
 from lowtide.tracing.building import build
 from lowtide.tracing.devices import (
@@ -34,7 +35,6 @@ from lowtide.tracing.optimizers import optimizer_memory, plain_optimizer
 from lowtide.tracing.plainpaths import plain_paths
 from lowtide.tracing.profiling import matched, profiled
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.tracing.shadows import Shadows
 from lowtide.tracing.timing import (

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.tracing import _compat
-from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.snapshots import Snapshot
 
 _META = torch.device("meta")
