@@ -23,6 +23,7 @@ from lowtide._compat import (
     is_sharded,
     module_tensors,
     never_compiled,
+    num_dispatch_modes,
     overwrite_all,
     profiler_is_active,
     set_version,
@@ -34,7 +35,6 @@ from lowtide._compat import (
     without_modes,
 )
 from lowtide.replay._compat import parts_of, storages_of, taken_apart
-from lowtide.replay.arguments import tensors_in
 
 __all__ = [
     "BOOKKEEPING_OPS",
@@ -48,6 +48,7 @@ __all__ = [
     "is_sharded",
     "module_tensors",
     "never_compiled",
+    "num_dispatch_modes",
     "overwrite_all",
     "profiler_is_active",
     "set_version",
@@ -92,18 +93,6 @@ def checkpoint_in_force() -> Any | None:
 
 
 _CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.replay.")
-
-
-def is_watched(inputs: Any) -> bool:
-    """Whether tensors are stand-ins here, or every op is being watched: in a trace, a transform or a capture.
-
-    Obsolete with public ways to ask for the dispatch modes in force and whether a tensor is fake.
-    """
-    if under_functorch() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return True
-    return any(type(tensor) not in PLAIN_TYPES or tensor.is_meta for tensor in tensors_in(inputs))
 
 
 def bare_twin(module: nn.Module, twins: dict[nn.Module, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
