@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -149,6 +150,14 @@ def torch_partition(joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **facts)
+
+
+PARTITIONER_TAG = "recompute"  # where torch's partitioner looks for a `CheckpointPolicy`. Obsolete when documented
+
+
+def set_tag(node: Any, policy: CheckpointPolicy) -> None:
+    """Tell torch's partitioner to save or recompute a node, unless a checkpoint region of the user's already did."""
+    node.meta.setdefault(PARTITIONER_TAG, policy)
 
 
 def _as_partitioner(partition: Callable[..., Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,6 +211,37 @@ def is_tensor_value(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def value_of(node: Any) -> Any:
+    """What a node of a graph gives, as AOTAutograd notes it: fake tensors, alone or in a tuple; None if unknown.
+
+    Obsolete when `torch.fx` documents `node.meta["val"]`.
+    """
+    return node.meta.get("val")
+
+
+def module_stack(node: Any) -> dict[str, tuple[str, Any]] | None:
+    """The module calls in which Dynamo met a node, the outermost first: path and class (or its name) by call.
+
+    Obsolete when Dynamo documents `node.meta["nn_module_stack"]`.
+    """
+    return node.meta.get("nn_module_stack")
+
+
+_ROOTS = re.compile(r"^L\[['\"](\w+)['\"]\]|^L__(\w+?)___")
+
+
+def clean_path(path: str) -> str:
+    """A module's path as `named_modules` would give it, from the source that Dynamo names it by.
+
+    >>> clean_path("L['self'].layers.0.attn"), clean_path("L['self']._modules['layers'][0]"), clean_path("L['self']")
+    ('layers.0.attn', 'layers.0', '')
+    """
+    path = _ROOTS.sub("", path)
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return path.strip(".")
+
+
 def hinted_numel(value: Tensor) -> int:
     """Elements of a fake tensor; a symbolic size counts as what it was when the graph was made.
 
@@ -234,7 +266,7 @@ def node_flops(node: Any) -> int:
     args, kwargs = node_arguments(node, lambda value: value)
     try:
         # As hinted: a symbolic number that is asked for its value would be a constant of the graph from then on.
-        return int(hint(formula(*args, **kwargs, out_val=node.meta.get("val"))))
+        return int(hint(formula(*args, **kwargs, out_val=value_of(node))))
     except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):  # sizes that a formula does not know
         return 0
 
@@ -244,7 +276,7 @@ def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
     from torch.fx.node import map_arg
 
     def value(each: Any) -> Any:
-        return change(each.meta.get("val"))
+        return change(value_of(each))
 
     return map_arg(node.args, value), map_arg(node.kwargs, value)
 
