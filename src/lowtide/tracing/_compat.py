@@ -206,6 +206,22 @@ def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
     return uses_foreach
 
 
+# Categories of events in the profiler's trace. Obsolete when torch documents the format of its traces.
+RUNTIME_EVENTS = ("cuda_runtime", "cuda_driver")
+DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def waits_for_device(name: str) -> bool:
+    """Whether a runtime call of the profiler's trace returns when the device has caught up. Obsolete likewise."""
+    return "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy")
+
+
+def profiler_name(name: str) -> str:
+    """The name of an op's events in the profiler's trace: `aten::add` for `aten.add.Tensor`. Obsolete likewise."""
+    space, _, rest = name.partition(".")
+    return f"{space}::{rest.split('.')[0]}"
+
+
 def is_tensor_value(value: Any) -> bool:
     """Whether what a node of a graph gives is a tensor, fake or not."""
     return isinstance(value, Tensor)
