@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -41,6 +42,7 @@ __all__ = [
     "BOOKKEEPING_OPS",
     "PLAIN_TYPES",
     "StorageReference",
+    "WeakTensorKeyDictionary",
     "accelerator",
     "bare_kernels",
     "clone_all",

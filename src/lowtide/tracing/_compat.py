@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -47,6 +48,7 @@ __all__ = [
     "op_facts",
     "parts_of",
     "profiler_is_active",
+    "register_optimizer_step_pre_hook",
     "sequence_number",
     "set_version",
     "storage_id",
@@ -190,6 +192,11 @@ def gives_a_number(op: Any) -> bool:
 
 def op_packet(op: Any) -> Any:
     return getattr(op, "_overloadpacket", op)
+
+
+def holds_hooks(name: str) -> bool:
+    """Whether the attribute of that name of an optimizer holds its hooks. Obsolete with a public way to list them."""
+    return name.endswith("_hooks")
 
 
 def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:

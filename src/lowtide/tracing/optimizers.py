@@ -116,7 +116,7 @@ class _MetaTwins:
         twin = object.__new__(type(optimizer))
         own = vars(twin)
         for name, item in vars(optimizer).items():
-            if name.endswith("_hooks"):
+            if _compat.holds_hooks(name):
                 own[name] = OrderedDict()
             elif name == "state":
                 own[name] = defaultdict(dict)
