@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.codings import CHUNK, CODINGS, LOSSLESS, MIN_BYTES, form_of
 from lowtide.graph import Hardware, Value
-from lowtide.memory.codecs import CODECS
+from lowtide.memory.codecs import CODECS, LOSSY_CODECS
 from lowtide.memory.measuring import measure
 from lowtide.plans import Move, Plan, Recompute
 
@@ -30,6 +30,7 @@ def value(size: int, item_bytes: int = 4, row_length: int = 64) -> Value:
 
 def test_every_codec_has_its_like() -> None:
     assert [*CODINGS, LOSSLESS] == list(CODECS)
+    assert tuple(CODINGS) == LOSSY_CODECS
     assert all(not CODECS[name].is_lossless for name in CODINGS) and CODECS[LOSSLESS].is_lossless
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowtide
+from graphs import random_graph, repeated_blocks, seldom_saved, with_host_line
 from lowtide import GraphError, StepGraph
 from lowtide.graph import Call, Hardware, Op, Value
 from lowtide.graph.structures import with_even_times
@@ -84,6 +85,33 @@ def test_numbers_of_its_own() -> None:
     assert GRAPH.calls_by_path == {"": (0,), **{str(index): (index + 1,) for index in range(5)}}
     assert [GRAPH.path_of(GRAPH.calls[index].first) for index in (1, 5)] == ["0", "4"]
     assert GRAPH.forward_s() == sum(op.seconds for op in GRAPH.ops[: GRAPH.num_forward]) < GRAPH.step_s
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_plain_peak_is_the_simulated_one(seed: int) -> None:
+    graphs = [random_graph(seed), repeated_blocks(seed), seldom_saved(seed), with_host_line(seed, random_graph(seed))]
+    for graph in graphs:
+        assert graph.plain_peak_bytes == lowtide.simulate(graph).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_plain_peak_where_values_are_dropped_before_they_are_saved(seed: int) -> None:
+    graph = random_graph(seed)
+    values = tuple(replace(value, dropped=value.born + 1) for value in graph.values)
+    early = replace(graph, values=values, optimizer_state_bytes=3, optimizer_workspace_bytes=seed, other_bytes=5)
+    assert early.plain_peak_bytes == lowtide.simulate(early).peak_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "gpt_tied", "unet", "lstm", "custom_function", "lora", "hf_llama"])
+def test_the_plain_peak_of_models(name: str) -> None:
+    job = zoo.make(name)
+    graph = lowtide.trace(job.model, job.loss_fn, *job.batch, optimizer=torch.optim.Adam(job.model.parameters()))
+    assert graph.plain_peak_bytes == lowtide.simulate(graph).peak_bytes > 0
+
+
+def test_the_plain_peak_of_no_ops() -> None:
+    graph = StepGraph((), 0, (), (), (), Hardware("test"), optimizer_workspace_bytes=7, other_bytes=5)
+    assert graph.plain_peak_bytes == lowtide.simulate(graph).peak_bytes == 12
 
 
 # Files that are no graphs.

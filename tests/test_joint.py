@@ -14,8 +14,8 @@ from graphs import random_graph
 from joints import HARDWARE, joint_of, moved_bytes
 from lowtide.graph import StepGraph
 from lowtide.graph.fusing import inlined
+from lowtide.tracing._compat import clean_path
 from lowtide.tracing.joint import joint_step
-from lowtide.tracing.modulestacks import clean_path
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

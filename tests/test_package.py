@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ LAYERS = [*TORCH_FREE, "_compat", "memory", "replay", "tracing", "engines", "__i
 # What a reader of a plan calls on it, `plan.report()`, is imported when it is called: it sits above the plan.
 REPORTED_ON = ["plans", "solvers"]
 PUBLIC_ONLY = ["cli", "demo", "hosts"]
-PUBLIC_MODULES = ["codings", "units"]  # beside the names in `lowtide.__all__`
+PUBLIC_MODULES = ["units"]  # beside the names in `lowtide.__all__`
+PUBLIC_NAMES = {"lowtide.memory.LOSSY_CODECS"}  # likewise
 
 
 def component(path: Path) -> str:
@@ -91,7 +93,7 @@ def test_imports_go_one_way(path: Path) -> None:
     if own in TORCH_FREE:
         assert not any(name.split(".")[0] == "torch" for name in imported), f"{own} must not import torch"
     if own in PUBLIC_ONLY:
-        used = {name.split(".")[1] for name in imported if name.startswith("lowtide.")}
+        used = {name.split(".")[1] for name in imported - PUBLIC_NAMES if name.startswith("lowtide.")}
         assert used <= {*PUBLIC_ONLY, *PUBLIC_MODULES, *lowtide.__all__}, f"{own} uses more than public names"
         return
     assert own in LAYERS, f"{own} has no place in the order of layers"
@@ -118,6 +120,20 @@ def test_the_private_api_detector_detects(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.xfail(strict=True, reason="until the packages are moved")
+def test_no_two_modules_share_a_stem() -> None:
+    paths = [path.relative_to(PACKAGE) for path in SOURCES]
+    stems = Counter(path.stem for path in paths if "_compat" not in path.with_suffix("").parts)
+    assert [stem for stem, num in stems.items() if num > 1 and stem not in ("__init__", "__main__")] == []
+
+
+@pytest.mark.xfail(strict=True, reason="until the packages are moved")
+def test_no_two_classes_share_a_name() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, num in names.items() if num > 1] == []
 
 
 def test_importing_is_light() -> None:

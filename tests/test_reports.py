@@ -24,7 +24,7 @@ import lowtide
 from graphs import chain, random_graph, random_plan, repeated_blocks, seldom_saved
 from lowtide import Plan, PlanError, StepGraph
 from lowtide.plans import Recompute
-from lowtide.reports import page, series, tables, wording
+from lowtide.reports import gather_with_curve, page, series, tables, wording
 from lowtide.reports.facts import Facts, gather
 from lowtide.reports.layers import Layers
 from lowtide.reports.markdown import to_markdown
@@ -72,12 +72,12 @@ def renamed(graph: StepGraph, old: str, new: str) -> StepGraph:
 @cache
 def facts_of(kind: str) -> Facts:
     plan = {"solved": solved, "moving": moving}[kind]()
-    return gather(plan, time_limit_s=2.0)
+    return gather_with_curve(plan, time_limit_s=2.0)
 
 
 def random_facts(seed: int) -> Facts:
     graph = random_graph(seed) if seed % 2 else repeated_blocks(seed)
-    return gather(replace(random_plan(seed, graph), graph=graph))
+    return gather_with_curve(replace(random_plan(seed, graph), graph=graph))
 
 
 # What a report is made from
@@ -110,12 +110,12 @@ def test_the_curve_takes_the_frontier_it_is_given() -> None:
     plan = solved(4)
     assert plan.graph is not None
     frontier = lowtide.sweep(plan.graph, [plan.plain_peak_bytes])
-    facts = gather(plan, frontier=frontier, time_limit_s=5.0)
+    facts = gather_with_curve(plan, frontier=frontier, time_limit_s=5.0)
     assert facts.frontier is frontier and facts.notes == ()
 
 
 def test_the_curve_is_cut_short_when_time_is_over() -> None:
-    facts = gather(solved(4), time_limit_s=1e-9)
+    facts = gather_with_curve(solved(4), time_limit_s=1e-9)
     assert facts.frontier is not None and len(facts.frontier.plans) == 1
     assert "were over before 17 more" in facts.notes[0]
 
@@ -387,7 +387,7 @@ def test_only_the_script_of_the_page_may_run() -> None:
 def test_names_stay_text_everywhere() -> None:
     graph = renamed(stack(6), "blocks", HOSTILE)
     plan = Plan((Recompute(f"{HOSTILE}.2"),), graph=graph)
-    facts = gather(plan, time_limit_s=1.0)
+    facts = gather_with_curve(plan, time_limit_s=1.0)
     html = page.to_html(facts)
     outline = Outline(html)
     assert [tag for tag, _ in outline.tags].count("script") == 2

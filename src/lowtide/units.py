@@ -1,4 +1,4 @@
-"""Bytes and seconds: read what people write, write what people read."""
+"""Bytes and seconds: read what people write, write what people read. And the version of lowtide."""
 
 from __future__ import annotations
 
@@ -87,3 +87,10 @@ def in_seconds_unit(seconds: float) -> tuple[float, str]:
         if abs(seconds) >= scale:
             return seconds / scale, unit
     return seconds / 1e-6, "µs"
+
+
+def own_version() -> str:
+    """Return the version of lowtide, for files and reports."""
+    from lowtide import __version__  # when called: `lowtide` imports this module
+
+    return __version__

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.failing import UsageError, did_you_mean
-from lowtide.codings import CODINGS
+from lowtide.memory import LOSSY_CODECS
 from lowtide.units import parse_bytes
 
 SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "
@@ -103,9 +103,9 @@ def given(**options: Any) -> dict[str, Any]:
 
 def moves(host: str | None, disk: str | None, lossy: str | None) -> dict[str, Any]:
     """What a plan may do besides recomputing, as `lowtide.solve` takes it: only what was asked for."""
-    if lossy is not None and lossy not in CODINGS:
-        near = did_you_mean(lossy, CODINGS)
-        raise UsageError(f"--lossy: {lossy!r} is no lossy codec.{near} There are {', '.join(CODINGS)}.")
+    if lossy is not None and lossy not in LOSSY_CODECS:
+        near = did_you_mean(lossy, LOSSY_CODECS)
+        raise UsageError(f"--lossy: {lossy!r} is no lossy codec.{near} There are {', '.join(LOSSY_CODECS)}.")
     return given(
         host=None if host is None else size("--host", host),
         disk=None if disk is None else size("--disk", disk),

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -23,6 +25,7 @@ from lowtide._compat import (
     is_sharded,
     module_tensors,
     never_compiled,
+    num_dispatch_modes,
     overwrite_all,
     profiler_is_active,
     set_version,
@@ -34,12 +37,12 @@ from lowtide._compat import (
     without_modes,
 )
 from lowtide.replay._compat import parts_of, storages_of, taken_apart
-from lowtide.tracing.records import tensors_in
 
 __all__ = [
     "BOOKKEEPING_OPS",
     "PLAIN_TYPES",
     "StorageReference",
+    "WeakTensorKeyDictionary",
     "accelerator",
     "bare_kernels",
     "clone_all",
@@ -48,6 +51,7 @@ __all__ = [
     "is_sharded",
     "module_tensors",
     "never_compiled",
+    "num_dispatch_modes",
     "overwrite_all",
     "profiler_is_active",
     "set_version",
@@ -92,18 +96,6 @@ def checkpoint_in_force() -> Any | None:
 
 
 _CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.replay.")
-
-
-def is_watched(inputs: Any) -> bool:
-    """Whether tensors are stand-ins here, or every op is being watched: in a trace, a transform or a capture.
-
-    Obsolete with public ways to ask for the dispatch modes in force and whether a tensor is fake.
-    """
-    if under_functorch() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return True
-    return any(type(tensor) not in PLAIN_TYPES or tensor.is_meta for tensor in tensors_in(inputs))
 
 
 def bare_twin(module: nn.Module, twins: dict[nn.Module, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
@@ -160,6 +152,14 @@ def torch_partition(joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **facts)
+
+
+PARTITIONER_TAG = "recompute"  # where torch's partitioner looks for a `CheckpointPolicy`. Obsolete when documented
+
+
+def set_tag(node: Any, policy: CheckpointPolicy) -> None:
+    """Tell torch's partitioner to save or recompute a node, unless a checkpoint region of the user's already did."""
+    node.meta.setdefault(PARTITIONER_TAG, policy)
 
 
 def _as_partitioner(partition: Callable[..., Any]) -> Any:

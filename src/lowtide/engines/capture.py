@@ -19,9 +19,9 @@ from lowtide.engines.capture_facts import StepFacts, form_of
 from lowtide.engines.captured_graph import CapturedGraph
 from lowtide.errors import CaptureError, InfeasibleBudgetError
 from lowtide.memory.exclusive import one_at_a_time
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.environment import modes_now
 from lowtide.tracing import checks
-from lowtide.tracing.records import tensors_in
 from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")

@@ -33,9 +33,8 @@ import lowtide
 from lowtide.engines import _compat
 from lowtide.engines.capture_facts import StepFacts, changed_number
 from lowtide.errors import CaptureError
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.tracing._compat import leaves_of
-from lowtide.tracing.faking import map_tensors
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer, generator_states
 
 _NUM_WARM_UPS = 3  # as torch recommends; in the first, regions learn where outputs that they retain are saved

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lowtide.engines import _compat
 from lowtide.engines.choosing import Chooser
 from lowtide.engines.compilewatch import CompileWatch
-from lowtide.engines.replanning import stand_in_loss
 from lowtide.engines.standins import stand_ins
 from lowtide.engines.surrounding import surroundings_of
 from lowtide.solvers.sharing import Surroundings
+from lowtide.tracing.building import output_sum_loss
 from lowtide.tracing.eager import trace_once
 
 logger = logging.getLogger("lowtide")
@@ -62,7 +62,7 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
 
     # Named here, so that a trace knows of what hooks count or collect, and puts it back.
     def loss_fn(args: Any, kwargs: Any, hooks: Any = hooks) -> Tensor:
-        return stand_in_loss(model(*args, **kwargs))
+        return output_sum_loss(model(*args, **kwargs))
 
     def around(blocks_as_they_are: bool) -> Surroundings | None:
         shortened = nullcontext() if blocks_as_they_are else stand_ins(blocks)

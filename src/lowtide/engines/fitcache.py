@@ -22,9 +22,9 @@ from lowtide.errors import LowtideError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.plans.trials import Trial
-from lowtide.reports.wording import own_version
 from lowtide.simulator import simulate
 from lowtide.solvers.describing import described
+from lowtide.units import own_version
 
 logger = logging.getLogger("lowtide")
 

@@ -26,12 +26,11 @@ from lowtide.errors import InfeasibleBudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.memory.exclusive import one_at_a_time
 from lowtide.plans import Plan
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator import simulate
 from lowtide.solvers.candidates import REMEMBERED, SEARCHED, SMALLEST, Candidate
 from lowtide.tracing import checks
 from lowtide.tracing.eager import trace
-from lowtide.tracing.faking import map_tensors
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import noted_generators
 from lowtide.units import check_bytes, check_seconds, format_bytes, parse_bytes
 

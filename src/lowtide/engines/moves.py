@@ -31,8 +31,8 @@ from lowtide.memory.offload import KeptHere, KeptInStore, end_of_forward, restor
 from lowtide.memory.store import ActivationStore
 from lowtide.memory.units import is_left_alone
 from lowtide.plans import Move, Plan
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.region import Hooks
-from lowtide.tracing.records import tensors_in
 from lowtide.units import format_bytes
 
 _LEAST_BYTES = 1024  # what stands for a value in a store takes as much

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lowtide.engines import _compat
 from lowtide.memory.meter import cpu_allocation_totals
-from lowtide.tracing.records import tensors_in
+from lowtide.replay.arguments import tensors_in
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:

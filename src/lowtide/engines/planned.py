@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,16 @@ from lowtide.plans.trials import Trial, table
 from lowtide.replay.region import Hooks
 
 if TYPE_CHECKING:
-    from lowtide.engines.fitting import Refitter
     from lowtide.reports import Report
     from lowtide.solvers.sweeping import Frontier
+
+
+class Refits(Protocol):
+    """What `fit` leaves with a handle, so that the handle can be fitted again."""
+
+    def refit(
+        self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
+    ) -> None: ...
 
 
 class AppliedPlan(Applied):
@@ -53,7 +60,7 @@ class AppliedPlan(Applied):
         self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
         self.candidates: tuple[Trial, ...] = ()  # what `fit` tried, the fastest predicted first
         self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
-        self.refitter: Refitter | None = None  # from `fit`
+        self.refitter: Refits | None = None  # from `fit`
         self._all_moves: list[Moves] = []  # of every plan so far
         try:
             self.decisions = self.take_in(plan)

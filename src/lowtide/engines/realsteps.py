@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lowtide.graph import StepGraph
 from lowtide.memory.measuring import Measured, measure
+from lowtide.replay.arguments import tensors_in
 from lowtide.tracing import _compat, checks
 from lowtide.tracing.optimizers import present_state_bytes
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer
 
 logger = logging.getLogger("lowtide")

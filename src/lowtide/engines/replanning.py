@@ -23,12 +23,12 @@ from lowtide.engines.shapes import Shapes, num_elements, watched_inputs
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
+from lowtide.replay.arguments import map_tensors
 from lowtide.solvers.candidates import Candidate, candidates
 from lowtide.solvers.pressing import lossy_codecs
 from lowtide.solvers.solving import solve
+from lowtide.tracing.building import output_sum_loss
 from lowtide.tracing.eager import trace
-from lowtide.tracing.faking import map_tensors
-from lowtide.tracing.records import tensors_in
 from lowtide.units import check_seconds, parse_bytes
 
 
@@ -131,7 +131,7 @@ class Planner:
 
         def stand_in(args: Any, kwargs: dict[str, Any]) -> Tensor:
             with _uncached_autocast(next(twin.parameters()).device.type):
-                return stand_in_loss(twin(*args, **kwargs))
+                return output_sum_loss(twin(*args, **kwargs))
 
         return trace(twin, stand_in, args, kwargs, optimizer=self._optimizer, mode="fake")
 
@@ -189,17 +189,6 @@ def _uncached_autocast(kind: str) -> Any:
     if not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
-
-
-def stand_in_loss(output: Any) -> Tensor:
-    """A number that needs all of the model's outputs; or its loss alone, where it has one."""
-    found = [tensor for tensor in tensors_in((output, getattr(output, "loss", None))) if tensor.requires_grad]
-    found = list({id(tensor): tensor for tensor in found}.values())
-    numbers = [tensor for tensor in found if tensor.ndim == 0]
-    total = sum(tensor.sum() for tensor in numbers or found)
-    if not isinstance(total, Tensor):
-        raise LowtideError(f"the model gave {type(output).__name__}, with no tensor that needs a gradient in it")
-    return total.real if total.is_complex() else total
 
 
 def _bytes_outside(graph: StepGraph) -> int:

@@ -22,7 +22,7 @@ from lowtide.engines import _compat
 from lowtide.engines.runs import Decisions
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
-from lowtide.tracing.records import tensors_in
+from lowtide.replay.arguments import tensors_in
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class ShapePlans:
             if self.planner is None:
                 self._warn_once(seen)
                 found = self.largest()
-            elif _compat.is_watched((args, kwargs)):
+            elif is_traced((args, kwargs)):
                 return self.largest()  # a trace, a transform, a capture: not the moment to plan
             else:
                 found = self._plan_again(self.planner, seen, args, kwargs)
@@ -242,6 +242,15 @@ def watched_inputs(model: nn.Module) -> Iterator[list[Shapes]]:
     finally:
         hook.remove()
         seen.sort(key=num_elements)
+
+
+def is_traced(inputs: Any) -> bool:
+    """Whether a trace, a torch.func transform or a CUDA graph capture is running, rather than a step."""
+    if _compat.under_functorch() or _compat.num_dispatch_modes() > 0:
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    return any(type(tensor) not in _compat.PLAIN_TYPES or tensor.is_meta for tensor in tensors_in(inputs))
 
 
 def _elements(planned: Planned) -> int:

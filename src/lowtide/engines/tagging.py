@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lowtide.engines import _compat
 from lowtide.tracing.joint import JointStep
-
-TAG = "recompute"
 
 
 def tag(step: JointStep, keeps: Container[int]) -> None:
@@ -21,10 +19,6 @@ def tag(step: JointStep, keeps: Container[int]) -> None:
     for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):
         is_saved = index in keeps or not recomputable[index]
         for each in (node, *parts):
-            _mark(each, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
+            _compat.set_tag(each, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
     for view in step.views:
-        _mark(view, CheckpointPolicy.MUST_RECOMPUTE)
-
-
-def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:
-    node.meta.setdefault(TAG, policy)
+        _compat.set_tag(view, CheckpointPolicy.MUST_RECOMPUTE)

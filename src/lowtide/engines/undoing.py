@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.engines import _compat
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.function_state import Reach
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import generator_states, set_generator_states
 
 _SMALL_BYTES = 256 * 1024
@@ -30,8 +29,8 @@ class Books:
     """What is kept from one step to the next: which large buffers a step writes, and host memory for gradients."""
 
     def __init__(self) -> None:
-        self.is_written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._pinned: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.is_written: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
+        self._pinned: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
         self._stream: Any = None
 
     def copied_to_host(self, leaves: list[Tensor]) -> list[Tensor]:

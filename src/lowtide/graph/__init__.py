@@ -201,6 +201,13 @@ class StepGraph:
         saved = {save.value for save in self.saves}
         return sum(self.values[v].bytes for v in saved if self.values[v].kind == "activation")
 
+    @cached_property
+    def plain_peak_bytes(self) -> int:
+        """The most bytes live at any time of a step without a plan, as simulated."""
+        from lowtide.graph.arrays import plain_peak_bytes
+
+        return plain_peak_bytes(self)
+
     @property
     def handed_out_bytes(self) -> int:
         """Bytes that the forward makes and Python still holds when the backward begins: for whoever called it."""

@@ -269,6 +269,8 @@ CODECS: dict[str, Codec] = {
     )
 }
 
+LOSSY_CODECS = tuple(name for name, codec in CODECS.items() if not codec.is_lossless)
+
 
 def find_codec(name: str | None) -> Codec | None:
     """The codec of that name; None for None and `"none"`."""

@@ -44,6 +44,11 @@ __all__ = [
     "without_modes",
 ]
 
+# A bound method of a module with one of these names runs the whole module. Obsolete with a public way to ask.
+WHOLE_MODULE_METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+# Namespaces of ops that communicate. Obsolete when torch tags such ops.
+COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
+
 
 class DispatchMode(TorchDispatchMode):
     """What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.

@@ -352,6 +352,27 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, name, None))
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`tree` with every tensor replaced: in tuples, lists, dicts and what acts as one, dataclasses, nested."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if isinstance(tree, Mapping):
+        mapped = copy.copy(tree)
+        for key, item in tree.items():
+            mapped[key] = map_tensors(function, item)  # type: ignore[index]
+        return mapped
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        twin = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(twin, field.name, map_tensors(function, getattr(tree, field.name)))
+        return twin
+    return tree
+
+
 def alias_of(tensor: Tensor) -> Tensor:
     """The tensor without its history: changed in place later, it would come to hold the graph that holds it."""
     if is_held_itself(tensor):

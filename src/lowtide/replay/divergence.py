@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.errors import CheckpointError
-from lowtide.replay._compat import TorchCheckpointError
+from lowtide.replay._compat import WHOLE_MODULE_METHODS, TorchCheckpointError
 from lowtide.replay.arguments import Path
 
 _MAX_MISMATCHES = 3
@@ -46,7 +46,7 @@ def describe(function: Callable[..., Any]) -> str:
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):
         name = target.__name__
-        target, suffix = owner, "" if name in ("__call__", "_wrapped_call_impl", "forward") else f".{name}()"
+        target, suffix = owner, "" if name in WHOLE_MODULE_METHODS else f".{name}()"
     if isinstance(target, nn.Module):
         path = module_path(target)
         return f"{path}{suffix} ({type(target).__name__})" if path else f"{type(target).__name__}{suffix}"

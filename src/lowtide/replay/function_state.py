@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.replay._compat import WHOLE_MODULE_METHODS
 from lowtide.replay.code_facts import code_names, drawn_from
 from lowtide.replay.containers import copy_of, fill, is_plain_state
 from lowtide.replay.module_state import snapshot_of
@@ -29,8 +30,6 @@ _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
 _SMALL_BYTES = 256 * 1024
 _ABSENT: Any = object()
-# A bound method of one of these names runs the whole module.
-_WHOLE_MODULE_METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
@@ -39,7 +38,7 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
         return function
     if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
         method = function.__func__
-        is_whole = getattr(method, "__name__", "") in _WHOLE_MODULE_METHODS
+        is_whole = getattr(method, "__name__", "") in WHOLE_MODULE_METHODS
         return function.__self__ if is_whole and getattr(method, "__closure__", None) is None else None
     return None
 
@@ -87,7 +86,7 @@ class Reach:
         elif isinstance(value, types.MethodType):
             if _is_hidden(value.__self__):
                 return
-            self._add(value.__self__, depth, whole and value.__func__.__name__ in _WHOLE_MODULE_METHODS)
+            self._add(value.__self__, depth, whole and value.__func__.__name__ in WHOLE_MODULE_METHODS)
             self._add(value.__func__, depth, False)
         elif isinstance(value, types.FunctionType):
             self._open_function(value, depth)

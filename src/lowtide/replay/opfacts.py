@@ -18,7 +18,6 @@ _INDEX_OVERLOADS = frozenset({"aten.max.dim", "aten.min.dim"})  # of ops that el
 # They write their running statistics in training, which their schemas do not say.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,11 @@ def facts_of(func: Any) -> OpFacts:
     is_own = namespace in OWN_NAMESPACES
     flags = {
         "random": is_random,
-        "collective": namespace in _COLLECTIVE_NAMESPACES,
+        "collective": namespace in _compat.COLLECTIVE_NAMESPACES,
         "mutates": bool(written),
         "view": is_view,
         "index": (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS,
-        "custom": not is_own and namespace not in _COLLECTIVE_NAMESPACES,
+        "custom": not is_own and namespace not in _compat.COLLECTIVE_NAMESPACES,
     }
     names = tuple(_compat.op_argument_names(func))
     is_batch_norm = is_own and base in _BATCH_NORMS

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lowtide.reports.facts import gather
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.graph import StepGraph
+from lowtide.plans import Plan
+from lowtide.reports.facts import Facts, gather, graph_of
+from lowtide.reports.layers import counted
 from lowtide.reports.markdown import to_markdown
 from lowtide.reports.page import to_html
 from lowtide.reports.tracefile import trace_json
 from lowtide.reports.wording import size, verdict
+from lowtide.solvers.describing import described
+from lowtide.solvers.solving import search_for
+from lowtide.solvers.sweeping import Frontier, Reference, alternatives
 
 if TYPE_CHECKING:
-    from lowtide.plans import Plan
     from lowtide.plans.trials import Trial
-    from lowtide.solvers.sweeping import Frontier
 
 logger = logging.getLogger("lowtide")
 SUFFIXES = (".html", ".png", ".md", ".json")
+# Budgets of the curve in sixteenths of the way to the plain peak. Coarse first: what time is left for refines it.
+_CURVE_SHARES = (16, 8, 4, 12, 0, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)
+_FLOOR_BEFORE = 0.5  # of the time allowed
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ def write_report(
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"a report is written to a file that ends in {', '.join(SUFFIXES)}; {str(path)!r} does not")
     kind = path.suffix.lower()
-    facts = gather(
+    facts = gather_with_curve(
         plan,
         measured_peak_bytes=measured_peak_bytes,
         measured_step_s=measured_step_s,
@@ -78,3 +87,51 @@ def write_report(
     report = Report(path, path.stat().st_size, time.monotonic() - start, verdict(facts), facts.notes)
     logger.info("%s", report)
     return report
+
+
+def gather_with_curve(
+    plan: Plan, *, frontier: Frontier | None = None, time_limit_s: float = 0.0, **measured: Any
+) -> Facts:
+    """Everything a report shows. The curve is `frontier`; without one it is made, if `time_limit_s` is above 0.
+
+    What was `measured` is passed on to `gather`.
+    """
+    graph = graph_of(plan)
+    note, known = "", alternatives(graph, plan.engine)
+    if frontier is None and time_limit_s > 0:
+        frontier, note = _curve(graph, plan, known, time_limit_s)
+    return gather(plan, alternatives=known, frontier=frontier, notes=(note,) if note else (), **measured)
+
+
+def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limit_s: float) -> tuple[Frontier, str]:
+    """Plans for budgets up to the plain peak, as many as there is time for, and how many those are in words.
+
+    The smallest peak of all takes the longest to find, so it comes last: the others start from a checkpoint per block.
+    """
+    start = time.monotonic()
+
+    def spent() -> float:
+        return (time.monotonic() - start) / time_limit_s
+
+    host = plan.host_bytes if plan.moves and graph.hardware.link_bytes_per_s else 0
+    search = search_for(graph, plan.engine, host, 0, 2 * time_limit_s)
+    plain = search.plain.peak_bytes
+    low = min([plain, *(other.peak_bytes for other in known)])
+    found = {plan.budget_bytes: plan} if plan.budget_bytes and plan.step_s else {}
+    num_left = 0
+    for share in _CURVE_SHARES:
+        budget = low + (plain - low) * share // 16
+        if spent() > 1:
+            num_left += 1
+        elif budget not in found:
+            with contextlib.suppress(InfeasibleBudgetError):  # the alternative may hold less than any plan found
+                found[budget] = search.plan(budget)
+    floor = min(low, *(each.peak_bytes for each in found.values()))
+    if spent() < _FLOOR_BEFORE:
+        floor, least = search.floor.peak_bytes, search.floor
+        found[floor] = described(graph, least, search.plain, floor, search.lower_bound_s(floor))
+    plans = tuple(found[budget] for budget in sorted(found))
+    note = f"the trade-off curve was made from {counted(len(plans), 'budget')} in {time.monotonic() - start:.1f} s"
+    if num_left:
+        note += f"; the {time_limit_s:g} s allowed for it were over before {num_left} more"
+    return Frontier(plans, known, graph.step_s, floor, plain), note

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
 from lowtide.plans.rows import rows_of
 from lowtide.plans.trials import Trial
-from lowtide.reports.layers import Layers, counted
+from lowtide.reports.layers import Layers
 from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.describing import described
-from lowtide.solvers.solving import search_for
-from lowtide.solvers.sweeping import Frontier, Reference, alternatives
-
-# Budgets of the curve in sixteenths of the way to the plain peak. Coarse first: what time is left for refines it.
-_SHARES = (16, 8, 4, 12, 0, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)
-_FLOOR_BEFORE = 0.5  # of the time allowed
+from lowtide.solvers.sweeping import Frontier, Reference
 
 
 @dataclass(frozen=True)
@@ -77,13 +69,33 @@ class Facts:
 def gather(
     plan: Plan,
     *,
+    alternatives: tuple[Reference, ...] = (),
+    frontier: Frontier | None = None,
     measured_peak_bytes: int | None = None,
     measured_step_s: float | None = None,
+    notes: tuple[str, ...] = (),
     candidates: tuple[Trial, ...] = (),
-    frontier: Frontier | None = None,
-    time_limit_s: float = 0.0,
 ) -> Facts:
-    """Everything a report shows. The curve is `frontier`; without one it is made, if `time_limit_s` is above 0."""
+    """Simulate the step with and without the plan; the rest of what a report shows is given."""
+    graph = graph_of(plan)
+    if not plan.rows:  # one made by hand
+        plan = replace(plan, rows=rows_of(graph, plan))
+    return Facts(
+        plan,
+        graph,
+        simulate(graph, plan),
+        simulate(graph),
+        alternatives,
+        frontier,
+        measured_peak_bytes,
+        measured_step_s,
+        notes,
+        candidates,
+    )
+
+
+def graph_of(plan: Plan) -> StepGraph:
+    """Return the graph that a plan was made for. Raises `PlanError` if the plan comes without it or with another."""
     if not isinstance(plan, Plan):
         raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
     graph = plan.graph
@@ -95,54 +107,4 @@ def gather(
         )
     if plan.fingerprint and plan.fingerprint != graph.fingerprint:
         raise PlanError(f"this plan was made for the graph {plan.fingerprint!r} and comes with {graph.fingerprint!r}")
-    note, known = "", alternatives(graph, plan.engine)
-    if frontier is None and time_limit_s > 0:
-        frontier, note = _curve(graph, plan, known, time_limit_s)
-    if not plan.rows:  # one made by hand
-        plan = replace(plan, rows=rows_of(graph, plan))
-    return Facts(
-        plan,
-        graph,
-        simulate(graph, plan),
-        simulate(graph),
-        known,
-        frontier,
-        measured_peak_bytes,
-        measured_step_s,
-        (note,) if note else (),
-        candidates,
-    )
-
-
-def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limit_s: float) -> tuple[Frontier, str]:
-    """Plans for budgets up to the plain peak, as many as there is time for, and how many those are in words.
-
-    The smallest peak of all takes the longest to find, so it comes last: the others start from a checkpoint per block.
-    """
-    start = time.monotonic()
-
-    def spent() -> float:
-        return (time.monotonic() - start) / time_limit_s
-
-    host = plan.host_bytes if plan.moves and graph.hardware.link_bytes_per_s else 0
-    search = search_for(graph, plan.engine, host, 0, 2 * time_limit_s)
-    plain = search.plain.peak_bytes
-    low = min([plain, *(other.peak_bytes for other in known)])
-    found = {plan.budget_bytes: plan} if plan.budget_bytes and plan.step_s else {}
-    num_left = 0
-    for share in _SHARES:
-        budget = low + (plain - low) * share // 16
-        if spent() > 1:
-            num_left += 1
-        elif budget not in found:
-            with contextlib.suppress(InfeasibleBudgetError):  # the alternative may hold less than any plan found
-                found[budget] = search.plan(budget)
-    floor = min(low, *(each.peak_bytes for each in found.values()))
-    if spent() < _FLOOR_BEFORE:
-        floor, least = search.floor.peak_bytes, search.floor
-        found[floor] = described(graph, least, search.plain, floor, search.lower_bound_s(floor))
-    plans = tuple(found[budget] for budget in sorted(found))
-    note = f"the trade-off curve was made from {counted(len(plans), 'budget')} in {time.monotonic() - start:.1f} s"
-    if num_left:
-        note += f"; the {time_limit_s:g} s allowed for it were over before {num_left} more"
-    return Frontier(plans, known, graph.step_s, floor, plain), note
+    return graph

@@ -29,12 +29,12 @@ from lowtide.reports.wording import (
     assumptions,
     duration,
     figures,
-    own_version,
     percent,
     size,
     verdict,
     verdict_parts,
 )
+from lowtide.units import own_version
 
 _SCRIPTS = ("draw.js", "memory.js", "others.js", "main.js")
 _MOST_LAYERS = 300  # in the table; the chart has them all

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.reports.facts import Facts
-from lowtide.units import in_bytes_unit, in_seconds_unit
+from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
 
 PREDICTED, MEASURED = "predicted", "measured"
 
@@ -134,9 +134,3 @@ def _hardware(facts: Facts) -> str:
     if hardware.link_bytes_per_s:
         parts.append(f"{hardware.link_bytes_per_s / 1e9:.1f} GB/s to the host, each way")
     return ", ".join(parts)
-
-
-def own_version() -> str:
-    from lowtide import __version__
-
-    return __version__

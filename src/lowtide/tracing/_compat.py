@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 from lowtide._compat import (
     BOOKKEEPING_OPS,
@@ -45,6 +48,7 @@ __all__ = [
     "op_facts",
     "parts_of",
     "profiler_is_active",
+    "register_optimizer_step_pre_hook",
     "sequence_number",
     "set_version",
     "storage_id",
@@ -190,6 +194,11 @@ def op_packet(op: Any) -> Any:
     return getattr(op, "_overloadpacket", op)
 
 
+def holds_hooks(name: str) -> bool:
+    """Whether the attribute of that name of an optimizer holds its hooks. Obsolete with a public way to list them."""
+    return name.endswith("_hooks")
+
+
 def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
     """Whether an optimizer updates all parameters of a group at once. Obsolete when torch.optim says so publicly."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -204,9 +213,56 @@ def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
     return uses_foreach
 
 
+# Categories of events in the profiler's trace. Obsolete when torch documents the format of its traces.
+RUNTIME_EVENTS = ("cuda_runtime", "cuda_driver")
+DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def waits_for_device(name: str) -> bool:
+    """Whether a runtime call of the profiler's trace returns when the device has caught up. Obsolete likewise."""
+    return "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy")
+
+
+def profiler_name(name: str) -> str:
+    """The name of an op's events in the profiler's trace: `aten::add` for `aten.add.Tensor`. Obsolete likewise."""
+    space, _, rest = name.partition(".")
+    return f"{space}::{rest.split('.')[0]}"
+
+
 def is_tensor_value(value: Any) -> bool:
     """Whether what a node of a graph gives is a tensor, fake or not."""
     return isinstance(value, Tensor)
+
+
+def value_of(node: Any) -> Any:
+    """What a node of a graph gives, as AOTAutograd notes it: fake tensors, alone or in a tuple; None if unknown.
+
+    Obsolete when `torch.fx` documents `node.meta["val"]`.
+    """
+    return node.meta.get("val")
+
+
+def module_stack(node: Any) -> dict[str, tuple[str, Any]] | None:
+    """The module calls in which Dynamo met a node, the outermost first: path and class (or its name) by call.
+
+    Obsolete when Dynamo documents `node.meta["nn_module_stack"]`.
+    """
+    return node.meta.get("nn_module_stack")
+
+
+_ROOTS = re.compile(r"^L\[['\"](\w+)['\"]\]|^L__(\w+?)___")
+
+
+def clean_path(path: str) -> str:
+    """A module's path as `named_modules` would give it, from the source that Dynamo names it by.
+
+    >>> clean_path("L['self'].layers.0.attn"), clean_path("L['self']._modules['layers'][0]"), clean_path("L['self']")
+    ('layers.0.attn', 'layers.0', '')
+    """
+    path = _ROOTS.sub("", path)
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return path.strip(".")
 
 
 def hinted_numel(value: Tensor) -> int:
@@ -217,17 +273,23 @@ def hinted_numel(value: Tensor) -> int:
     return int(hint(value.numel()) or 0)
 
 
+def flop_formula(op: Any) -> Callable[..., Any] | None:
+    """The FLOP count of an op, as a function of its arguments and `out_val`; None for ops without one.
+
+    Obsolete when torch documents `torch.utils.flop_counter.flop_registry`.
+    """
+    return flop_registry.get(op_packet(op))
+
+
 def node_flops(node: Any) -> int:
     """FLOPs of one node of a graph by torch's own formulas; 0 for what has none."""
-    from torch.utils.flop_counter import flop_registry
-
-    formula = flop_registry.get(op_packet(node.target))
+    formula = flop_formula(node.target)
     if formula is None:
         return 0
     args, kwargs = node_arguments(node, lambda value: value)
     try:
         # As hinted: a symbolic number that is asked for its value would be a constant of the graph from then on.
-        return int(hint(formula(*args, **kwargs, out_val=node.meta.get("val"))))
+        return int(hint(formula(*args, **kwargs, out_val=value_of(node))))
     except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):  # sizes that a formula does not know
         return 0
 
@@ -237,7 +299,7 @@ def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
     from torch.fx.node import map_arg
 
     def value(each: Any) -> Any:
-        return change(each.meta.get("val"))
+        return change(value_of(each))
 
     return map_arg(node.args, value), map_arg(node.kwargs, value)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import TraceError
+from lowtide.replay.arguments import tensors_in
 from lowtide.tracing import _compat
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.records import tensors_in
 
 
 def module(model: object) -> nn.Module:

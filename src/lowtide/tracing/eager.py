@@ -16,7 +16,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import Hardware, StepGraph
 from lowtide.memory.exclusive import one_at_a_time
 from lowtide.memory.meter import cpu_peaks_within
-from lowtide.simulator import simulate
+from lowtide.replay.arguments import tensors_in
 from lowtide.tracing import _compat, checks
 from lowtide.tracing.building import build
 from lowtide.tracing.devices import (
@@ -35,7 +35,6 @@ from lowtide.tracing.optimizers import optimizer_memory, plain_optimizer
 from lowtide.tracing.plainpaths import plain_paths
 from lowtide.tracing.profiling import matched, profiled
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.restoring import Restorer
 from lowtide.tracing.shadows import Shadows
 from lowtide.tracing.timing import (
@@ -148,7 +147,7 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     except Exception:  # only a real run tells what the step does, or what is wrong with it
         return _trace_real(model, loss_fn, args, optimizer, setting)
     there = sum(size for kind, size in foretold.static_bytes.items() if kind != "gradients")
-    needed = simulate(foretold).peak_bytes - there + foretold.optimizer_state_bytes
+    needed = foretold.plain_peak_bytes - there + foretold.optimizer_state_bytes
     available = free_bytes(setting.device)
     if needed <= 0.95 * available:
         try:

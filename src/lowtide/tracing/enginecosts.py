@@ -15,11 +15,12 @@ import platform
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from lowtide.units import own_version
 
 
 class EngineCosts(NamedTuple):
@@ -71,15 +72,8 @@ def cache_folder() -> Path:
 def _key(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     facts = [platform.node(), platform.machine(), platform.processor(), str(os.cpu_count()), name]
-    facts += [platform.python_version(), torch.__version__, _own_version()]
+    facts += [platform.python_version(), torch.__version__, own_version()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("lowtide")
-    except metadata.PackageNotFoundError:  # run from its source
-        return ""
 
 
 def _read(path: Path) -> EngineCosts | None:

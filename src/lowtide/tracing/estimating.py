@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from lowtide.errors import LowtideError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.memory.exclusive import one_at_a_time
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator import Timeline, simulate
 from lowtide.solvers.searching import Search
 from lowtide.tracing.eager import FakeTraceError, trace
-from lowtide.tracing.faking import map_tensors
-from lowtide.tracing.records import tensors_in
 from lowtide.units import format_bytes, format_seconds
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.replay.arguments import map_tensors
 from lowtide.tracing import _compat
 
 
@@ -71,27 +70,6 @@ class Faker:
                         slots[name] = self.fake(tensor)
         with self.mode:
             yield
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with every tensor replaced: in tuples, lists, dicts and what acts as one, dataclasses, nested."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    if isinstance(tree, Mapping):
-        mapped = copy.copy(tree)
-        for key, item in tree.items():
-            mapped[key] = map_tensors(function, item)  # type: ignore[index]
-        return mapped
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        twin = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            object.__setattr__(twin, field.name, map_tensors(function, getattr(tree, field.name)))
-        return twin
-    return tree
 
 
 def as_kernels_lay_out(name: str, given: list[Tensor], out: Any) -> Any:

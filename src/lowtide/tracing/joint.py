@@ -93,7 +93,7 @@ class _Reader:
 
     def step(self) -> JointStep:
         for node in self._inputs:
-            if _compat.is_tensor_value(node.meta.get("val")):
+            if _compat.is_tensor_value(_compat.value_of(node)):
                 self._new_value(node, None, -1, "elsewhere")
         self._written_values = {self._value_of[node, None] for node in self._written}
         num_forward = -1
@@ -153,7 +153,7 @@ class _Reader:
         self._parts.append(parts)
 
     def _first_tensor(self, node: fx.Node) -> fx.Node:
-        return next(each for each in node.all_input_nodes if _compat.is_tensor_value(each.meta.get("val")))
+        return next(each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each)))
 
     def _share(self, node: fx.Node, source: tuple[Any, Any]) -> None:
         """A view, or one of an op's outputs: no value of its own."""
@@ -171,7 +171,8 @@ class _Reader:
                 yield from (value for (owner, _), value in self._value_of.items() if owner is each)
 
     def _new_value(self, node: fx.Node, part: int | None, born: int, kind: str) -> int:
-        value = node.meta["val"] if part is None else node.meta["val"][part]
+        value = _compat.value_of(node)
+        value = value if part is None else value[part]
         self._value_of[node, part] = len(self._values)
         self._values.append(Value(_bytes(value), kind, str(node.target) if born >= 0 else node.name, born, born + 1))
         return len(self._values) - 1
@@ -268,14 +269,14 @@ def _flags(node: fx.Node) -> tuple[str, ...]:
 
 def _tensor_values(node: fx.Node) -> Iterator[Any]:
     """What a node gives, as fake tensors."""
-    value = node.meta.get("val")
+    value = _compat.value_of(node)
     for item in value if isinstance(value, tuple | list) else (value,):
         if _compat.is_tensor_value(item):
             yield item
 
 
 def _parts_of(node: fx.Node) -> Iterator[int | None]:
-    value = node.meta.get("val")
+    value = _compat.value_of(node)
     if not isinstance(value, tuple | list):
         yield None
         return

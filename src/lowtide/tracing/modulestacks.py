@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lowtide.graph import Call
-
-_ROOTS = re.compile(r"^L\[['\"](\w+)['\"]\]|^L__(\w+?)___")
+from lowtide.tracing import _compat
 
 
 class ModuleStacks:
@@ -22,7 +20,7 @@ class ModuleStacks:
 
     def enter(self, node: Any, op: int) -> int:
         """The call in which op `op`, a node's, runs."""
-        stack = node.meta.get("nn_module_stack")
+        stack = _compat.module_stack(node)
         if stack:
             keys = list(stack)
             shared = 0
@@ -34,7 +32,7 @@ class ModuleStacks:
                 parent = self._open[-1][1] if self._open else -1
                 self._open.append((key, len(self.calls)))
                 name = kind if isinstance(kind, str) else kind.__name__
-                self.calls.append(Call(clean_path(str(path)), name.rsplit(".", 1)[-1], parent, op, op, (), ()))
+                self.calls.append(Call(_compat.clean_path(str(path)), name.rsplit(".", 1)[-1], parent, op, op, (), ()))
         return self._open[-1][1] if self._open else -1
 
     def close(self, op: int) -> None:
@@ -46,15 +44,3 @@ class ModuleStacks:
             _, call = self._open.pop()
             opened = self.calls[call]
             self.calls[call] = Call(opened.path, opened.kind, opened.parent, opened.first, op, (), ())
-
-
-def clean_path(path: str) -> str:
-    """A module's path as `named_modules` would give it.
-
-    >>> clean_path("L['self'].layers.0.attn"), clean_path("L['self']._modules['layers'][0]"), clean_path("L['self']")
-    ('layers.0.attn', 'layers.0', '')
-    """
-    path = _ROOTS.sub("", path)
-    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return path.strip(".")

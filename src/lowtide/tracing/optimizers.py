@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.tracing import _compat
-from lowtide.tracing.faking import map_tensors
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.records import tensors_in
 from lowtide.tracing.snapshots import Snapshot
 
 _META = torch.device("meta")
@@ -117,7 +116,7 @@ class _MetaTwins:
         twin = object.__new__(type(optimizer))
         own = vars(twin)
         for name, item in vars(optimizer).items():
-            if name.endswith("_hooks"):
+            if _compat.holds_hooks(name):
                 own[name] = OrderedDict()
             elif name == "state":
                 own[name] = defaultdict(dict)

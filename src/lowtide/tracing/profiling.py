@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lowtide.tracing._compat import DEVICE_EVENTS, RUNTIME_EVENTS, profiler_name, waits_for_device
+
 _STEP = "lowtide::step"
-_RUNTIME = ("cuda_runtime", "cuda_driver")
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LOOKAHEAD = 64  # events or ops that may be missing in a row
 _AGREEING = 4  # names in a row that must be the same where the two lists meet again
 _MOST_MISSING = 0.05  # of the ops: with more, the step that was profiled is another one
@@ -69,7 +69,7 @@ def matched(events: Sequence[dict[str, Any]], names: Sequence[str]) -> ProfiledS
     if step is None:
         return None
     begin, end = step["ts"], step["ts"] + step["dur"]
-    wanted = [_profiler_name(name) for name in names]
+    wanted = [_as_recorded(profiler_name(name)) for name in names]
     ops = _outermost([event for event in spans if event.get("cat") == "cpu_op"], set(wanted))
     places = _aligned(wanted, [_as_recorded(event["name"]) for event in ops])
     if sum(place is None for place in places) > _MOST_MISSING * len(wanted):
@@ -92,33 +92,25 @@ def matched(events: Sequence[dict[str, Any]], names: Sequence[str]) -> ProfiledS
 
 def _add_runtime(found: ProfiledStep, spans: list[dict[str, Any]], ends: list[float], begin: float) -> None:
     """Give kernels to the ops that launched them; take time in which the host only waits off its seconds."""
-    calls = [event for event in spans if event.get("cat") in _RUNTIME and begin <= event["ts"] <= (ends or [begin])[-1]]
+    calls = [
+        event for event in spans if event.get("cat") in RUNTIME_EVENTS and begin <= event["ts"] <= (ends or [begin])[-1]
+    ]
     usual = median([call["dur"] for call in calls if "Launch" in call["name"]] or [0.0])
     op_of: dict[Any, int] = {}
     for call in calls:
         op = min(bisect_left(ends, call["ts"]), len(ends) - 1)
         waited = 0.0
-        if _waits(call["name"]):
+        if waits_for_device(call["name"]):
             found.is_sync[op], waited = True, call["dur"]
         elif "Launch" in call["name"] and call["dur"] > _BLOCKED * usual:
             waited = call["dur"] - usual
         found.host_s[op] = max(0.0, found.host_s[op] - waited / 1e6)
         op_of[call.get("args", {}).get("correlation")] = op
     for event in spans:
-        op = op_of.get(event.get("args", {}).get("correlation"), -1) if event.get("cat") in _ON_DEVICE else -1
+        op = op_of.get(event.get("args", {}).get("correlation"), -1) if event.get("cat") in DEVICE_EVENTS else -1
         if op >= 0:
             found.device_s[op] += event["dur"] / 1e6
             found.num_kernels[op] += 1
-
-
-def _waits(name: str) -> bool:
-    """Whether a call of the runtime returns when the device has caught up."""
-    return "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy")
-
-
-def _profiler_name(name: str) -> str:
-    space, _, rest = name.partition(".")
-    return _as_recorded(f"{space}::{rest.split('.')[0]}")
 
 
 def _as_recorded(name: str) -> str:

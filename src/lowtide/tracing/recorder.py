@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import TraceError
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.opfacts import facts_of
 from lowtide.tracing import _compat
 from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
 from lowtide.tracing.faking import as_kernels_lay_out
-from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, settled_flags, tensors_in
+from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, settled_flags
 from lowtide.tracing.shadows import Shadows
 
 
@@ -391,7 +391,7 @@ def _seen_through() -> tuple[type, ...]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formula = flop_registry.get(_compat.op_packet(func))
+    formula = _compat.flop_formula(func)
     if formula is None:
         return 0
     try:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lowtide.memory.units import stands_for_storage
-from lowtide.replay.arguments import tensors_in as tensors_in
 from lowtide.tracing import _compat
 
 

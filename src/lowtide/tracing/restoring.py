@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.replay.function_state import Reach
 from lowtide.tracing import _compat
@@ -72,7 +71,7 @@ class Restorer:
             if isinstance(item, torch.Generator):  # now, as a step may seed it before it draws
                 self.before_write(item)
         self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
-        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+        self._hook = _compat.register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     def add_leaves(self, tensors: Iterable[Tensor]) -> None:
         """Leaves whose gradients belong to someone."""
