@@ -96,6 +96,7 @@ class _Regions:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph = graph
         planned = plan.calls(graph)
+        self.planned = sorted(planned)  # also those that save nothing: they run as regions, and are never replayed
         all_saves = {call: [i for i, s in enumerate(graph.saves) if call in self._up(s.call)] for call in planned}
         self.kept_ops = {
             call: {graph.calls[call].first + op for op in region.keep_ops}
@@ -174,6 +175,11 @@ class _Regions:
         ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
         written = {value for op in ops for value in op.mutates if self.graph.values[value].kind == "buffer"}
         return self._random_bytes(region) + sum(self.graph.values[value].bytes for value in written)
+
+    def passing_bytes(self, region: int) -> int:
+        """Random states are looked at by each call as it runs; where it draws nothing they go with its end."""
+        sizes = [self.graph.hardware.region_bytes - self._random_bytes(member) for member in self._members(region)]
+        return max(sizes)  # one after the other
 
     def _random_bytes(self, region: int) -> int:
         """Random states are captured by a call that draws from them."""
@@ -588,12 +594,22 @@ class _Step:
             for region, kept in self.regions.kept_ops.items():
                 if home == FORWARD and op in kept:
                     self.hold((value, home), ("keep", region))
-        self.record(self.graph.ops[op].workspace_bytes)
+        self.record(self.graph.ops[op].workspace_bytes + self.passing_bytes(op, home))
         self.clock_s += self.graph.ops[op].seconds
         self.device_busy_s += self.graph.ops[op].seconds
         self.row.append((0.0, self.graph.ops[op].seconds, "sync" in self.graph.ops[op].flags))
         if "sync" in self.graph.ops[op].flags:
             self.host_clock_s = max(self.host_clock_s, self.clock_s)
+
+    def passing_bytes(self, op: int, home: int) -> int:
+        """Random states that regions hold while they run, though they draw nothing; and replays that retain outputs."""
+        if op >= self.graph.num_forward:
+            return 0
+        regions = [r for r in self.regions.planned if home == FORWARD or (r != home and home in self.regions._up(r))]
+        running = [r for r in regions if self.graph.calls[r].first <= op < self.graph.calls[r].end]
+        if home != FORWARD and self.regions.kept_ops[home]:
+            running.append(home)
+        return sum(self.regions.passing_bytes(region) for region in running)
 
     def is_readable(self, value: int, op: int, home: int) -> bool:
         if self.is_static(value):

@@ -19,7 +19,7 @@ import numpy as np
 
 from lowtide.graph import StepGraph
 from lowtide.graph.lines import EngineFees, StepLines, device_starts, step_seconds
-from lowtide.lives import ends_before, largest
+from lowtide.lives import PassingStates, ends_before, largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -35,6 +35,7 @@ class EagerLives:
 
     def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.facts = graph, graph.arrays
+        self._passing = PassingStates(graph, regions)
         self._set_regions(regions)
         self._set_ticks()
         self._set_lives()
@@ -119,6 +120,8 @@ class EagerLives:
         op_at[self._behind[:-1]], phase_at[self._behind[:-1]] = np.arange(forward, facts.num_ops), _BACKWARD
         op_at[self._behind[-1]], phase_at[self._behind[-1]] = -1, _OPTIMIZER
         has_event = op_at > -2
+        replayed = np.repeat(self._calls[self._order], lengths)
+        self._passing_bytes = self._passing.at_ticks(op_at, phase_at < _BACKWARD, replay_ticks, replayed)[has_event]
         self.ops, self.phases = op_at[has_event], phase_at[has_event]
         self._event = np.zeros(self._num_ticks + 1, dtype=np.int64)  # the next one from each tick on
         np.cumsum(has_event, out=self._event[1:])
@@ -272,13 +275,11 @@ class EagerLives:
         num = len(self.ops)
         changes = np.bincount(self._event[self._birth], weights=self._size, minlength=num + 1)[: num + 1]
         changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[: num + 1]
-        static = self.facts.static_bytes + self.facts.static_gradient_bytes
-        made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64)
-        return made + self.facts.workspaces[self.ops] + static
+        made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64) + self.facts.workspaces[self.ops]
+        return made + self._passing_bytes + self.facts.static_bytes + self.facts.static_gradient_bytes
 
     def _region_changes(self) -> np.ndarray:
-        num = len(self.ops)
-        starts, ends, sizes = self._states
+        num, (starts, ends, sizes) = len(self.ops), self._states
         changes = np.bincount(self._event[starts], weights=sizes, minlength=num + 1)[:num]
         return changes - np.bincount(self._event[ends], weights=sizes, minlength=num + 1)[:num]
 
@@ -372,8 +373,7 @@ class EagerLives:
         return np.cumsum(changes + self._region_changes()).astype(np.int64)
 
     def _gradient_bytes(self) -> np.ndarray:
-        num = len(self.ops)
-        sizes = self._size * self.facts.is_gradient[self._place]
+        num, sizes = len(self.ops), self._size * self.facts.is_gradient[self._place]
         changes = np.bincount(self._event[self._birth], weights=sizes, minlength=num + 1)[:num]
         changes -= np.bincount(self._event[self._end], weights=sizes, minlength=num + 1)[:num]
         return np.cumsum(changes).astype(np.int64) + self.facts.static_gradient_bytes

@@ -117,8 +117,9 @@ class Hardware:
     outputs, and `spare_s` to return a retained output, if that is less than to compute it; `move_s` for each value that
     is moved, there and back.
 
-    `region_bytes` are of random states: held on the device by each region with ops that draw random numbers while it
-    waits for its replay, and by each replay for the time after it. Allocations are rounded up to `block_bytes`.
+    `region_bytes` are of random states: held on the device by each region while it runs, by one with ops that draw
+    random numbers until its replay, and by that replay for the time after it. Allocations are rounded up to
+    `block_bytes`.
     """
 
     name: str

@@ -27,7 +27,8 @@ class StepArrays:
     `step_s` is that of one plain step after another.
     For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states
     if it draws from them, copies of buffers and choices ("index"), and `replay_bytes` those of the state that its
-    replay puts back when it is over; `num_modules` are the calls that it patches: one, but for segments.
+    replay puts back when it is over; `passing_bytes` are of random states that it lets go of at the end of its forward,
+    as nothing was drawn; `num_modules` are the calls that it patches: one, but for segments.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -58,7 +59,7 @@ class StepArrays:
         self.save_released = _ints(save.released for save in graph.saves)
         self.save_used = _ints(save.used for save in graph.saves)
         self.set_calls(graph)
-        self.frame_bytes, self.replay_bytes = _state_bytes(graph)
+        self.frame_bytes, self.replay_bytes, self.passing_bytes = _state_bytes(graph)
         self.num_modules = np.ones(len(graph.calls), dtype=np.int64)
         there = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
         self.static_gradient_bytes = sum(value.bytes for value in there if value.kind == "gradient")
@@ -119,8 +120,8 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
-    """For each call, the bytes of state that it captures as a region, and of buffers that it changes."""
+def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each call, the bytes of state that it captures as a region, that its replay puts back, and that pass."""
     is_buffer = [value.kind == "buffer" for value in graph.values]
     buffers = [index for index in range(len(graph.values)) if is_buffer[index]]
     draws = np.zeros(len(graph.calls), dtype=bool)
@@ -128,13 +129,14 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
         if "random" in op.flags:
             draws[list(graph.around(op.call))] = True
     captured, changed = (graph.hardware.region_bytes * draws.astype(np.int64) for _ in range(2))
+    passing = graph.hardware.region_bytes - captured
     for op in graph.ops[: graph.num_forward]:
         if "index" in op.flags:
             chosen = op.outputs[1:] or op.outputs  # (values, indices), or indices alone
             for around in graph.around(op.call):
                 captured[around] += sum(graph.values[value].bytes for value in chosen)
     if not buffers:
-        return captured, changed
+        return captured, changed, passing
     read: list[set[int]] = [set() for _ in graph.calls]
     written: list[set[int]] = [set() for _ in graph.calls]
     for op in graph.ops[: graph.num_forward]:
@@ -150,4 +152,4 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
         if call.parent >= 0:
             read[call.parent] |= read[index]
             written[call.parent] |= written[index]
-    return captured, changed
+    return captured, changed, passing

@@ -73,6 +73,7 @@ class SegmentedGraph(StepGraph):
         members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
         found.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
         found.replay_bytes = np.maximum.reduceat(plain.replay_bytes[members], starts)
+        found.passing_bytes = np.maximum.reduceat(plain.passing_bytes[members], starts)
         return found
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
