@@ -51,8 +51,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     torch._dynamo.reset()
 
 
-def pytest_collection_finish() -> None:
-    """Spare every later garbage collection, of which each measurement makes one, a look at all that was imported."""
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports() -> None:
+    """Spare the garbage collections of these tests, one for each measurement, a look at all that was there before."""
     gc.collect()
     gc.freeze()
 
