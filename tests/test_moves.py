@@ -260,7 +260,7 @@ def plain() -> tuple[nn.Module, list[Tensor], list[tuple[str, int, int]]]:
     return model, left_behind(copy.deepcopy(model)), all_places(traced(model))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_whatever_a_plan_names_the_step_is_the_same(draw: st.DataObject) -> None:
     model, expected, named = plain()

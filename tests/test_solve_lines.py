@@ -104,7 +104,7 @@ for host in (0, 1 << 40):
 """
 
 
-@pytest.mark.parametrize("has_host_line", [False, True])
+@pytest.mark.parametrize("has_host_line", sweep([True, False], keep=1))
 def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> None:
     """Also where there is more to try than a search may do: what it does is counted, not timed."""
     graph = repeated_blocks(2, num_blocks=24)

@@ -1,4 +1,4 @@
-"""A fixed minute of the fuzz harness, and tests of the harness itself."""
+"""Some seeds of the fuzz harness, and tests of the harness itself."""
 
 from __future__ import annotations
 
