@@ -11,6 +11,7 @@ import torch
 
 from kernelless import Compiler
 from lowtide.engines import _compat
+from lowtide.solvers import searching
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
 os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
@@ -39,6 +40,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search as in a step of many ops, for tests to which any plan will do."""
+    monkeypatch.setattr(searching, "MOST_OPS", 0)
 
 
 @pytest.fixture

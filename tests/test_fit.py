@@ -120,6 +120,7 @@ def test_fit_undoes_everything_when_interrupted(monkeypatch: pytest.MonkeyPatch)
     assert all("forward" not in vars(module) for module in job.model.modules())
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     job = make("gpt_dropout")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
@@ -248,6 +249,7 @@ def test_apply_refuses_a_second_plan() -> None:
             lowtide.apply(model, Plan(regions=(Recompute("0"),)))
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_max_batch_is_the_largest() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
 
@@ -412,6 +414,7 @@ class Interrupted(nn.Module):
     counter = 1 << 30
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
     model, x = Interrupted(), torch.randn(64, 8)
 
@@ -445,6 +448,7 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
     assert untouched(model)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fit_logs_what_it_does_and_what_came_of_it(caplog: pytest.LogCaptureFixture) -> None:
     job = make("custom_function")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
@@ -503,6 +507,7 @@ def test_planning_under_a_plan_is_refused() -> None:
         lowtide.apply(nn.DataParallel(model), Plan(regions=(Recompute("module.0"),)))
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_max_batch_is_confirmed_by_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)))
 

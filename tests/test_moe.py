@@ -163,6 +163,7 @@ def traced(name: str) -> tuple[lowtide.StepGraph, int]:
     return graph, error.value.floor_bytes
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_with_experts_are_regions_like_any_other(name: str) -> None:
     graph, floor = traced(name)
@@ -176,6 +177,7 @@ def whole_layers(graph: lowtide.StepGraph) -> Plan:
     return Plan(regions=tuple(map(Recompute, paths)), choosers=tuple(choosers))
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(("share", "name"), CASES)
 def test_plans_are_exact_and_hold(name: str, share: float) -> None:
     model, loss_fn, batch = job(name)

@@ -28,7 +28,6 @@ def stack(num_layers: int) -> StepGraph:
 
 
 @cache
-@cache
 def searched(num_layers: int) -> Search:
     return Search(stack(num_layers))
 
