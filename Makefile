@@ -20,8 +20,9 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 # As many processes as cores, of one thread each: tensors in tests are too small for more.
+# "worksteal" gives a process neighbouring tests, which share traces and searches.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # Random programs under every engine against the plain model; each failure is shrunk and printed with its command.
 N ?= 1000

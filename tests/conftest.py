@@ -11,6 +11,7 @@ import torch
 
 from kernelless import Compiler
 from lowtide.engines import _compat
+from lowtide.solvers import searching
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
 os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
@@ -42,6 +43,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search as in a step of many ops, for tests to which any plan will do."""
+    monkeypatch.setattr(searching, "MOST_OPS", 0)
+
+
+@pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """In place of inductor: graphs split as they would be, every op run as it is."""
     torch._dynamo.reset()
@@ -51,8 +58,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     torch._dynamo.reset()
 
 
-def pytest_collection_finish() -> None:
-    """Spare every later garbage collection, of which each measurement makes one, a look at all that was imported."""
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports() -> None:
+    """Spare the garbage collections of these tests, one for each measurement, a look at all that was there before."""
     gc.collect()
     gc.freeze()
 

@@ -118,7 +118,7 @@ def test_compiled_autograd_compiles_as_many_graphs_as_with_torchs(options: dict[
             graphs.append(graph)
             return graph
 
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with (
             torch.autograd.set_multithreading_enabled(False),
             torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend=compiler, dynamic=True)),

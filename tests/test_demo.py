@@ -7,6 +7,7 @@ import pytest
 from lowtide import demo
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_the_demo_is_exact_and_holds_its_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from lowtide.solvers.exploring import Exploring
 from lowtide.solvers.filling import Filling, roughly_least_s
 from lowtide.solvers.pricing import keepable
 from lowtide.solvers.searching import Search
+from sweeps import sweep
 
 
 def step(seed: int) -> StepGraph:
@@ -53,7 +54,7 @@ def with_kept(graph: StepGraph, regions: list[int], ops: tuple[int, ...]) -> Eag
     return EagerLives(graph, held)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", sweep(range(60), keep=8))
 def test_what_holding_outputs_adds(seed: int) -> None:
     """Rows of several retained ops add up to what is played with them retained; events of their replays are no more.
 
@@ -110,7 +111,7 @@ def test_the_best_outputs_to_hold() -> None:
     assert num_tried > 100 and num_not_greedy >= 3
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sweep(range(20), keep=4))
 def test_a_rough_bound_is_no_higher_than_the_better_one(seed: int) -> None:
     graph = step(seed)
     regions = some_regions(graph, seed)

@@ -14,6 +14,7 @@ from lowtide import StepGraph
 from lowtide.eagerlives import EagerLives
 from lowtide.solvers.chain import Regions
 from lowtide.solvers.searching import Search
+from sweeps import sweep
 
 GRAPHS = {"random": lambda seed: random_graph(seed, num_ops=40), "blocks": repeated_blocks, "seldom": seldom_saved}
 
@@ -56,7 +57,7 @@ def test_no_plan_is_below_the_floor(kind: str) -> None:
     assert len(below) <= 1 and all(share < 0.1 for share in below.values()), below
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sweep(range(12), keep=4))
 def test_no_plan_of_a_model_is_below_the_floor(seed: int) -> None:
     program = floors.random_program(seed)
     graph = lowtide.trace(program.model, program.loss_fn, program.batch, optimizer=program.optimizer, mode="fake")
@@ -65,7 +66,7 @@ def test_no_plan_of_a_model_is_below_the_floor(seed: int) -> None:
         assert EagerLives(graph, regions).peak_bytes >= search.floor.peak_bytes, regions
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sweep(range(12), keep=4))
 def test_the_floor_is_a_budget(seed: int) -> None:
     """A plan is found for the floor itself, and none below it."""
     graph = random_graph(seed, num_ops=40)
@@ -76,7 +77,7 @@ def test_the_floor_is_a_budget(seed: int) -> None:
     assert raised.value.floor_bytes == floor
 
 
-@pytest.mark.parametrize("seed", [0, 3, 5, 7, 8, 11, 16, 17, 19, 21, 30, 37])
+@pytest.mark.parametrize("seed", sweep([0, 3, 5, 7, 8, 11, 16, 17, 19, 21, 30, 37], keep=3))
 def test_fit_holds_the_floors_that_are_named(seed: int) -> None:
     """Of programs with norms, attention, shared and nested modules, where random states and buffers count."""
     program = floors.random_program(seed)

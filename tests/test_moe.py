@@ -2,6 +2,8 @@
 
 import logging
 import re
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import lowtide
 from fuzz.meter import bytes_of, peak_of
 from lowtide.plans import Plan, Recompute
 from lowtide.replay.choices import begin, choosing, recording, replaying
+from sweeps import sweep
 
 WIDTH, TOKENS, EXPERTS = 16, 96, 4
 
@@ -115,10 +118,14 @@ MODELS = {
     "grouped": lambda: Model(Grouped),
     "mixtral looped": lambda: text_model("Mixtral", "eager"),
     "mixtral grouped_mm": lambda: text_model("Mixtral", "grouped_mm"),
-    "mixtral batched_mm": lambda: text_model("Mixtral", "batched_mm"),
-    "qwen3 grouped_mm": lambda: text_model("Qwen3Moe", "grouped_mm"),
     "qwen3 looped": lambda: text_model("Qwen3Moe", "eager"),
+    "qwen3 grouped_mm": lambda: text_model("Qwen3Moe", "grouped_mm"),
+    "mixtral batched_mm": lambda: text_model("Mixtral", "batched_mm"),
 }
+
+NAMES = sweep(MODELS, keep=6)
+SOME = [(0.5, "looped"), (0.0, "dense"), (0.0, "grouped"), (0.0, "mixtral looped"), (0.5, "mixtral grouped_mm")]
+CASES = sweep([*SOME, *(case for case in product((0.0, 0.5), MODELS) if case not in SOME)], keep=len(SOME))
 
 
 def job(name: str):
@@ -146,13 +153,21 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_with_experts_are_regions_like_any_other(name: str) -> None:
+@cache
+def traced(name: str) -> tuple[lowtide.StepGraph, int]:
+    """The step, and its floor."""
     model, loss_fn, batch = job(name)
     graph = lowtide.trace(model, loss_fn, batch)
     with pytest.raises(lowtide.InfeasibleBudgetError) as error:
         lowtide.solve(graph, 1)
-    assert error.value.floor_bytes <= lowtide.simulate(graph, whole_layers(graph)).peak_bytes
+    return graph, error.value.floor_bytes
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_with_experts_are_regions_like_any_other(name: str) -> None:
+    graph, floor = traced(name)
+    assert floor <= lowtide.simulate(graph, whole_layers(graph)).peak_bytes
 
 
 def whole_layers(graph: lowtide.StepGraph) -> Plan:
@@ -162,16 +177,14 @@ def whole_layers(graph: lowtide.StepGraph) -> Plan:
     return Plan(regions=tuple(map(Recompute, paths)), choosers=tuple(choosers))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize(("share", "name"), CASES)
 def test_plans_are_exact_and_hold(name: str, share: float) -> None:
     model, loss_fn, batch = job(name)
     expected = step(model, loss_fn, batch)
     model.zero_grad()
-    graph = lowtide.trace(model, loss_fn, batch)
-    with pytest.raises(lowtide.InfeasibleBudgetError) as error:
-        lowtide.solve(graph, 1)
-    floor, plain = error.value.floor_bytes, lowtide.simulate(graph).peak_bytes
+    graph, floor = traced(name)
+    plain = lowtide.simulate(graph).peak_bytes
     plan = lowtide.solve(graph, int(floor + share * (plain - floor)))
     for each in (plan, whole_layers(graph)):
         assert each.regions

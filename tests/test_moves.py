@@ -260,7 +260,7 @@ def plain() -> tuple[nn.Module, list[Tensor], list[tuple[str, int, int]]]:
     return model, left_behind(copy.deepcopy(model)), all_places(traced(model))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_whatever_a_plan_names_the_step_is_the_same(draw: st.DataObject) -> None:
     model, expected, named = plain()
@@ -589,6 +589,7 @@ def step_of(job: zoo.Job) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in job.model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again"])
 def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     """With a disk as fast as memory, all that is simulated happens on the CPU too, but for fetching ahead."""
@@ -614,6 +615,7 @@ def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
         assert measured <= plan.peak_bytes * 1.04
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_solved_plans_name_every_place_of_a_value() -> None:
     job = zoo.make("gpt_dropout")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")

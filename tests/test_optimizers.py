@@ -115,6 +115,7 @@ def is_equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("has_stepped", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_optimizers_are_only_read(wrapper: str, has_stepped: bool) -> None:

@@ -28,8 +28,12 @@ def stack(num_layers: int) -> StepGraph:
 
 
 @cache
+def searched(num_layers: int) -> Search:
+    return Search(stack(num_layers))
+
+
 def solved(num_layers: int, share: float = 0.3) -> Plan:
-    search = Search(stack(num_layers))
+    search = searched(num_layers)
     floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
     plan = search.plan(int(floor + share * (plain - floor)))
     assert plan.regions

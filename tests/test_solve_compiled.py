@@ -21,8 +21,9 @@ from lowtide.simulator import PHASES, simulate
 from lowtide.solvers.anchors import anchor_groups
 from lowtide.solvers.compiled import CompiledSearch
 from lowtide.solvers.cutting import Moment
+from sweeps import sweep
 
-SEEDS = range(30)
+SEEDS = sweep(range(30), keep=8)
 Key = tuple[float, int, int]
 
 
@@ -123,7 +124,7 @@ def play(graph: StepGraph, keeps: tuple[int, ...]) -> tuple[list[tuple[str, int,
     return found, sum(recompute_s(graph.ops[op]) for op in again)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", sweep(range(150), keep=20))
 def test_the_simulated_step_is_what_a_second_opinion_says(seed: int) -> None:
     graph, rng = spiced(seed, num_ops=14), random.Random(seed)
     for share in (0.0, 0.3, 0.7, 1.0):
@@ -203,7 +204,7 @@ def test_corners_of_the_hull_are_convex(seed: int) -> None:
 # Plans.
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", sweep(range(80), keep=10))
 def test_no_plan_beats_the_bound_and_ours_fits(seed: int) -> None:
     graph = spiced(seed)
     search = CompiledSearch(graph)
@@ -219,7 +220,7 @@ def test_no_plan_beats_the_bound_and_ours_fits(seed: int) -> None:
         assert plan.peak_bytes <= budget == plan.budget_bytes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", sweep(range(60), keep=8))
 def test_more_budget_is_never_slower_and_less_never_larger(seed: int) -> None:
     graph = repeated_blocks(seed, num_blocks=6) if seed % 2 else spiced(seed, num_ops=20)
     search = CompiledSearch(graph)

@@ -19,6 +19,7 @@ from lowtide.solvers.effort import Effort
 from lowtide.solvers.solving import search_for
 from lowtide.solvers.twolines import TwoLineSearch
 from referee import replay
+from sweeps import sweep
 
 
 def tiny(seed: int) -> StepGraph:
@@ -57,7 +58,7 @@ def test_no_plan_beats_the_bound_and_most_are_the_best() -> None:
     assert num_graphs >= 20 and num_best >= 0.95 * num_plans, (num_graphs, num_best, num_plans)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sweep(range(12), keep=3))
 @pytest.mark.parametrize("host", [0, 1 << 20])
 def test_monotone_and_as_the_referee_says(seed: int, host: int) -> None:
     graph = with_host_line(seed, repeated_blocks(seed, num_blocks=6) if seed % 2 else random_graph(seed, num_ops=30))
@@ -103,7 +104,7 @@ for host in (0, 1 << 40):
 """
 
 
-@pytest.mark.parametrize("has_host_line", [False, True])
+@pytest.mark.parametrize("has_host_line", sweep([True, False], keep=1))
 def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> None:
     """Also where there is more to try than a search may do: what it does is counted, not timed."""
     graph = repeated_blocks(2, num_blocks=24)

@@ -26,7 +26,7 @@ def one_thread() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def predicted_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def predicted_times(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
     """Steps as small as these are all noise; with predicted times every run plans the same."""
     monkeypatch.setattr("lowtide.engines.fitting.trace", functools.partial(lowtide.trace, mode="fake"))
 

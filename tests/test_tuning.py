@@ -22,7 +22,7 @@ from lowtide.engines import fitcache, fitting, realsteps
 from lowtide.engines.fitcache import FitCache
 from lowtide.engines.moves import Moves
 from lowtide.engines.replanning import Limits
-from lowtide.solvers import places, searching
+from lowtide.solvers import places
 from lowtide.solvers.candidates import SEARCHED, UNMOVED, Candidate, candidates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,9 +134,8 @@ def known() -> tuple[lowtide.StepGraph, lowtide.Frontier]:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+def job(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> Job:
     monkeypatch.setattr(fitting, "trace", trace)
-    monkeypatch.setattr(searching, "MOST_OPS", 0)  # a quick search, as for a large step
     return Job()
 
 

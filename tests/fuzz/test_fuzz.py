@@ -1,4 +1,4 @@
-"""A fixed minute of the fuzz harness, and tests of the harness itself."""
+"""Some seeds of the fuzz harness, and tests of the harness itself."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fuzz.meter import peak_of
 from fuzz.programs import Spec, random_spec
 from fuzz.run import main, reproducer, run_seed
 from fuzz.shrink import shrink
+from sweeps import sweep
 
 NUM_APPLIED, NUM_FITTED, NUM_COMPILED, NUM_PER_TEST = 50, 3, 2, 10
 
@@ -26,7 +27,7 @@ def assert_none_failed(verdicts: list[Verdict]) -> None:
     assert verdicts
 
 
-@pytest.mark.parametrize("first", range(0, NUM_APPLIED, NUM_PER_TEST))
+@pytest.mark.parametrize("first", sweep(range(0, NUM_APPLIED, NUM_PER_TEST), keep=2))
 def test_policies_random_plans_and_offload_are_the_plain_model(first: int) -> None:
     seeds = range(first, first + NUM_PER_TEST)
     assert_none_failed([verdict for seed in seeds for verdict in run_seed(seed, ("apply",))])
