@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--families", nargs="*", default=list(families.FAMILIES))
+    parser.add_argument("--small", action="store_true", help="only the batches that the host limits")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.device == "cpu":
@@ -143,7 +144,7 @@ def main() -> None:
         "|" + "---|" * 14,
     )
     for name in options.families:
-        for small_batch in (False, True):
+        for small_batch in (True,) if options.small else (False, True):
             try:
                 for line in rows_of(name, options.device, small_batch, options.rounds):
                     page.add(line)
