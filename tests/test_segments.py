@@ -560,6 +560,7 @@ class Routed(Layer):
         return y + y[y.sum(1).topk(2).indices].mean(0)
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("layer", [Layer, Routed])
 def test_found_plans_hold_and_are_the_plain_model(layer: Callable[[], nn.Module]) -> None:
     plain, x = Loop(12, layer), torch.randn(1024, WIDTH)
@@ -618,6 +619,7 @@ def test_found_segments_retain_small_outputs_that_take_long() -> None:
         assert runs.count < 3
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:
     plain, x = Loop(24), torch.randn(512, WIDTH)
     model = copy.deepcopy(plain)
