@@ -365,7 +365,7 @@ def test_doctor_finds_other_checkpointing(script: Path) -> None:
 
 @pytest.mark.usefixtures("quick_search")
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WIDTH": 32, "HEADS": 4, "LAYERS": 4, "CONTEXT": 32, "BATCH": 4, "STEPS": 1}.items():
+    for name, value in {"WIDTH": 32, "HEADS": 4, "LAYERS": 3, "CONTEXT": 32, "BATCH": 4, "STEPS": 1}.items():
         monkeypatch.setattr(demo, name, value)
     data = answer("demo")
     assert data["is_exact"] and data["is_within_budget"] and len(data["rows"]) == 3

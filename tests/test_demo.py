@@ -11,7 +11,7 @@ from lowtide import demo
 def test_the_demo_is_exact_and_holds_its_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for name, value in {"WIDTH": 32, "HEADS": 4, "LAYERS": 4, "CONTEXT": 32, "BATCH": 4, "STEPS": 2}.items():
+    for name, value in {"WIDTH": 32, "HEADS": 4, "LAYERS": 3, "CONTEXT": 32, "BATCH": 4, "STEPS": 2}.items():
         monkeypatch.setattr(demo, name, value)
     demo.main(str(tmp_path / "demo.html"))
     shown = capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_the_floor_can_be_reached() -> None:
 def test_growth_per_sample() -> None:
     def job(samples: int) -> zoo.Job:
         torch.manual_seed(0)
-        return zoo.gpt(4, tokens=(samples, 64))
+        return zoo.gpt(2, tokens=(samples, 64))
 
     guess, larger = estimate(job(4)), estimate(job(12))
     assert guess.batch_size == 4 and guess.bytes_per_sample is not None

@@ -64,7 +64,7 @@ def larger(seed: int) -> StepGraph:
 @cache
 def stack() -> StepGraph:
     """Blocks that take long and memory that is fast: values are compressed before anything is recomputed."""
-    graph = with_floats(5, repeated_blocks(5, num_blocks=8))
+    graph = with_floats(5, repeated_blocks(5, num_blocks=6))
     ops = tuple(replace(op, seconds=op.seconds + 1) for op in graph.ops)
     values = tuple(replace(value, item_bytes=4, row_length=64) for value in graph.values)
     hardware = replace(graph.hardware, memory_bytes_per_s=2.0**40, link_bytes_per_s=0.0, block_bytes=1)

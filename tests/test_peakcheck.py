@@ -27,7 +27,7 @@ class Block(nn.Module):
         return x
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_search")
 
 
 @pytest.fixture

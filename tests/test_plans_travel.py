@@ -54,6 +54,7 @@ def chain() -> Job:
 
 def gpt() -> Job:
     job = zoo.make("gpt_dropout")
+    del job.model.layers[2]
     return Job(job.model, job.loss_fn, job.batch)
 
 
@@ -74,7 +75,7 @@ def fitted(job: Job, share: float) -> AppliedPlan:
         lowtide.solve(graph, 1)
     floor, plain = error.value.floor_bytes, lowtide.simulate(graph).peak_bytes
     budget = int(1.001 * floor + share * (plain - floor))
-    return lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, time_limit_s=2)
+    return lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, time_limit_s=2, tune_s=1)
 
 
 def fitted_for_larger_inputs(job: Job) -> AppliedPlan:

@@ -627,6 +627,7 @@ def test_a_segment_with_ops_between_its_calls_retains_nothing() -> None:
         lowtide.simulate(graph, Plan(regions=(replace(segment(0, 3), keep_ops=(1,)),)))
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(("loop", "layer"), [(Loop, Layer), (Loop, Routed), (Skipping, Layer)])
 def test_found_plans_hold_and_are_the_plain_model(loop: type[Loop], layer: Callable[[], nn.Module]) -> None:
     plain, x = loop(12, layer), torch.randn(1024, WIDTH)
@@ -715,6 +716,7 @@ def test_what_checkpoint_sequential_holds_is_feasible(num_parts: int) -> None:
         assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:
     plain, x = Loop(24), torch.randn(512, WIDTH)
     model = copy.deepcopy(plain)

@@ -18,7 +18,7 @@ import lowtide
 from lowtide.engines import shapes
 from lowtide.plans import Plan, Recompute
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_search")
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.plans import Plan, Recompute
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 
 class Cache:
     def __init__(self) -> None:

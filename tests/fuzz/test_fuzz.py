@@ -18,7 +18,7 @@ from fuzz.run import main, reproducer, run_seed
 from fuzz.shrink import shrink
 from sweeps import sweep
 
-NUM_APPLIED, NUM_FITTED, NUM_COMPILED, NUM_PER_TEST = 50, 3, 2, 10
+NUM_COMPILED, NUM_PER_TEST = 2, 10
 
 
 def assert_none_failed(verdicts: list[Verdict]) -> None:
@@ -27,13 +27,13 @@ def assert_none_failed(verdicts: list[Verdict]) -> None:
     assert verdicts
 
 
-@pytest.mark.parametrize("first", sweep(range(0, NUM_APPLIED, NUM_PER_TEST), keep=2))
+@pytest.mark.parametrize("first", sweep([10, 20, 30, 40, 0], keep=2))
 def test_policies_random_plans_and_offload_are_the_plain_model(first: int) -> None:
     seeds = range(first, first + NUM_PER_TEST)
     assert_none_failed([verdict for seed in seeds for verdict in run_seed(seed, ("apply",))])
 
 
-@pytest.mark.parametrize("seed", range(NUM_FITTED))
+@pytest.mark.parametrize("seed", sweep([0, 2, 1], keep=2))
 def test_budgets_hold_and_are_the_plain_model(seed: int) -> None:
     assert_none_failed(run_seed(seed, ("fit",)))
 
