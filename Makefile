@@ -12,7 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m lowtide.demo
+	$(BIN)/python -m lowtide.cli.demo
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

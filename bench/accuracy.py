@@ -19,8 +19,8 @@ import zoo
 from reporting import RESULTS, device_name, save, timed, versions
 
 import lowtide
-from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.model_blocks import find_regions
 
 # Pictures grow with the square of the scale.
 SCALE_OF_OTHERS = {"unet": 12, "hf_vit": 12, "hf_resnet": 16}

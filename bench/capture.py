@@ -21,8 +21,8 @@ from ways import Way, checkpointed, free, in_turns, peak_of, step, switched_on
 from zoo import Job
 
 import lowtide
-from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.model_blocks import find_regions
 
 FAMILIES = (("convnext", False), ("whisper", False), ("gpt", True), ("llama", True), ("bert", True), ("vit", False))
 

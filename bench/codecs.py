@@ -12,7 +12,7 @@ import torch
 from reporting import RESULTS, device_name, save, timed, versions
 from torch import Tensor
 
-from lowtide.memory.codecs import CODECS
+from lowtide.store import CODECS
 
 
 def seconds(call: Callable[[], Any], device: str, rounds: int = 7) -> float:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.engines.regions import find_regions
+from lowtide.tracing.model_blocks import find_regions
 
 GIB = 2**30
 

@@ -32,8 +32,8 @@ from ways import Way, checkpointed, free, host_and_device_s, in_turns, peak_of, 
 from zoo import Job
 
 import lowtide
-from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.model_blocks import find_regions
 
 PER_BLOCK, EVERY_SECOND = "checkpoint per block", "every second block"
 SELECTIVE, EVERY_OTHER = "selective, all products", "selective, every other product"

@@ -20,7 +20,7 @@ from zoo import Job
 
 import lowtide
 from lowtide.plans import Plan
-from lowtide.solvers.references import reference_plans
+from lowtide.solvers.baselines import reference_plans
 
 STEPS = ("convnext:0", "vit:0", "whisper:0", "gpt:0", "gpt:1", "llama:1")  # 1: with the small batch
 WAYS = ("a checkpoint per block", "every second block")

@@ -25,8 +25,8 @@ from ways import Way, checkpointed, host_and_device_s, in_turns, step
 from zoo import Job
 
 import lowtide
-from lowtide.engines.regions import find_regions
 from lowtide.plans import Plan, Recompute
+from lowtide.tracing.model_blocks import find_regions
 
 HOST_LIMITED = 1.1  # host time over device time from which a step counts as limited by the host
 

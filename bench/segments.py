@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
 
 import lowtide
-from lowtide.engines import realsteps
-from lowtide.plans.trials import KEPT
-from lowtide.solvers.solving import search_for
+from lowtide.api import measure
+from lowtide.plans.plan_text import KEPT
+from lowtide.solvers.solve import search_for
 
 NUM_ROUNDS = 5
 OUR_FLOOR = "none: our floor"
@@ -205,7 +205,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-        realsteps.perf_counter = time.thread_time  # what `fit` compares candidates by
+        measure.perf_counter = time.thread_time  # what `fit` compares candidates by
     name = f"segments-{options.device}.md"
     header = [
         f"# Chains in segments, {device_name(options.device)}",

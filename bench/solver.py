@@ -27,9 +27,9 @@ from rivals import block_knapsack, torch_knapsack
 from rotor import chain_of
 
 import lowtide
-from lowtide.engines.regions import find_regions
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
+from lowtide.tracing.model_blocks import find_regions
 
 _NUM_BUDGETS = 10
 _TIME_LIMIT_S = 60  # of our solver: no plan is cut short because the machine is busy

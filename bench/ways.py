@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from zoo import Job
 
 import lowtide
-from lowtide.engines.regions import find_regions
+from lowtide.tracing.model_blocks import find_regions
 
 TORCH = functools.partial(checkpoint, use_reentrant=False)
 PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")

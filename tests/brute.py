@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, combinations, product
 
-from lowtide.codings import form_of
 from lowtide.graph import StepGraph
+from lowtide.graph.codec_costs import encoded_form
 from lowtide.graph.segments import runs, with_segments
 from lowtide.plans import Plan
 from lowtide.simulator import simulate
-from lowtide.solvers.places import Places
-from lowtide.solvers.references import recomputes
+from lowtide.solvers.baselines import recomputes
+from lowtide.solvers.placement import Placement
 
 
 def region_calls(graph: StepGraph) -> list[int]:
@@ -54,7 +54,7 @@ def codec_choices(graph: StepGraph, codecs: tuple[str, ...]) -> list[list[tuple[
             continue
         if any(value in op.mutates for op in graph.ops[first_made[value] : graph.num_forward]):
             continue
-        named = [codec for codec in codecs if form_of(facts, codec, graph.hardware) is not None]
+        named = [codec for codec in codecs if encoded_form(facts, codec, graph.hardware) is not None]
         if named:
             found.append([(value, codec) for codec in ("", *named)])
     return found
@@ -98,7 +98,7 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
                 held[call] = tuple(op - first for op in range(first, graph.calls[call].end) if op in kept)
             plan = Plan(recomputes(graph, held))
             for ways in presses:
-                everywhere = Places(graph).everywhere(ways, dict.fromkeys(regions, ()))
+                everywhere = Placement(graph).everywhere(ways, dict.fromkeys(regions, ()))
                 timeline = simulate(graph, replace(plan, moves=everywhere))
                 found[timeline.peak_bytes, timeline.extra_s] = None
     return list(found)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernelless import Compiler
-from lowtide.engines import _compat
-from lowtide.solvers import searching
+from lowtide import _compat
+from lowtide.solvers import eager_search
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
 os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search as in a step of many ops, for tests to which any plan will do."""
-    monkeypatch.setattr(searching, "MOST_OPS", 0)
+    monkeypatch.setattr(eager_search, "MOST_OPS", 0)
 
 
 @pytest.fixture

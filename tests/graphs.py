@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from lowtide.codings import CODINGS, LOSSLESS
 from lowtide.graph import Call, Hardware, Op, Save, StepGraph, Value
-from lowtide.graph.structures import with_structures
+from lowtide.graph.codec_costs import CODEC_COSTS, LOSSLESS
+from lowtide.graph.segments import with_structures
 from lowtide.plans import Move, Plan, Recompute
 
 NAMES = ("mm", "gelu", "add", "norm", "softmax")
@@ -267,7 +267,7 @@ def random_plan(seed: int, graph: StepGraph) -> Plan:
     share = rng.choice((0.0, 0.3, 0.8))
     ways = [("host", "")] if graph.hardware.link_bytes_per_s else []
     if graph.hardware.memory_bytes_per_s:
-        ways += [(to, codec) for to in ("device", *(to for to, _ in ways)) for codec in (*CODINGS, LOSSLESS)]
+        ways += [(to, codec) for to in ("device", *(to for to, _ in ways)) for codec in (*CODEC_COSTS, LOSSLESS)]
     way_of = {save.value: rng.choice(ways) for save in graph.saves} if ways else {}
     for save in graph.saves:
         number = counts.setdefault(save.call, 0)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.engines import _compat
+from lowtide import _compat
 from lowtide.graph import Hardware
-from lowtide.tracing.joint import JointStep, NodeFacts, joint_step
+from lowtide.tracing.joint_graph import JointStep, NodeFacts, joint_step
 
 HARDWARE = Hardware("test", memory_bytes_per_s=1.0)
 

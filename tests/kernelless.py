@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.engines import _compat
-from lowtide.engines.compiled import _by_model
-from lowtide.engines.regions import find_regions
-from lowtide.engines.sessions import Session
+from lowtide import _compat
+from lowtide.api.compile import _by_model
+from lowtide.compiled.session import Session
+from lowtide.tracing.model_blocks import find_regions
 
 PLENTY = 1 << 50
 
@@ -97,7 +97,7 @@ def floor_of(model: nn.Module) -> int:
     """The smallest budget that a model's compiled step is predicted to meet; it has run before."""
     session = session_of(model)
     session._end_step()
-    instances = [session._graphs[number] for number in session._course.numbers]
+    instances = [session._graphs[number] for number in session._sequence.numbers]
     return session.chooser.choose(instances, 0).peak_bytes
 
 
@@ -106,10 +106,10 @@ def squeeze(model: nn.Module, budget: int) -> None:
     session = session_of(model)
     session._end_step()
     session.budget = budget
-    session._course = session._known(session._course.numbers)
-    session._courses = {session._course.numbers: session._course}
+    session._sequence = session._known(session._sequence.numbers)
+    session._sequences = {session._sequence.numbers: session._sequence}
 
 
 def running(model: nn.Module) -> list[Any]:
     """The variants that the calls of a step run."""
-    return session_of(model)._course.choice.variants
+    return session_of(model)._sequence.choice.variants

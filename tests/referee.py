@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lowtide.codings import Form, form_of
 from lowtide.graph import Save, StepGraph
+from lowtide.graph.codec_costs import EncodedForm, encoded_form
 from lowtide.plans import Plan
 
 FORWARD = -1  # where incarnations are made that no replay made, the backward's own among them
@@ -248,7 +248,7 @@ def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
 class _Link:
     """The two copy engines, and where each moved value is: on the device until it is `away`, and again once `read`."""
 
-    def __init__(self, graph: StepGraph, plan: Plan, forms: dict[int, Form]) -> None:
+    def __init__(self, graph: StepGraph, plan: Plan, forms: dict[int, EncodedForm]) -> None:
         self.sizes = [v.bytes if i not in forms else forms[i].bytes for i, v in enumerate(graph.values)]
         self.bytes_per_s = graph.hardware.link_bytes_per_s
         self.moved = {value for value, move in plan.moves_by_value(graph).items() if move.to in ("host", "disk")}
@@ -320,9 +320,9 @@ class _Step:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph = graph
         self.regions = _Regions(graph, plan)
-        self.forms: dict[int, Form] = {}
+        self.forms: dict[int, EncodedForm] = {}
         for value, move in plan.moves_by_value(graph).items():
-            form = form_of(graph.values[value], move.codec, graph.hardware)
+            form = encoded_form(graph.values[value], move.codec, graph.hardware)
             if form is not None and graph.values[value].kind == "activation":
                 self.forms[value] = form
         self.link = _Link(graph, plan, self.forms)

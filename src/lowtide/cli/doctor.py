@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.cli.loading import Job
+from lowtide.cli.script import Job
 from lowtide.units import format_bytes
 
 _OLDEST_TORCH = (2, 11)

@@ -11,8 +11,8 @@ import typer
 from torch import nn
 
 import lowtide
-from lowtide.cli.failing import UsageError, did_you_mean
-from lowtide.memory import LOSSY_CODECS
+from lowtide.cli.output import UsageError, did_you_mean
+from lowtide.store import LOSSY_CODECS
 from lowtide.units import parse_bytes
 
 SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "

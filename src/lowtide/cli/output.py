@@ -1,15 +1,38 @@
-"""Where the command's words go: results to stdout, as text or JSON; progress, notes and errors to stderr."""
+"""Where the command's words go: results to stdout, as text or JSON; progress, notes and errors to stderr.
+
+How the command ends: what its exit codes mean, and errors in words instead of tracebacks.
+
+Results in two forms: what a person reads, and the same as data. Predicted numbers say that they are.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
+import math
 import sys
-from collections.abc import Iterator
-from typing import Any
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+import torch
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+import lowtide
+from lowtide.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.cli.bench import Comparison
+    from lowtide.cli.doctor import Finding
 
 _PIPE_WIDTH = 200
 
@@ -77,3 +100,216 @@ class Stages:
     def __call__(self, description: str) -> None:
         self._bar.update(self._task, description=description, advance=int(self._begun))
         self._begun = True
+
+
+class ExitCode(IntEnum):
+    """What a script that calls `lowtide` can go by."""
+
+    OK = 0
+    FAILED = 1  # something went wrong: the step cannot be traced, a file is damaged, the device is out of memory
+    USAGE = 2  # what was typed is wrong: an option, a file, a function, a module path, a budget
+    INFEASIBLE = 3  # no plan fits the budget
+    DOES_NOT_HOLD = 4  # doctor found a problem, or bench a peak over the budget or other gradients
+    INTERRUPTED = 130
+
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no plan fits the budget, "
+    "4 a check does not hold (doctor, bench), 130 interrupted."
+)
+
+
+class UsageError(Exception):
+    """What was typed names nothing there is; the message says what there is."""
+
+
+def did_you_mean(wanted: str, known: Iterable[str]) -> str:
+    """` Did you mean 'make'?`, or nothing where nothing is close."""
+    near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+@contextlib.contextmanager
+def ending_well(out: Output) -> Iterator[None]:
+    """Turn whatever is raised inside into a message and an exit code."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except BaseException as error:
+        if isinstance(error, (SystemExit, GeneratorExit)):
+            raise
+        if out.debug:
+            traceback.print_exc()
+        code = _code_of(error)
+        floor = {"floor_bytes": error.floor_bytes} if isinstance(error, lowtide.InfeasibleBudgetError) else {}
+        out.error(_words(error, out.debug), {"error": _kind(error), "exit_code": int(code), **floor})
+        raise typer.Exit(int(code)) from None
+
+
+def _code_of(error: BaseException) -> ExitCode:
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if isinstance(error, (UsageError, lowtide.UnitError)):
+        return ExitCode.USAGE
+    if isinstance(error, lowtide.InfeasibleBudgetError):
+        return ExitCode.INFEASIBLE
+    return ExitCode.FAILED
+
+
+def _kind(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def _words(error: BaseException, debug: bool) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, (UsageError, lowtide.LowtideError)):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        first_line = str(error).splitlines()[0]
+        return f"the device is out of memory: {first_line}\nPlan on fake tensors instead: lowtide plan --fake"
+    where = _raised_at(error)
+    shown = f"{_kind(error)}{f': {error}' if str(error) else ''}{f' ({where})' if where else ''}"
+    return shown if debug else f"{shown}\n--debug shows the traceback."
+
+
+def _raised_at(error: BaseException) -> str:
+    """The last line of the user's own code on the way to an error: neither lowtide's nor an installed package's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(lowtide.__file__).parent)
+    own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
+    own = [frame for frame in own if Path(frame.filename).is_file() and "lib/python" not in frame.filename]
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+
+
+Display = tuple[RenderableType, dict[str, Any]]
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
+    hardware = guess.graph.hardware
+    data = {
+        "predicted": True,
+        "peak_bytes": guess.peak_bytes,
+        "floor_bytes": guess.floor_bytes,
+        "static_bytes": guess.graph.static_bytes,
+        "bytes_per_sample": guess.bytes_per_sample,
+        "batch_size": guess.batch_size,
+        "largest_at_peak": dict(guess.largest),
+        "step_s": guess.graph.step_s,
+        "device": hardware.name,
+        "device_bytes": hardware.memory_bytes,
+        "notes": list(guess.graph.notes),
+    }
+    text = "\n".join([str(guess), *(f"Note: {note}" for note in guess.graph.notes)])
+    if budget is None:
+        return text, data
+    allowed = parse_bytes(budget, total_bytes=hardware.memory_bytes or None)
+    verdict = "plain" if guess.fits(allowed) else "with a plan" if guess.floor_bytes <= allowed else "no"
+    data |= {"budget_bytes": allowed, "fits": verdict}
+    said = {
+        "plain": "fits as it is",
+        "with a plan": "fits with a plan: lowtide plan",
+        "no": "is too small for recomputing alone: smaller batches, or lowtide plan --host",
+    }
+    return f"{text}\nA budget of {format_bytes(allowed)} {said[verdict]}", data
+
+
+def plan(found: lowtide.Plan, output: Path | None) -> Display:
+    graph = found.graph
+    return str(found), {
+        "predicted": True,
+        "is_plain": found.is_plain,
+        "engine": found.engine,
+        "budget_bytes": found.budget_bytes,
+        "peak_bytes": found.peak_bytes,
+        "peak_path": found.peak_path,
+        "peak_phase": found.peak_phase,
+        "plain_peak_bytes": found.plain_peak_bytes,
+        "step_s": found.step_s,
+        "is_step_measured": graph is not None and graph.is_measured,
+        "extra_s": found.extra_s,
+        "slowdown": found.slowdown,
+        "lower_bound_s": found.lower_bound_s,
+        "gap": found.gap,
+        "num_regions": len(found.regions),
+        "num_moves": len(found.moves),
+        "bytes_by_action": found.bytes_by_action(),
+        "device": found.hardware.name,
+        "fingerprint": found.fingerprint,
+        "notes": [] if graph is None else list(graph.notes),
+        "output": None if output is None else str(output),
+    }
+
+
+def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
+    names = ("budget_bytes", "peak_bytes", "extra_s", "slowdown", "gap")
+    return str(frontier), {
+        "predicted": True,
+        "floor_bytes": frontier.floor_bytes,
+        "plain_peak_bytes": frontier.plain_peak_bytes,
+        "step_s": frontier.step_s,
+        "plans": [{name: getattr(found, name) for name in names} for found in frontier.plans],
+        "references": [asdict(reference) for reference in frontier.references],
+        "png": None if png is None else str(png),
+    }
+
+
+def explanation(found: lowtide.Plan, module: str) -> Display:
+    def is_inside(path: str) -> bool:
+        return path == module or path.startswith(f"{module}.")
+
+    text = found.explain(module)
+    return text, {
+        "module": module,
+        "text": text,
+        "regions": [asdict(region) for region in found.regions if any(map(is_inside, region.paths))],
+        "values": [asdict(row) for row in found.rows if is_inside(row.path)],
+    }
+
+
+def comparison(found: Comparison) -> Display:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("measured")
+    for heading in ("peak", "step", "slower", "gradient difference"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
+    for row in found.rows:
+        slower = found.slowdown(row)
+        apart = row.gradient_difference
+        is_odd = apart is not None and not math.isfinite(apart)  # which JSON has no number for
+        rows.append({**asdict(row), "gradient_difference": str(apart) if is_odd else apart, "slowdown": slower})
+        if row.problem or row.peak_bytes is None or row.step_s is None:
+            table.add_row(row.name, row.problem, "", "", "")
+            continue
+        shown = "" if slower is None else f"{100 * slower:+.1f} %"
+        difference = f"{apart:g}"
+        table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), shown, difference)
+    verdict = Text(f"budget {format_bytes(found.budget_bytes)}: ", style="bold")
+    verdict.append(
+        "held, with the same gradients" if found.holds else "did not hold", "green" if found.holds else "red"
+    )
+    data = {
+        "holds": found.holds,
+        "budget_bytes": found.budget_bytes,
+        "rows": rows,
+        "predicted_slowdown": found.plan.slowdown,
+    }
+    return Group(table, verdict), data
+
+
+def findings(found: list[Finding]) -> Display:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    group = ""
+    for finding in found:
+        if finding.group != group:
+            table.add_row(Text(finding.group, style="bold"))
+            group = finding.group
+        mark = {"ok": "", "note": "note: ", "problem": "problem: "}[finding.status]
+        table.add_row(Text(f"  {finding.name}"), Text(mark, _STYLES[finding.status]) + Text(finding.text))
+    problems = sum(finding.status == "problem" for finding in found)
+    verdict = Text(f"{problems} problem{'s' * (problems != 1)} found", style=_STYLES["problem" if problems else "ok"])
+    data = {"num_problems": problems, "findings": [finding.as_json() for finding in found]}
+    return Group(table, verdict), data

@@ -1,17 +1,40 @@
-"""A graph's facts as arrays, so that playing a plan needs no loop over ops. `graph.arrays` is the one to use."""
+"""A graph's facts as arrays, so that playing a plan needs no loop over ops. `graph.arrays` is the one to use.
+
+Ops whose outputs a region can retain: those that autograd saves inside the region.
+
+A region's forward runs under saved-tensor hooks alone, so an output can be retained only if all of it reaches a hook:
+it is saved directly in the region, not in a region inside. Its replay then runs under a dispatch mode that returns
+retained outputs in place of computing them.
+
+Which values of a compiled step are never written to memory.
+
+A compiler fuses runs of pointwise ops and reductions into one kernel; what passes between them stays in registers, and
+has no bytes unless it is saved. Only ops with the flag "fused" are counted as such: graphs of compiled steps have it,
+graphs of eager ones do not.
+
+What the backward needs of the forward, where each op can be recomputed by itself.
+
+That is how a compiled step works: a set of forward ops has its outputs **saved**; everything else that the backward
+reads is recomputed from saved and static values. Which ops run again follows from which are saved. Views are nothing of
+their own here: they make no values, and a value is a storage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lowtide.graph.lines import device_starts, step_seconds
+from lowtide.graph.step_graph import Op, Value
+from lowtide.graph.time_lines import device_starts, step_seconds
 
 if TYPE_CHECKING:
-    from lowtide.graph import StepGraph
-
+    from lowtide.graph.step_graph import StepGraph
 
 # Regions copy buffers up to this size before each forward, larger ones only if the forward writes them.
 _ALWAYS_COPIED_BYTES = 256 * 1024
@@ -45,14 +68,14 @@ class StepArrays:
         made = [value for op in graph.ops for value in op.outputs]
         self.starts = _starts([len(op.outputs) for op in graph.ops])
         self.maker = np.repeat(np.arange(self.num_ops), np.diff(self.starts))
-        self.places = np.full(len(graph.values), -1, dtype=np.int64)
-        self.places[made] = np.arange(len(made))
+        self.save_numbers = np.full(len(graph.values), -1, dtype=np.int64)
+        self.save_numbers[made] = np.arange(len(made))
         values = [graph.values[value] for value in made]
         self.value = _ints(made)
         self.sizes = np.array([value.bytes for value in values], dtype=np.float64)
         self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
         self.dropped = _ints(value.dropped for value in values)
-        self.save_place = self.places[_ints(save.value for save in graph.saves)]
+        self.save_number = self.save_numbers[_ints(save.value for save in graph.saves)]
         self.save_call = _ints(save.call for save in graph.saves)
         self.save_made = _ints(save.made for save in graph.saves)
         self.save_read = _ints(save.read for save in graph.saves)
@@ -72,7 +95,7 @@ class StepArrays:
         self.parent = _ints(call.parent for call in graph.calls)
         self.after = self._after(graph)
         self.input_starts = _starts([len(call.inputs) for call in graph.calls])
-        self.inputs = self.places[_ints(value for call in graph.calls for value in call.inputs)]
+        self.inputs = self.save_numbers[_ints(value for call in graph.calls for value in call.inputs)]
 
     def _after(self, graph: StepGraph) -> list[int]:
         """For each call, the number of the first call behind it that is not inside it."""
@@ -102,7 +125,7 @@ def plain_peak_bytes(graph: StepGraph) -> int:
     after_step = facts.num_ops + 1
     ends = np.where(facts.dropped < facts.num_ops, facts.dropped, after_step)
     for save in sorted(graph.saves, key=lambda save: save.made):
-        value = facts.places[save.value]
+        value = facts.save_numbers[save.value]
         # A save of a value that was freed before it, or is made after it, holds nothing.
         if value >= 0 and facts.maker[value] < save.made <= ends[value]:
             ends[value] = max(ends[value], save.released)
@@ -127,13 +150,13 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     draws = np.zeros(len(graph.calls), dtype=bool)
     for op in graph.ops[: graph.num_forward]:
         if "random" in op.flags:
-            draws[list(graph.around(op.call))] = True
+            draws[list(graph.ancestors(op.call))] = True
     captured, changed = (graph.hardware.region_bytes * draws.astype(np.int64) for _ in range(2))
     passing = graph.hardware.region_bytes - captured
     for op in graph.ops[: graph.num_forward]:
         if "index" in op.flags:
             chosen = op.outputs[1:] or op.outputs  # (values, indices), or indices alone
-            for around in graph.around(op.call):
+            for around in graph.ancestors(op.call):
                 captured[around] += sum(graph.values[value].bytes for value in chosen)
     if not buffers:
         return captured, changed, passing
@@ -153,3 +176,214 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             read[call.parent] |= read[index]
             written[call.parent] |= written[index]
     return captured, changed, passing
+
+
+class Retainable:
+    """Finds such ops, and what retaining them costs. `graph.retainable` is the one to use.
+
+    `depths[o]` is the depth of the innermost call around forward op `o` inside which everything that `o` makes is
+    saved for the backward, -1 if there is none. What is saved inside a call is saved inside those around it too: calls
+    around `o` that are no deeper can retain its outputs, unless a region inside them has the only saves.
+    `substituted_s[o]` is what it costs a replay to return the output of `o` instead of computing it.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        computing_s = graph.arrays.host_s if graph.has_host_line else graph.arrays.seconds
+        self.substituted_s = np.minimum(computing_s[: graph.num_forward], graph.hardware.spare_s)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """For each forward op the depth of that call."""
+        graph = self._graph
+        saved_in: dict[int, set[int]] = {}  # by value, the calls around its saves
+        for save in graph.saves:
+            calls, call = saved_in.setdefault(save.value, set()), save.call
+            while call >= 0 and call not in calls:
+                calls.add(call)
+                call = graph.calls[call].parent
+        depths: list[int] = []
+        for op in graph.ops[: graph.num_forward]:
+            call = op.call if op.outputs else -1
+            for value in op.outputs:
+                while call >= 0 and graph.values[value].bytes and call not in saved_in.get(value, ()):
+                    call = graph.calls[call].parent
+            depths.append(graph.depths[call] if call >= 0 else -1)
+        return np.array(depths, dtype=np.int64)
+
+    def missing(self, regions: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """By region, those of the ops it is to retain of which not every output is saved directly in it."""
+        graph, owner = self._graph, self._graph.innermost(regions)
+        saved = {(owner[save.call], save.value) for save in graph.saves}
+        found: dict[int, list[int]] = {}
+        for call, kept in regions.items():
+            for op in kept:
+                outputs = graph.ops[graph.calls[call].first + op].outputs
+                if not outputs or any(graph.values[v].bytes and (call, v) not in saved for v in outputs):
+                    found.setdefault(call, []).append(op)
+        return found
+
+    def retaining_s(self, call: int, kept: Sequence[int], stop: int) -> float:
+        """Seconds of dispatch that it costs a region to retain outputs of some ops, if its replay ends at `stop`."""
+        if not kept:
+            return 0.0
+        first = self._graph.calls[call].first
+        ops = [first + op for op in sorted(set(kept)) if first + op < stop]
+        return self._graph.hardware.dispatch_s * max(0, stop - first) + float(self.substituted_s[ops].sum())
+
+
+def inlined(ops: Sequence[Op], values: Sequence[Value], num_forward: int) -> tuple[list[bool], list[bool]]:
+    """Values that have no bytes where they are made, and forward values that have none where they are made again.
+
+    The first: every reader in the same direction is in the same run of fused ops. The second: every reader is fused, in
+    the backward or in what is recomputed for it; whoever reads it there may compute it for itself.
+    """
+    alone = [index for index, op in enumerate(ops) if "fused" not in op.flags]
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(ops):
+        for value in op.inputs:
+            readers.setdefault(value, []).append(index)
+    made, again = [False] * len(values), [False] * len(values)
+    for number, facts in enumerate(values):
+        if facts.born < 0 or "fused" not in ops[facts.born].flags or facts.kind != "activation":
+            continue
+        is_forward = facts.born < num_forward
+        if facts.dropped > (num_forward if is_forward else len(ops) - 1):
+            continue  # handed out
+        all_readers = readers.get(number, [])
+        near = [index for index in all_readers if (index < num_forward) == is_forward]
+        # No kernel of its own from the op that makes it to the last that reads it in this direction.
+        made[number] = bool(near) and bisect_left(alone, near[-1] + 1) == bisect_left(alone, facts.born)
+        again[number] = is_forward and all("fused" in ops[index].flags for index in all_readers)
+    return made, again
+
+
+# What recomputing a pointwise op or a reduction takes, as a share of its own seconds in eager mode. There it reads and
+# writes memory once each, which is all its time. Compiled, a chain of k such ops becomes part of the kernel that wants
+# its result and only its input is read, at 1 / 2k of the time. Chains between two matrix products have one op to four,
+# so 1/2 to 1/8: this is the middle.
+FUSED_SHARE = 0.25
+
+_NEVER_AGAIN = ("random", "collective", "index", "mutates", "opaque")
+_UNFUSED = ("custom", "opaque", "collective", "index")
+_PRODUCTS = ("attention", "convolution")  # kernels of their own, also where nobody counted their FLOPs
+
+
+def recompute_s(op: Op) -> float:
+    """Seconds that recomputing an op takes in compiled code: all of its own, or its share where it will be fused.
+
+    An op with the flag "fused" was timed as part of what it is fused with.
+    """
+    return op.seconds if "fused" in op.flags or is_own_kernel(op.name, op.flops, op.flags) else FUSED_SHARE * op.seconds
+
+
+def is_own_kernel(name: str, flops: int, flags: tuple[str, ...]) -> bool:
+    """Whether an op is a kernel by itself in compiled code too."""
+    return bool(flops) or any(flag in flags for flag in _UNFUSED) or any(product in name for product in _PRODUCTS)
+
+
+@dataclass(frozen=True)
+class DerivedSaves:
+    """What follows from a choice of ops to save: the values saved, and the ops recomputed, both ascending."""
+
+    saved: tuple[int, ...]
+    recomputed: tuple[int, ...]
+
+
+class CompiledArrays:
+    """What playing a compiled step needs of a graph, as arrays: of values `made` in the step, and of all ops.
+
+    `sizes` is indexed by value, and so are `has_bytes` and `has_bytes_again`: whether a value that is not saved is
+    written to memory at all, where it is made and where it is recomputed. `seconds` and `workspaces` are indexed by op,
+    with an entry for the optimizer's step at the end.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        made = [index for index, value in enumerate(graph.values) if value.born >= 0]
+        values = [graph.values[index] for index in made]
+        self.made = np.array(made, dtype=np.int64)
+        self.born = np.array([value.born for value in values], dtype=np.int64)
+        self.dropped = np.array([value.dropped for value in values], dtype=np.int64)
+        self.is_free = self.dropped > graph.num_forward
+        self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
+        self.sizes = np.array([0 if v.kind == "elsewhere" else v.bytes for v in graph.values], dtype=np.int64)
+        arrays = graph.arrays
+        self.seconds, self.workspaces = arrays.seconds, arrays.workspaces
+        self.static_bytes, self.static_gradient_bytes = arrays.static_bytes, arrays.static_gradient_bytes
+        made_inline, again_inline = inlined(graph.ops, graph.values, graph.num_forward)
+        self.has_bytes = ~np.array(made_inline, dtype=bool)
+        self.has_bytes_again = ~np.array(again_inline, dtype=bool)
+
+
+class BackwardNeeds:
+    """Facts of a graph for compiled steps. `graph.needs` is the one to use.
+
+    - `is_free[v]`: value `v` is there in the backward whatever is saved: static, or Python holds it when that begins.
+    - `recomputable[o]`: forward op `o` gives the same again, from inputs that are still what they were.
+    - `seconds[o]`: what recomputing it takes.
+    - `reads[o]`: the values that it reads, but for static ones; `inputs[o]`: those of them that are not free.
+    - `value_of`, `read_at`, `released_at`, `used_at`: each read of a value by the backward itself, one entry a save.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        num = self.num_forward = graph.num_forward
+        self.is_free = [value.born < 0 or value.dropped > num for value in graph.values]
+        last_change: dict[int, int] = {}
+        for index, op in enumerate(graph.ops):
+            last_change.update(dict.fromkeys(op.mutates, index))
+        self.recomputable = [
+            bool(op.outputs)
+            and not op.mutates
+            and not any(flag in op.flags for flag in _NEVER_AGAIN)
+            and not any(value in last_change for value in op.outputs)
+            and not any(last_change.get(value, -1) > index for value in op.inputs)
+            for index, op in enumerate(graph.ops[:num])
+        ]
+        self.seconds = [recompute_s(op) for op in graph.ops[:num]]
+        self.reads = [tuple({v: None for v in op.inputs if graph.values[v].born >= 0}) for op in graph.ops[:num]]
+        self.inputs = [tuple(value for value in reads if not self.is_free[value]) for reads in self.reads]
+        outputs = ((index, graph.ops[index].outputs) for index in range(num - 1, -1, -1))
+        self._makers = [(index, made) for index, made in outputs if made]
+        reads = [save for save in graph.saves if save.read >= 0 and graph.values[save.value].born >= 0]
+        self.value_of = np.array([save.value for save in reads], dtype=np.int64)
+        self.read_at = np.array([save.read for save in reads], dtype=np.int64)
+        self.released_at = np.array([save.released for save in reads], dtype=np.int64)
+        ends = [save.released if save.used < 0 else save.used for save in reads]
+        self.used_at = np.array(ends, dtype=np.int64)
+
+    @cached_property
+    def facts(self) -> CompiledArrays:
+        return CompiledArrays(self._graph)
+
+    def derive(self, keeps: Container[int]) -> DerivedSaves:
+        """What is saved and recomputed if the outputs of the ops in `keeps` are saved, as far as anything needs them.
+
+        Ops that cannot be recomputed count as kept.
+        """
+        needed = [False] * len(self.is_free)
+        for value in self.value_of.tolist():
+            needed[value] = not self.is_free[value]
+        saved: list[int] = []
+        recomputed: list[int] = []
+        for index, outputs in self._makers:  # from the last
+            for value in outputs:
+                if needed[value]:
+                    break
+            else:
+                continue
+            if index in keeps or not self.recomputable[index]:
+                saved += [value for value in outputs if needed[value]]
+            else:
+                recomputed.append(index)
+                for value in self.inputs[index]:
+                    needed[value] = True
+        return DerivedSaves(tuple(sorted(saved)), tuple(reversed(recomputed)))
+
+    def seconds_of(self, derived: DerivedSaves) -> float:
+        """What recomputing takes, the same in whatever order it is summed."""
+        return math.fsum(self.seconds[op] for op in derived.recomputed)
+
+    def keeps_of(self, derived: DerivedSaves) -> tuple[int, ...]:
+        """The ops that make what is saved."""
+        return tuple(sorted({self._graph.values[value].born for value in derived.saved}))

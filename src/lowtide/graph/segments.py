@@ -1,4 +1,6 @@
-"""Segments: runs of sibling calls that are recomputed together, from what the run is given from outside.
+"""Which module calls are the same but for names: a solver need look at one of them only, and they take equally long.
+
+Segments: runs of sibling calls that are recomputed together, from what the run is given from outside.
 
 A segment is replayed as a region around a call would be that spans the run and is the parent of its calls. So a graph
 `with_segments` has such calls, of the kind "Segment", in its call tree; ops, values and saves keep their numbers, and
@@ -7,6 +9,8 @@ whatever plays or plans regions works on it as it is.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import fields, replace
@@ -16,8 +20,78 @@ from itertools import pairwise
 import numpy as np
 
 from lowtide.errors import GraphError
-from lowtide.graph import Call, Op, Save, StepGraph
 from lowtide.graph.arrays import StepArrays
+from lowtide.graph.step_graph import Call, Op, Save, StepGraph, Value
+
+
+def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Value], saves: list[Save]) -> list[Call]:
+    """`calls`, those that do the same to values of the same sizes marked by the same `structure` number."""
+    ops = list(graph_ops)
+    saves_of: dict[int, list[Save]] = {}
+    for save in saves:
+        saves_of.setdefault(save.call, []).append(save)
+    children: dict[int, list[int]] = {}
+    for index, call in enumerate(calls):
+        children.setdefault(call.parent, []).append(index)
+    numbers: dict[tuple[object, ...], int] = {}
+    marked: list[Call] = list(calls)
+    for index in range(len(calls) - 1, -1, -1):  # children come after their parents
+        call = calls[index]
+        local: dict[int, int] = {}
+
+        def name(value: int, local: dict[int, int] = local) -> tuple[int, ...]:
+            facts = values[value]
+            return local.setdefault(value, len(local)), facts.bytes, facts.item_bytes, facts.row_length
+
+        below = children.get(index, [])
+        own: list[tuple[object, ...]] = []
+        position = call.first
+        for child in [*below, None]:
+            until = call.end if child is None else calls[child].first
+            for op in ops[position:until]:
+                cost = (op.name, op.flops, op.flags, op.workspace_bytes)
+                own.append((cost, tuple(map(name, op.inputs)), tuple(map(name, op.outputs))))
+            if child is not None:
+                c = marked[child]
+                own.append((c.structure, tuple(map(name, c.inputs)), tuple(map(name, c.outputs))))
+                position = c.end
+        held = tuple((name(s.value), s.made - call.first) for s in saves_of.get(index, []))
+        ends = tuple((number, min(values[v].dropped, call.end + 1) - call.first) for v, number in local.items())
+        key = (call.kind, call.changes, call.end - call.first, tuple(own), held, ends, tuple(map(name, call.outputs)))
+        structure = numbers.setdefault(key, len(numbers))
+        marked[index] = replace(call, structure=structure)
+    return marked
+
+
+def with_even_times(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
+    """`ops`, those that do the same in calls of one structure with the same seconds: the mean of what was measured.
+
+    What layers that are alike seem to differ in is noise, and a solver would go by it.
+    """
+    alike: dict[int, list[Call]] = {}
+    for call in calls:
+        alike.setdefault(call.structure, []).append(call)
+    found, is_done = list(ops), [False] * len(ops)
+    for call in calls:  # the outermost first
+        firsts = [each.first for each in alike[call.structure]]
+        for offset in range(call.end - call.first if len(firsts) > 1 else 0):
+            if is_done[call.first + offset]:
+                continue
+            same = [first + offset for first in firsts if not is_done[first + offset]]
+            seconds, host_s = (
+                _mean([ops[index].seconds for index in same]),
+                _mean([ops[index].host_s for index in same]),
+            )
+            for index in same:
+                is_done[index] = True
+                if (ops[index].seconds, ops[index].host_s) != (seconds, host_s):
+                    found[index] = replace(ops[index], seconds=seconds, host_s=host_s)
+    return found
+
+
+def _mean(seconds: list[float]) -> float:
+    return math.fsum(seconds) / len(seconds) if min(seconds) < max(seconds) else seconds[0]
+
 
 Span = tuple[int, int]  # the first and the last call of a segment, as numbered in the plain graph
 
@@ -79,10 +153,10 @@ class SegmentedGraph(StepGraph):
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
         return tuple((self.plain.calls[each].path, self.plain.nths[each]) for each in self.plain_members[call])
 
-    def input_place(self, call: int, number: int) -> tuple[str, int, int]:
+    def input_number(self, call: int, number: int) -> tuple[str, int, int]:
         value, plain = self.calls[call].inputs[number], self.plain
         taker = next(each for each in self.plain_members[call] if value in plain.calls[each].inputs)
-        return plain.input_place(taker, plain.calls[taker].inputs.index(value))
+        return plain.input_number(taker, plain.calls[taker].inputs.index(value))
 
 
 def members_of(graph: StepGraph, span: Span) -> list[int]:
@@ -200,3 +274,41 @@ def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
         a, b = graph.calls[before], graph.calls[after]
         if ops := ops_that_matter(graph, a, b):
             raise GraphError(f"{title} is no segment: {graph.ops[ops[0]].name} runs between {a.path} and {b.path}")
+
+
+def block_calls(graph: StepGraph) -> list[int]:
+    """The calls that one would put a checkpoint on: those of the repeated structure with most ops in all, and its kin.
+
+    Blocks of the same class at the same place in the tree count even where their structure differs, as that of a first
+    or last layer does.
+    """
+    return max(_repeated(graph), key=lambda calls: _num_ops(graph, calls), default=[])
+
+
+def all_blocks(graph: StepGraph) -> list[int]:
+    """The blocks of every stack in a model, an encoder's and a decoder's, say: those of `block_calls` and their like.
+
+    Their like are repeated calls with at least a quarter as many ops in all, in no block and with no block inside.
+    """
+    groups = sorted(_repeated(graph), key=lambda calls: (-_num_ops(graph, calls), calls))
+    found: list[int] = []
+    for calls in groups:
+        spans = [(graph.calls[call].first, graph.calls[call].end) for call in found]
+        apart = all(
+            graph.calls[call].end <= first or end <= graph.calls[call].first for call in calls for first, end in spans
+        )
+        if apart and 4 * _num_ops(graph, calls) >= _num_ops(graph, groups[0]):
+            found += calls
+    return sorted(found)
+
+
+def _repeated(graph: StepGraph) -> list[list[int]]:
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, call in enumerate(graph.calls):
+        if call.parent >= 0 and call.end > call.first and index not in graph.unreplayable:
+            groups[call.kind, call.parent].append(index)
+    return [calls for calls in groups.values() if len(calls) > 1]
+
+
+def _num_ops(graph: StepGraph, calls: list[int]) -> int:
+    return sum(graph.calls[call].end - graph.calls[call].first for call in calls)

@@ -7,6 +7,8 @@ holds at the replay. A container that the caller changes after the call does no 
 alternative; it has no dataclasses unless each is registered, and names no paths.)
 
 Objects of other classes are passed by reference. They are fingerprinted, and a replay with a changed one is refused.
+
+What the calls of a module have in common, mostly: shared, so that fewer objects wait for the backward.
 """
 
 from __future__ import annotations
@@ -385,3 +387,21 @@ def is_held_itself(tensor: Tensor) -> bool:
     """Parameters are not activations, and autograd saves no inference tensors; neither gets a history."""
     is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # isinstance() is slow here
     return is_parameter or tensor.is_inference()
+
+
+class LastCall:
+    """Of the last call of a module as a region."""
+
+    __slots__ = ("arguments", "draws", "input_versions", "metadata", "requires_grad")
+
+    def __init__(self) -> None:
+        self.arguments = Arguments()
+        self.draws = False  # random numbers
+        self.input_versions: list[int] = []
+        self.requires_grad: list[bool] = []
+        self.metadata: list[Any] = []
+
+
+def same(last: list[Any], now: list[Any]) -> list[Any]:
+    """One list for both if they are equal."""
+    return last if last == now else now

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
-from lowtide.memory.offload import SavedInStore
-from lowtide.memory.store import ActivationStore
-from lowtide.replay import _compat
+from lowtide import _compat
 from lowtide.replay.arguments import Arguments
-from lowtide.replay.collector import Options
 from lowtide.replay.function_state import FunctionState, module_of
-from lowtide.replay.recomputing import ReplaysCounted
+from lowtide.replay.recomputing import Options, ReplaysCounted
 from lowtide.replay.region import Hooks, run
+from lowtide.store.activation_store import ActivationStore
+from lowtide.store.offload import SavedInStore
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
 
@@ -120,7 +119,7 @@ def checkpoint(
             determinism_check=determinism_check,
             early_stop=_compat.early_stop(early_stop),
         ),
-        input_hooks=None if store is None else hooks_of(store),
+        input_hooks=None if store is None else store_hooks(store),
         contexts=contexts,
     )
     if contexts is not None and not any(type(value) not in _compat.PLAIN_TYPES for value in _tensors(args, kwargs)):
@@ -152,7 +151,7 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return Arguments.take(args, kwargs)[1]
 
 
-def hooks_of(store: InputsKeeper) -> Hooks:
+def store_hooks(store: InputsKeeper) -> Hooks:
     """Pack and unpack hooks that keep a region's inputs in a store."""
     hooks = SavedInStore(store, min_bytes=0) if isinstance(store, ActivationStore) else store
     return hooks.pack_hook, hooks.unpack_hook

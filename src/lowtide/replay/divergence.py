@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide._compat.checkpoint import TorchCheckpointError
+from lowtide._compat.modules import WHOLE_MODULE_METHODS
 from lowtide.errors import CheckpointError
-from lowtide.replay._compat import WHOLE_MODULE_METHODS, TorchCheckpointError
 from lowtide.replay.arguments import Path
 
 _MAX_MISMATCHES = 3

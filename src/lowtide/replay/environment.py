@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.replay.bindings import nothing
+from lowtide.replay.object_state import nothing
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the device types for which autocast is on, and to which dtype
 Modes = tuple[torch.dtype, torch.device | None, Autocast]  # default dtype, default device

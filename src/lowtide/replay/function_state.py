@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay._compat import WHOLE_MODULE_METHODS
-from lowtide.replay.code_facts import code_names, drawn_from
-from lowtide.replay.containers import copy_of, fill, is_plain_state
+from lowtide._compat.modules import WHOLE_MODULE_METHODS
 from lowtide.replay.module_state import snapshot_of
+from lowtide.replay.object_state import copy_of, fill, is_plain_state
+from lowtide.replay.op_facts import code_names, drawn_from
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
@@ -43,7 +43,7 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
     return None
 
 
-class Reach:
+class CapturedState:
     """Modules (and whether the function surely runs all of each), tensors, generators and variables of a function."""
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
@@ -151,25 +151,25 @@ class FunctionState:
             "_states",
             "_versions",
         ),
-        *("_watched",),
+        *("_tracked",),
     )
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
-        reach = Reach(function, arguments)
+        reach = CapturedState(function, arguments)
         self._snapshots = list(map(snapshot_of, reach.modules))
         self._runs_all = list(reach.modules.values())
         self._is_done = False
         self._generators = reach.generators
         small = [tensor for tensor in reach.tensors if _is_small_state(tensor)]
         self._copied = list({id(tensor): tensor for tensor in small}.values())
-        self._watched = [tensor for tensor in reach.tensors if not _is_small_state(tensor)]
+        self._tracked = [tensor for tensor in reach.tensors if not _is_small_state(tensor)]
         self._copies, self._versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
         self._cells, self._globals = reach.cells, reach.globals
         states = list({id(state): state for state in reach.states}.values())
         self._states = [(state, copy_of(state)) for state in states]
 
     def devices(self) -> set[torch.device]:
-        return {tensor.device for tensor in self._watched}.union(*(each.devices() for each in self._snapshots))
+        return {tensor.device for tensor in self._tracked}.union(*(each.devices() for each in self._snapshots))
 
     def generators(self) -> list[torch.Generator]:
         return [*self._generators, *(generator for each in self._snapshots for generator in each.generators())]
@@ -179,7 +179,7 @@ class FunctionState:
         self._is_done = True
         pairs = zip(self._snapshots, self._runs_all, strict=True)
         self._snapshots = [snapshot.forward_done(runs_all=runs_all and is_whole) for snapshot, is_whole in pairs]
-        self._versions = [*self._versions, *_compat.versions_of(self._watched)]
+        self._versions = [*self._versions, *_compat.versions_of(self._tracked)]
         self._cells = [found for found in self._cells if _contents(found[0]) is found[1]]
         self._globals = [found for found in self._globals if found[0].get(found[1]) is found[2]]
         return self
@@ -189,7 +189,7 @@ class FunctionState:
         found = [each for snapshot in self._snapshots for each in snapshot.lost()]
         if not self._is_done:
             return found
-        for tensor, version in zip(self._watched, self._versions[len(self._copied) :], strict=True):
+        for tensor, version in zip(self._tracked, self._versions[len(self._copied) :], strict=True):
             if _compat.version_of(tensor) != version:
                 found.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
         return found

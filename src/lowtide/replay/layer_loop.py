@@ -16,11 +16,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lowtide.errors import CapacityError, StoreError
-from lowtide.memory.store import ActivationStore, check_store
 from lowtide.policies import EveryN, MaxBytes, Policy, Revolve, Selective, SqrtN, Uniform, check_policy
 from lowtide.replay.arguments import Fingerprint
-from lowtide.replay.kept_states import INPUT, KeptStates, State
-from lowtide.replay.layer_pass import BackwardFn, LayerFn, LayerPass, LayerStats
+from lowtide.replay.layer_pass import INPUT, BackwardFn, KeptStates, LayerFn, LayerPass, LayerStats, State
+from lowtide.store.activation_store import ActivationStore, check_store
 from lowtide.units import parse_bytes
 
 

@@ -31,11 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay._compat import companion_of, set_companion
-from lowtide.replay.bindings import ABSENT, INTERNAL_NAMES, Names, Slot, bind, nothing
-from lowtide.replay.code_facts import code_facts
-from lowtide.replay.containers import Containers, reachable
-from lowtide.replay.last_call import LastCall
+from lowtide._compat.modules import companion_of, set_companion
+from lowtide.replay.arguments import LastCall
+from lowtide.replay.object_state import ABSENT, INTERNAL_NAMES, Containers, Names, Slot, bind, nothing, reachable
+from lowtide.replay.op_facts import code_facts
 
 _ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward is known to write them
 _LOST = -1  # no tensor has this version
@@ -82,7 +81,7 @@ class ModuleTree:
         self.hides_writes = any(each.hides_writes for each in code)
         self.outside = list({id(state): state for each in code for state in each.states}.values())
         self.devices = {value.device for value in values if isinstance(value, Tensor)}
-        self.last: Snapshot | None = None  # of the last call
+        self.last: ModuleSnapshot | None = None  # of the last call
         self.last_call = LastCall()  # of the root, as a region
         # Whether a forward was seen to write a tensor, by its names, key and training flag.
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
@@ -116,7 +115,7 @@ class ModuleTree:
             if (id(names), key) not in known and key not in INTERNAL_NAMES
         ]
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> ModuleSnapshot | None:
         """What there is to read now: that of the last call if it is still true. None if the names are others now."""
         last = self.last
         if last is not None and self.are_bound_to(last.values) and last.holds_same_contents():
@@ -124,7 +123,7 @@ class ModuleTree:
         values = self.read()
         if self._read_keys() != self._keys or _ids_of_modules(values) != self._children:
             return None
-        snapshot = Snapshot(self, values)
+        snapshot = ModuleSnapshot(self, values)
         return snapshot if snapshot.modules <= self._known_modules else None
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
@@ -155,7 +154,7 @@ class ModuleTree:
             return slot.owner.training
         return self.hides_writes or self.is_written(slot) is not False
 
-    def learn(self, slot: Slot, *, is_written: bool) -> None:
+    def record_writes(self, slot: Slot, *, is_written: bool) -> None:
         self._is_written[_habit(slot)] = is_written
 
 
@@ -176,13 +175,13 @@ def _habit(slot: Slot) -> tuple[int, str, bool]:
     return id(slot.names), slot.key, slot.owner.training
 
 
-class Snapshot:
+class ModuleSnapshot:
     """What a tree's names were bound to at one moment, the contents of containers, and the values of small tensors."""
 
     # fmt: off
     __slots__ = (
         "_containers", "_copied", "_copied_versions", "_copies", "_generators", "_holds_others", "_is_passing",
-        "_is_volatile", "_may_hide_writes", "_watched_tensors", "modules", "tree", "values", "versions", "watched",
+        "_is_volatile", "_may_hide_writes", "_tracked_tensors", "modules", "tree", "values", "versions", "watched",
     )
     # fmt: on
 
@@ -216,7 +215,7 @@ class Snapshot:
         self._is_passing = any(s is not None and _compat.module_tensors(s.owner)[0] is s.names for s, _ in others)
 
     def _watch(self, watched: list[tuple[Slot | None, Tensor]]) -> None:
-        self.watched, self._watched_tensors = watched, [tensor for _, tensor in watched]
+        self.watched, self._tracked_tensors = watched, [tensor for _, tensor in watched]
         self.versions = self._versions()
 
     def holds_same_contents(self) -> bool:
@@ -227,20 +226,20 @@ class Snapshot:
             and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
         )
 
-    def as_of_now(self) -> Snapshot:
+    def as_of_now(self) -> ModuleSnapshot:
         """This, with the present versions of watched tensors: an optimizer step changes those of parameters."""
         versions = self._versions()
         return self if versions == self.versions else self._with_versions(versions)
 
-    def _with_versions(self, versions: list[int]) -> Snapshot:
+    def _with_versions(self, versions: list[int]) -> ModuleSnapshot:
         state = copy.copy(self)  # calls before this one may share it
         state.versions = versions
         return state
 
     def _versions(self) -> list[int]:
-        return list(map(_compat.version_of_saved, self._watched_tensors))
+        return list(map(_compat.version_of_saved, self._tracked_tensors))
 
-    def forward_done(self, *, runs_all: bool) -> Snapshot:
+    def forward_done(self, *, runs_all: bool) -> ModuleSnapshot:
         """This, with the versions that watched tensors must have in a replay. Notes what the forward wrote.
 
         `runs_all` tells that the forward surely runs the whole root, so that what it leaves alone can be relied on.
@@ -255,7 +254,7 @@ class Snapshot:
                 if versions[index] != state.versions[index]:
                     versions[index] = _LOST
                     if slot is not None:  # the next forward has a copy
-                        tree.learn(slot, is_written=True)
+                        tree.record_writes(slot, is_written=True)
             state = state._with_versions(versions)
             tree.last = None
         else:
@@ -268,7 +267,7 @@ class Snapshot:
             return True
         return not self._is_passing and self.tree.are_bound_to(self.values) and self.holds_same_contents()
 
-    def _without_unwritten_parameters(self) -> Snapshot:
+    def _without_unwritten_parameters(self) -> ModuleSnapshot:
         """This, with parameters watched again that were copied in case the forward writes them, and were not."""
         versions = _compat.versions_of([tensor for _, tensor in self._copied])
         is_dropped = [
@@ -294,14 +293,14 @@ class Snapshot:
             is_changed = _compat.version_of(tensor) != version
             if isinstance(tensor, nn.Parameter):
                 if runs_all or is_changed:
-                    tree.learn(slot, is_written=is_changed)
+                    tree.record_writes(slot, is_written=is_changed)
             elif is_changed:
                 # A version tells of such writes, so a small tensor needs no copy in every call.
                 if tensor.nbytes > _ALWAYS_COPIED_BYTES:
-                    tree.learn(slot, is_written=True)
+                    tree.record_writes(slot, is_written=True)
             elif runs_all and tree.is_written(slot) is None and _compat.has_values(tensor):
                 with _compat.without_modes():
-                    tree.learn(slot, is_written=not torch.equal(copied, tensor))
+                    tree.record_writes(slot, is_written=not torch.equal(copied, tensor))
 
     def devices(self) -> set[torch.device]:
         return self.tree.devices
@@ -364,7 +363,7 @@ class Snapshot:
         return functools.partial(_compat.overwrite_all, tensors, values, versions)
 
 
-def snapshot_of(root: nn.Module) -> Snapshot:
+def snapshot_of(root: nn.Module) -> ModuleSnapshot:
     """What the modules from `root` on hold now."""
     tree = companion_of(root)
     if tree is not None and tree.root() is not root:  # a shallow copy shares what belongs to a module

@@ -31,16 +31,24 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide._compat.checkpoint import TorchCheckpointError
+from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import ChangedInPlaceError
 from lowtide.replay import divergence
-from lowtide.replay._compat import ReadGuard, TorchCheckpointError
-from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself
-from lowtide.replay.collector import DEFAULT_OPTIONS, METADATA, Collector, Options, Stop, facts_of, new_metadata
+from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself, same
 from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
-from lowtide.replay.last_call import same
-from lowtide.replay.module_state import Snapshot, snapshot_of
-from lowtide.replay.recomputing import Replaying
+from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
+from lowtide.replay.recomputing import (
+    DEFAULT_OPTIONS,
+    METADATA,
+    Collector,
+    Options,
+    Replaying,
+    Stop,
+    facts_of,
+    new_metadata,
+)
 
 if TYPE_CHECKING:
     from lowtide.replay.retained import RetainedCall
@@ -144,7 +152,7 @@ class Frame:
         arguments, module = self._arguments, self._module
         self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
         if module is not None and arguments.callables is None:
-            self._state: Snapshot | FunctionState = snapshot_of(module)
+            self._state: ModuleSnapshot | FunctionState = snapshot_of(module)
         else:
             self._state = FunctionState(self.name, arguments.callables or ())
         devices = chain(self._state.devices(), map(_device, tensors))
@@ -192,7 +200,7 @@ class Frame:
         if versions != self._input_versions:
             self._inputs_changed([i for i, version in enumerate(versions) if version != self._input_versions[i]])
         self._state = state = self._state.forward_done(runs_all=True)
-        if isinstance(state, Snapshot):
+        if isinstance(state, ModuleSnapshot):
             last = state.tree.last_call
             if not last.draws:  # otherwise this call drew too, most likely
                 last.draws = self._environment.drew()

@@ -37,13 +37,20 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.memory.offload import KeptHere, KeptInStore
 from lowtide.replay import region
-from lowtide.replay.collector import Collector, Options
 from lowtide.replay.environment import RandomStates
-from lowtide.replay.retaining_modes import CaptureProfile, GivenUp, Learning, RetainedPart, Taking, as_geometry
-from lowtide.replay.segment import SegmentFrame
-from lowtide.replay.unseen_writes import Op
+from lowtide.replay.recomputing import Collector, Options
+from lowtide.replay.retaining_modes import (
+    CaptureProfile,
+    CaptureProfileMode,
+    Op,
+    RetainedOutputMode,
+    RetainedPart,
+    RetryReplay,
+    as_geometry,
+)
+from lowtide.replay.segment_replay import SegmentFrame
+from lowtide.store.offload import KeptHere, KeptInStore
 
 logger = logging.getLogger("lowtide")
 
@@ -78,7 +85,7 @@ class RetainedOps:
         )
         return RetainedCall(self, shapes, self._profiles.get(shapes), keeps)
 
-    def learn(self, shapes: Any, profile: CaptureProfile) -> None:
+    def add_profile(self, shapes: Any, profile: CaptureProfile) -> None:
         if len(self._profiles) >= _MAX_PROFILES:
             self._profiles.clear()
         self._profiles[shapes] = profile
@@ -115,7 +122,7 @@ class RetainedCall:
         self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd has asked for before there was a replay
         self._replayed = False
-        self._mode: Learning | Taking | None = None
+        self._mode: CaptureProfileMode | RetainedOutputMode | None = None
 
     def frame(self, *args: Any) -> RetainingFrame:
         """The frame of this call."""
@@ -185,18 +192,18 @@ class RetainedCall:
         if self._profile is not None and not self._values.keys() >= self._profile.by_save.keys():
             # A replay before this one has used them up, or they were written to.
             self._profile, self._replayed = None, True
-        return self._is_learning and not (is_whole and not self._values)
+        return self._is_profiling and not (is_whole and not self._values)
 
     @property
-    def _is_learning(self) -> bool:
+    def _is_profiling(self) -> bool:
         return self._profile is None and not self._replayed
 
     def replay_mode(self, collector: Collector, modules: Iterable[nn.Module]) -> Any:
         """What sees the ops of a replay: to learn if nothing is known, else to take outputs; None for neither."""
         if self._profile is not None:
-            self._mode = Taking(self, self._profile, collector)
-        elif self._is_learning:
-            self._mode = Learning(self._ops, [each for module in modules for each in module.parameters()])
+            self._mode = RetainedOutputMode(self, self._profile, collector)
+        elif self._is_profiling:
+            self._mode = CaptureProfileMode(self._ops, [each for module in modules for each in module.parameters()])
         return self._mode
 
     def saved_again(self, index: int, tensor: Tensor) -> None:
@@ -221,9 +228,9 @@ class RetainedCall:
     def replay_done(self, *, saves_agree: bool) -> bool:
         """Whether all that the replay took was what its ops make. `saves_agree`: with what the forward saved."""
         mode, self._mode = self._mode, None
-        if isinstance(mode, Learning):
+        if isinstance(mode, CaptureProfileMode):
             if saves_agree:
-                self._ops.learn(self._shapes, mode.profile())
+                self._ops.add_profile(self._shapes, mode.profile())
         elif mode is not None and not (mode.was_right() and (saves_agree or not mode.taken)):
             return False
         self._end()
@@ -231,12 +238,12 @@ class RetainedCall:
 
     def may_have_caused(self, error: Exception) -> bool:
         """Whether a replay may have failed because of what it took."""
-        if isinstance(error, GivenUp):
+        if isinstance(error, RetryReplay):
             return True
-        taking = isinstance(self._mode, Taking) and bool(self._mode.taken)
+        taking = isinstance(self._mode, RetainedOutputMode) and bool(self._mode.taken)
         return taking and not isinstance(error, torch.OutOfMemoryError)
 
-    def give_up(self) -> None:
+    def retry_without(self) -> None:
         """Take nothing in a replay any more."""
         self._forget()
         self._mode = None
@@ -285,7 +292,7 @@ class _Retaining(region.Frame):
             is_right = False
         if not is_right:
             # What the replay took was not what its ops make. Computing everything is always right.
-            retained.give_up()
+            retained.retry_without()
             collector = self._options.collector(needed, self._stop(needed))
             self._run_again(tensors, collector)
         self._finish(collector, tensors)

@@ -1,4 +1,6 @@
-"""The dispatch modes of replays whose region retains op outputs: one learns where they are saved, one takes them.
+"""Writes to op outputs that no op and no version counter tells of, as by kernels launched by hand.
+
+The dispatch modes of replays whose region retains op outputs: one learns where they are saved, one takes them.
 
 `retained` says when which of them runs, and what is checked.
 """
@@ -6,23 +8,66 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lowtide.replay import _compat
+from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
-from lowtide.replay.collector import Collector
 from lowtide.replay.environment import RandomStates
-from lowtide.replay.opfacts import OWN_NAMESPACES, facts_of
-from lowtide.replay.recomputing import replay_depth
-from lowtide.replay.unseen_writes import Op, UnseenWrites
+from lowtide.replay.op_facts import OWN_NAMESPACES, facts_of
+from lowtide.replay.recomputing import Collector, replay_depth
 
 if TYPE_CHECKING:
     from lowtide.replay.retained import RetainedCall, RetainedOps
+
+_NUM_COLUMNS = 1024  # of the sums
+Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often it has run before
+
+
+class UnseenWrites:
+    """Finds writes to op outputs that no op and no version counter tells of, as by kernels launched by hand.
+
+    By sums of their bits as they are made, when they are saved, and at the end; in columns, so that values that change
+    places show too. Not by `memory.checksums`, which needs memory of its own and would show in the peak of a step.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Op, _compat.StorageReference, int, Tensor]] = {}  # by storage: its bytes, its sums
+        self._seen: list[tuple[Op, Tensor, Tensor]] = []
+
+    def made(self, op: Op, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if _compat.is_own(tensor) and tensor.numel() and not tensor.is_meta:
+                reference, num_bytes = _compat.StorageReference(tensor), tensor.untyped_storage().nbytes()
+                self._made[reference.id] = op, reference, num_bytes, _sums_of(reference, num_bytes)
+
+    def look(self, storages: Iterable[int]) -> None:
+        """Compare what is in these storages now."""
+        for storage in storages:
+            if storage in self._made:
+                op, reference, num_bytes, before = self._made[storage]
+                if reference.is_alive():
+                    self._seen.append((op, before, _sums_of(reference, num_bytes)))
+
+    def ops(self) -> set[Op]:
+        """The ops whose outputs have changed."""
+        self.look(list(self._made))
+        return {op for op, before, now in self._seen if not torch.equal(before, now)}
+
+
+def _sums_of(storage: _compat.StorageReference, num_bytes: int) -> Tensor:
+    with _compat.bare_kernels():
+        dtype = torch.int32 if num_bytes % torch.int32.itemsize == 0 else torch.uint8
+        num_items = num_bytes // dtype.itemsize
+        raw = storage.as_tensor(dtype, torch.Size([num_items]), (1,))
+        num_columns = min(_NUM_COLUMNS, num_items)
+        end = num_items - num_items % num_columns
+        return raw[:end].view(-1, num_columns).sum(dim=0, dtype=torch.int64) + raw[end:].sum(dtype=torch.int64)
+
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # shape, stride and offset
 Build = Callable[[list[Any]], Any]
@@ -72,11 +117,11 @@ class CaptureProfile:
     of_parameters: frozenset[int]  # saves of parameters: kept as well, as they cost nothing and a replay stops earlier
 
 
-class GivenUp(Exception):
+class RetryReplay(Exception):
     """Ends a replay that is run once more."""
 
 
-class _Counting(_compat.DispatchMode):
+class _OpCountingMode(_compat.DispatchMode):
     """Counts the ops of a replay, so that they are known again.
 
     Casts of weights are counted by weight: a weight that autocast had cast before the forward came to the region is
@@ -105,7 +150,7 @@ class _Counting(_compat.DispatchMode):
         return kind, count
 
 
-class Learning(_Counting):
+class CaptureProfileMode(_OpCountingMode):
     """Computes everything, and finds out at which saves the outputs of some ops appear."""
 
     def __init__(self, ops: RetainedOps, parameters: list[Tensor]) -> None:
@@ -129,7 +174,7 @@ class Learning(_Counting):
         if type(op[0]) is not tuple:
             self._kinds.append(op[0])
         self._num_draws += _is_random(func)
-        if _compat.tells_values(func, args, output):
+        if _compat.reveals_values(func, args, output):
             self._forget_ops({op for op, (found, num_parts, _) in self._found.items() if len(found.saves) < num_parts})
         if _may_write(func):
             self._forget(storages_in(facts_of(func).written_tensors(args, kwargs or {})))
@@ -139,7 +184,7 @@ class Learning(_Counting):
         return output
 
     def _add(self, op: Op, position: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        parts, build = _compat.taken_apart(output)
+        parts, build = _compat.flattened(output)
         tensors = {number: part for number, part in enumerate(parts) if isinstance(part, Tensor)}
         full = {number: part for number, part in tensors.items() if part.numel()}
         if not full or not all(map(_compat.is_plain, tensors.values())):
@@ -210,7 +255,7 @@ class Learning(_Counting):
         return CaptureProfile(self._kinds, ops, by_save, frozenset(self._of_parameters))
 
 
-class Taking(_Counting):
+class RetainedOutputMode(_OpCountingMode):
     """Returns kept outputs in place of the ops that made them, each once."""
 
     def __init__(self, call: RetainedCall, profile: CaptureProfile, collector: Collector) -> None:
@@ -237,10 +282,10 @@ class Taking(_Counting):
             if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
                 self._give_up()  # the tensor kept in the forward has been written to, or is another
         output = func(*args, **kwargs) if kwargs else func(*args)
-        if self._unconfirmed and _compat.tells_values(func, args, output):
+        if self._unconfirmed and _compat.reveals_values(func, args, output):
             self._give_up()
         if self.taken:
-            _compat.pass_mark_on(func, args, output)
+            _compat.propagate_version_mark(func, args, output)
         return output
 
     def _may_take(self, op: Op, found: RetainedOp, args: Any, kwargs: Any) -> bool:
@@ -263,26 +308,26 @@ class Taking(_Counting):
                     self._give_up()  # the forward has seeded a generator before the state was captured
                 self._last_state = max(self._last_state, min(found.saves.values()))
             for number, index in found.saves.items():
-                parts[number] = _compat.marked(self._call.fetch(index, self._profile.by_save[index]))
+                parts[number] = _compat.with_marked_version(self._call.fetch(index, self._profile.by_save[index]))
         self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in found.saves}
         self._unconfirmed.update(found.saves.values())
         return found.build(parts)
 
     def _give_up(self) -> None:
         self._is_wrong = True
-        raise GivenUp
+        raise RetryReplay
 
     def saved(self, index: int, tensor: Tensor) -> None:
         part = self._profile.by_save.get(index)
         if part is not None and part.op in self.taken and not self._is_wrong:
             # The mark tells it from a tensor that was there before, such as an input of the region.
             is_it = part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
-            self._is_wrong = not (is_it and _compat.is_marked(tensor))
+            self._is_wrong = not (is_it and _compat.has_marked_version(tensor))
             self._unconfirmed.discard(index)
 
     def was_right(self) -> bool:
         for index, tensor in enumerate(self._collector.tensors):
-            if tensor is not None and _compat.is_marked(tensor):
+            if tensor is not None and _compat.has_marked_version(tensor):
                 _compat.set_version(tensor, 0)
                 self._collector.versions[index] = 0
         return not (self._is_wrong or self._unconfirmed)

@@ -17,20 +17,22 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from lowtide.plans.trials import HEAD, KEPT
-from lowtide.reports.facts import Facts
-from lowtide.reports.layers import counted
-from lowtide.reports.markdown import to_markdown
-from lowtide.reports.series import chart_data
-from lowtide.reports.tables import LayerRow, actions_of, cost_rows, layer_rows, peak_rows
-from lowtide.reports.tracefile import trace_json
-from lowtide.reports.wording import (
+from lowtide.plans.plan_text import HEAD, KEPT
+from lowtide.reports.charts import chart_data, trace_json
+from lowtide.reports.report_facts import ReportFacts, counted
+from lowtide.reports.report_text import (
     Figure,
+    LayerRow,
+    actions_of,
     assumptions,
+    cost_rows,
     duration,
     figures,
+    layer_rows,
+    peak_rows,
     percent,
     size,
+    to_markdown,
     verdict,
     verdict_parts,
 )
@@ -41,7 +43,7 @@ _MOST_LAYERS = 300  # in the table; the chart has them all
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def to_html(facts: Facts) -> str:
+def to_html(facts: ReportFacts) -> str:
     """The whole page."""
     script = "(() => {\n" + '"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -126,7 +128,7 @@ def _bar(share: float) -> str:
     return f'<td class="b"><i style="width:{100 * share:.1f}%"></i></td>'
 
 
-def _alternatives(facts: Facts) -> str:
+def _alternatives(facts: ReportFacts) -> str:
     step_s = facts.graph.step_s or 1.0
 
     def row(name: str, mark: str, peak: int, slower: float, kind: str = "") -> str:
@@ -142,7 +144,7 @@ def _alternatives(facts: Facts) -> str:
     return _table(["", "peak|", "slower|"], rows) + (note if is_over else "")
 
 
-def _candidates(facts: Facts) -> str:
+def _candidates(facts: ReportFacts) -> str:
     """A section with what `fit` tried; nothing where it tried nothing."""
     if not facts.candidates:
         return ""
@@ -160,7 +162,7 @@ def _candidates(facts: Facts) -> str:
     )
 
 
-def _layers(facts: Facts) -> str:
+def _layers(facts: ReportFacts) -> str:
     rows = layer_rows(facts)
     actions = actions_of(rows)
 
@@ -175,7 +177,7 @@ def _layers(facts: Facts) -> str:
     return _table(["layer", *(f"{action}|" for action in actions), "all|"], lines)
 
 
-def _peak(facts: Facts) -> str:
+def _peak(facts: ReportFacts) -> str:
     rows = peak_rows(facts)
     most = max((row.bytes for row in rows), default=1)
     lines = [
@@ -187,7 +189,7 @@ def _peak(facts: Facts) -> str:
     return _table(["what", "where it was made", "", "bytes|"], lines)
 
 
-def _costs(facts: Facts) -> str:
+def _costs(facts: ReportFacts) -> str:
     rows = cost_rows(facts)
     if not rows:
         return ""
@@ -208,7 +210,7 @@ def _costs(facts: Facts) -> str:
     return _table(["what", "not held|", "", "added|", "of the step|"], [*lines, total])
 
 
-def _copies(facts: Facts) -> str:
+def _copies(facts: ReportFacts) -> str:
     planned = facts.planned
     if not planned.copies:
         return '<p class="hint" style="margin:0">Nothing is moved off the device by this plan.</p>'
@@ -229,7 +231,7 @@ def _copies(facts: Facts) -> str:
 # Words.
 
 
-def _memory_text(facts: Facts) -> str:
+def _memory_text(facts: ReportFacts) -> str:
     kinds = ", ".join(f"{name} {size(part)}" for name, part in facts.planned.peak_by_kind.items() if part)
     peak = f"The peak of {size(facts.planned.peak_bytes)} is in the {facts.planned.peak_phase}: {kinds}."
     return (
@@ -238,14 +240,14 @@ def _memory_text(facts: Facts) -> str:
     )
 
 
-def _curve_text(facts: Facts) -> str:
+def _curve_text(facts: ReportFacts) -> str:
     return (
         f"Slowdown against peak memory. This plan: {size(facts.planned.peak_bytes)}, {percent(facts.slowdown)} slower; "
         f"the smallest peak found is {size(facts.curve.floor_bytes)}. The table beside it has the alternatives."
     )
 
 
-def _peak_hint(facts: Facts) -> str:
+def _peak_hint(facts: ReportFacts) -> str:
     planned = facts.planned
     where = f" of {planned.peak_path}" if planned.peak_path else ""
     return (
@@ -254,7 +256,7 @@ def _peak_hint(facts: Facts) -> str:
     )
 
 
-def _cost_hint(facts: Facts) -> str:
+def _cost_hint(facts: ReportFacts) -> str:
     if facts.plan.is_plain:
         return "Nothing: every activation is kept, and the step runs as it is."
     return "Modules whose activations are dropped and computed again in the backward, and what else takes time."
@@ -263,7 +265,7 @@ def _cost_hint(facts: Facts) -> str:
 # Files.
 
 
-def _files(facts: Facts) -> list[str]:
+def _files(facts: ReportFacts) -> list[str]:
     return [
         _packed("plan.json", facts.plan.to_json(), "the plan with its graph: lowtide.Plan.from_json reads it"),
         _packed("trace.json", trace_json(facts), "opens in ui.perfetto.dev or chrome://tracing"),

@@ -12,10 +12,10 @@ from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 
-from lowtide.eagerlives import EagerLives
-from lowtide.graph import StepGraph
-from lowtide.simulator import Timeline
-from lowtide.solvers.chain import Regions
+from lowtide.graph.step_graph import StepGraph
+from lowtide.simulator.eager_intervals import EagerIntervals
+from lowtide.simulator.timeline import Timeline
+from lowtide.solvers.candidate import Regions
 
 
 class Nesting:
@@ -29,7 +29,7 @@ class Nesting:
             if call.parent >= 0:
                 self.children[call.parent].append(index)
 
-    def tidied(self, regions: Regions) -> Regions:
+    def without_redundant(self, regions: Regions) -> Regions:
         """`regions` less those that cannot be; those with others around or inside retain nothing."""
         found: Regions = {}
         has_inner = {self._outermost(self._graph.calls[call].parent, regions) for call in regions}
@@ -41,22 +41,22 @@ class Nesting:
         return found
 
     def further(
-        self, regions: Regions, timeline: Timeline | EagerLives, level: float, may_part: bool
+        self, regions: Regions, timeline: Timeline | EagerIntervals, level: float, may_part: bool
     ) -> tuple[Regions, bool]:
         """`regions` taken apart if they may, else nested deeper, else widened, and whether the former helped."""
-        if may_part and (parted := self.apart(regions, timeline, level)) != regions:
+        if may_part and (parted := self.split(regions, timeline, level)) != regions:
             return parted, True
         nested = self.deeper(regions, timeline, level)
         return (nested if nested != regions else self.wider(regions, timeline, level)), False
 
-    def deeper(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
+    def deeper(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
         """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
             found |= {inner: () for inner in self._next_level(region, regions)}
-        return self.tidied(found)
+        return self.without_redundant(found)
 
-    def apart(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
+    def split(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
         """`regions`, those at work above `level` replaced by the calls inside them; the same if none is left.
 
         Cheaper in time than regions inside regions, for nothing is replayed twice; but more inputs are held.
@@ -67,9 +67,9 @@ class Nesting:
             if inside:
                 del found[region]
                 found |= {child: () for child in inside}
-        return self.tidied(found)
+        return self.without_redundant(found)
 
-    def wider(self, regions: Regions, timeline: Timeline | EagerLives, level: float) -> Regions:
+    def wider(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
         """`regions` and more around them where the timeline is above `level` outside of all; the same if none is.
 
         With a whole trunk as one region the backward of what follows it runs before anything inside is held again.
@@ -80,7 +80,7 @@ class Nesting:
                 found |= {each: () for each in self._coarsest(call)}
         if found == regions:  # what is at work lies in no module: all that can be a region is held too much
             found |= {call: () for call in range(len(self._graph.calls)) if self._coarsest(call) == [call]}
-        return self.tidied(found)
+        return self.without_redundant(found)
 
     def neighbours(self, key: tuple[int, ...], *, is_thorough: bool = False) -> Iterator[Iterable[int]]:
         """Sets that differ by a call, the first or last of those alike and treated alike so far, or by all of these.
@@ -115,7 +115,7 @@ class Nesting:
             count += call in key
         return count
 
-    def _at_work(self, timeline: Timeline | EagerLives, level: float) -> list[int]:
+    def _at_work(self, timeline: Timeline | EagerIntervals, level: float) -> list[int]:
         ops = {int(timeline.ops[event]) for event in np.flatnonzero(timeline.total_bytes > level)} - {-1}
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
 

@@ -15,14 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide import _compat
 from lowtide.errors import TraceError
 from lowtide.replay.arguments import tensors_in
-from lowtide.replay.opfacts import facts_of
-from lowtide.tracing import _compat
-from lowtide.tracing.argumentchanges import ArgumentChanges, before_forwards
-from lowtide.tracing.faking import as_kernels_lay_out
-from lowtide.tracing.records import Clock, Layout, RawCall, RawOp, RawSave, RawValue, settled_flags
-from lowtide.tracing.shadows import Shadows
+from lowtide.replay.op_facts import facts_of
+from lowtide.tracing.fakes import Shadows, as_kernels_lay_out
+from lowtide.tracing.trace_records import (
+    ArgumentChanges,
+    Clock,
+    Layout,
+    RawCall,
+    RawOp,
+    RawSave,
+    RawValue,
+    before_forwards,
+    settled_flags,
+)
 
 
 class _Alias:
@@ -37,7 +45,7 @@ class _Alias:
         self.recorder.release(self.saves)
 
 
-class Recorder(_compat.DispatchMode):
+class Recorder(_compat.PlainDispatchMode):
     """Enter it around a forward and a backward on `device`; `begin_backward()` in between, `finish()` after."""
 
     def __init__(
@@ -220,7 +228,7 @@ class Recorder(_compat.DispatchMode):
             self._op_of_node.setdefault(_compat.sequence_number() - 1, len(self.ops))
             return (self._open_calls[-1] if self._open_calls else -1), -1
         node = _compat.running_node()
-        forward_op = -1 if node is None else self._op_of_node.get(_compat.node_number(node), -1)
+        forward_op = -1 if node is None else self._op_of_node.get(_compat.sequence_of(node), -1)
         if forward_op < 0 and self.ops and len(self.ops) > self.num_forward:
             return self.ops[-1].call, -1  # accumulation into a leaf: placed with the op that made the gradient
         return (self.ops[forward_op].call if forward_op >= 0 else -1), forward_op
@@ -317,7 +325,7 @@ class Recorder(_compat.DispatchMode):
             self._changes.begin(self._open_calls[-1], args, kwargs)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[Recorder]:
         """A block whose ops, saves and module calls are recorded."""
         entered = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         left = nn.modules.module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)

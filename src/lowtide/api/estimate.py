@@ -1,0 +1,150 @@
+"""`estimate`: will it fit? From a fake trace alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import LowtideError, TraceError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.replay.arguments import map_tensors, tensors_in
+from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.solvers.eager_search import EagerSearch
+from lowtide.tracing.step_checks import one_at_a_time
+from lowtide.tracing.trace import FakeTraceError, trace
+from lowtide.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step will take; every number is predicted, unless real steps had to run, which `notes` say.
+
+    `peak_bytes` is the plain step's peak, `floor_bytes` the smallest of a plan that recomputes, `static_bytes` what is
+    there throughout: parameters, gradients, optimizer state, buffers, batch. `bytes_per_sample` is how much each
+    further sample adds to the plain peak, None where the batch has no size that could be told. `graph` is the trace.
+    """
+
+    peak_bytes: int
+    floor_bytes: int
+    static_bytes: int
+    bytes_per_sample: int | None
+    batch_size: int | None
+    largest: tuple[tuple[str, int], ...]
+    graph: StepGraph
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trace came across, among it why real steps had to run."""
+        return self.graph.notes
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether a plain step fits."""
+        return self.peak_bytes <= budget_bytes
+
+    def __str__(self) -> str:
+        device = self.graph.hardware
+        rows = [
+            ("plain step", format_bytes(self.peak_bytes)),
+            ("floor", f"{format_bytes(self.floor_bytes)} with everything recomputed that helps"),
+            ("static", format_bytes(self.static_bytes)),
+            *((f"  {kind}", format_bytes(size)) for kind, size in self.graph.static_bytes.items() if size),
+            ("step time", f"{format_seconds(self.graph.step_s)} without a plan"),
+        ]
+        if self.bytes_per_sample is not None:
+            rows.append(("per sample", f"{format_bytes(self.bytes_per_sample)} (batch of {self.batch_size})"))
+        rows += [(f"at the peak: {name}", format_bytes(size)) for name, size in self.largest]
+        if device.memory_bytes:
+            verdict = "fits" if self.fits(device.memory_bytes) else "does not fit"
+            rows.append((f"{device.name}", f"{format_bytes(device.memory_bytes)}: a plain step {verdict}"))
+        width = max(len(name) for name, _ in rows)
+        title = "predicted from real steps" if self.graph.is_measured else "predicted, nothing allocated"
+        return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+@one_at_a_time
+def estimate(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *args: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+) -> Estimate:
+    """Will a step fit? Its peak, its floor and what fills them, from fake tensors: nothing is allocated on the device.
+
+    Takes what `lowtide.trace` takes; `device` may name one that is not here (`"H100"`). Where only numbers in tensors
+    tell what the step does, real steps run in their place, on the model's own device, and `notes` of the result say so.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    >>> guess = lowtide.estimate(model, lambda x: model(x).square().mean(), torch.randn(32, 64))
+    >>> guess.floor_bytes <= guess.peak_bytes
+    True
+    """
+    graph = _traced(model, loss_fn, args, optimizer, device)
+    plain = simulate(graph)
+    batch_size = _batch_size(args)
+    return Estimate(
+        peak_bytes=plain.peak_bytes,
+        floor_bytes=EagerSearch(graph).floor.peak_bytes,
+        static_bytes=sum(graph.static_bytes.values()),
+        bytes_per_sample=_growth(model, loss_fn, args, optimizer, device, batch_size, plain.peak_bytes),
+        batch_size=batch_size,
+        largest=tuple(largest_at_peak(plain)),
+        graph=graph,
+    )
+
+
+def _traced(model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any) -> StepGraph:
+    """A trace on fake tensors; of real steps where only those tell what the step does, which the graph notes."""
+    try:
+        return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake", device=device)
+    except FakeTraceError as error:
+        why = str(error).splitlines()[0]
+        try:
+            graph = trace(model, loss_fn, *args, optimizer=optimizer, mode="real", device=device)
+        except (TraceError, torch.OutOfMemoryError) as other:
+            because = str(other).splitlines()[0].partition(". ")[0]
+            raise TraceError(f"{why}; real steps cannot be run instead: {because}") from error
+    return replace(graph, notes=(*graph.notes, f"real steps were run and memory was allocated: {why}"))
+
+
+def largest_at_peak(timeline: Timeline, most: int = 5) -> list[tuple[str, int]]:
+    """The modules whose activations and gradients take most of the peak."""
+    graph, sizes = timeline.graph, Counter[str]()
+    for value, size in timeline.live_at(timeline.peak_event).items():
+        born = graph.values[value].born
+        path = graph.path_of(born) if born >= 0 else ""
+        sizes[path or "outside of modules"] += size
+    return sizes.most_common(most)
+
+
+def _batch_size(args: Any) -> int | None:
+    """The length that the batch's tensors share in their first dimension."""
+    lengths = Counter(tensor.shape[0] for tensor in tensors_in(args) if tensor.ndim)
+    if not lengths or len(lengths) > 1:
+        return None
+    return next(iter(lengths))
+
+
+def _growth(
+    model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any, batch_size: int | None, peak_bytes: int
+) -> int | None:
+    """How much one more sample adds, from a trace with twice the batch."""
+    if not batch_size:
+        return None
+
+    def doubled(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return torch.empty((2 * batch_size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+    try:
+        larger = trace(model, loss_fn, *map_tensors(doubled, args), optimizer=optimizer, mode="fake", device=device)
+    except (LowtideError, RuntimeError, ValueError, TypeError, IndexError):
+        return None  # a step that only takes a batch of this size, or no fake tensors
+    return max(0, simulate(larger).peak_bytes - peak_bytes) // batch_size

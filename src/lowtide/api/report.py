@@ -1,0 +1,118 @@
+"""Reports: what a plan does to a step, as a page, a picture, a trace or a table. Made without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Frontier, Plan, Reference
+from lowtide.reports.charts import trace_json
+from lowtide.reports.page import to_html
+from lowtide.reports.report_facts import ReportFacts, counted, graph_of, report_facts
+from lowtide.reports.report_text import Report, to_markdown, verdict
+from lowtide.solvers.candidate import with_predictions
+from lowtide.solvers.solve import alternatives, search_for
+
+if TYPE_CHECKING:
+    from lowtide.plans.plan_text import Trial
+
+logger = logging.getLogger("lowtide")
+SUFFIXES = (".html", ".png", ".md", ".json")
+# Budgets of the curve in sixteenths of the way to the plain peak. Coarse first: what time is left for refines it.
+_CURVE_SHARES = (16, 8, 4, 12, 0, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)
+_FLOOR_BEFORE = 0.5  # of the time allowed
+
+
+def write_report(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    measured_peak_bytes: int | None = None,
+    measured_step_s: float | None = None,
+    candidates: tuple[Trial, ...] = (),
+    frontier: Frontier | None = None,
+    time_limit_s: float = 5.0,
+) -> Report:
+    """Write the report of a plan: a page (`.html`), picture (`.png`), Markdown (`.md`) or Perfetto trace (`.json`).
+
+    The plan has to have its graph, as plans of `lowtide.solve` do. What was measured is shown beside what is predicted,
+    and the `candidates` that `lowtide.fit` tried in a table.
+    The trade-off curve is `frontier`, from `lowtide.sweep`, or made here in about `time_limit_s`.
+    """
+    start = time.monotonic()
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"a report is written to a file that ends in {', '.join(SUFFIXES)}; {str(path)!r} does not")
+    kind = path.suffix.lower()
+    facts = gather_with_curve(
+        plan,
+        measured_peak_bytes=measured_peak_bytes,
+        measured_step_s=measured_step_s,
+        candidates=candidates,
+        frontier=frontier,
+        time_limit_s=time_limit_s if kind == ".html" else 0.0,  # only the page shows the curve
+    )
+    if kind == ".png":
+        from lowtide.reports.charts import plan_figure
+
+        plan_figure(facts).savefig(path)
+    else:
+        text = {".html": to_html, ".md": to_markdown, ".json": trace_json}[kind](facts)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    report = Report(path, path.stat().st_size, time.monotonic() - start, verdict(facts), facts.notes)
+    logger.info("%s", report)
+    return report
+
+
+def gather_with_curve(
+    plan: Plan, *, frontier: Frontier | None = None, time_limit_s: float = 0.0, **measured: Any
+) -> ReportFacts:
+    """Everything a report shows. The curve is `frontier`; without one it is made, if `time_limit_s` is above 0.
+
+    What was `measured` is passed on to `gather`.
+    """
+    graph = graph_of(plan)
+    note, known = "", alternatives(graph, plan.engine)
+    if frontier is None and time_limit_s > 0:
+        frontier, note = _curve(graph, plan, known, time_limit_s)
+    return report_facts(plan, alternatives=known, frontier=frontier, notes=(note,) if note else (), **measured)
+
+
+def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limit_s: float) -> tuple[Frontier, str]:
+    """Plans for budgets up to the plain peak, as many as there is time for, and how many those are in words.
+
+    The smallest peak of all takes the longest to find, so it comes last: the others start from a checkpoint per block.
+    """
+    start = time.monotonic()
+
+    def spent() -> float:
+        return (time.monotonic() - start) / time_limit_s
+
+    host = plan.host_bytes if plan.moves and graph.hardware.link_bytes_per_s else 0
+    search = search_for(graph, plan.engine, host, 0, 2 * time_limit_s)
+    plain = search.plain.peak_bytes
+    low = min([plain, *(other.peak_bytes for other in known)])
+    found = {plan.budget_bytes: plan} if plan.budget_bytes and plan.step_s else {}
+    num_left = 0
+    for share in _CURVE_SHARES:
+        budget = low + (plain - low) * share // 16
+        if spent() > 1:
+            num_left += 1
+        elif budget not in found:
+            with contextlib.suppress(InfeasibleBudgetError):  # the alternative may hold less than any plan found
+                found[budget] = search.plan(budget)
+    floor = min(low, *(each.peak_bytes for each in found.values()))
+    if spent() < _FLOOR_BEFORE:
+        floor, least = search.floor.peak_bytes, search.floor
+        found[floor] = with_predictions(graph, least, search.plain, floor, search.lower_bound_s(floor))
+    plans = tuple(found[budget] for budget in sorted(found))
+    note = f"the trade-off curve was made from {counted(len(plans), 'budget')} in {time.monotonic() - start:.1f} s"
+    if num_left:
+        note += f"; the {time_limit_s:g} s allowed for it were over before {num_left} more"
+    return Frontier(plans, known, graph.step_s, floor, plain), note

@@ -1,0 +1,432 @@
+"""What `fit` is doing and what came of it: one line on a terminal, log lines elsewhere.
+
+What `fit` learned, in a small JSON file: the plan that was kept, and all candidates as measured.
+
+An entry is for one graph, hardware, budget and set of limits, under one version of lowtide and torch. Files are written
+beside the old one and renamed over it, so that a reader or another writer never sees half a file; of two that write at
+once, the entries of one may be lost. A file that cannot be read as one of these is left as it is, with a warning.
+
+Candidates on real steps: which of them hold the budget, and which of those is the fastest.
+
+First each candidate runs a few steps that are measured and timed. Then those that hold and are not clearly slower take
+turns with each other, and with the plain step where that fits on the device, so that a busy machine slows all of them
+alike; after each round those that have fallen behind are left out. Only one plan is on the model at a time, so that
+nothing one of them holds counts against another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lowtide.api.measure import RealSteps
+from lowtide.eager.out_of_memory import give_back_memory, is_out_of_memory
+from lowtide.eager.plan_handle import AppliedPlan
+from lowtide.eager.replanning import Limits
+from lowtide.errors import LowtideError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.plan_text import KEPT, Trial, trials_table
+from lowtide.plans.step_plan import Plan
+from lowtide.simulator.timeline import simulate
+from lowtide.solvers.candidate import with_predictions
+from lowtide.solvers.solve import SEARCHED, ShortlistedPlan
+from lowtide.tracing.step_checks import CacheOff
+from lowtide.units import format_bytes, own_version
+
+logger = logging.getLogger("lowtide")
+
+_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
+_ALWAYS_SHOWN = ("keep", "recompute", "host")
+
+
+class Progress:
+    """Say what is being done. As a context manager it takes its line off the terminal at the end.
+
+    Where the logger "lowtide" shows INFO, each stage is a log line. Where it does not and stderr is a terminal, each
+    stage overwrites the one before. A logger whose level is above WARNING silences that too. A stderr that someone has
+    replaced (a notebook, a progress bar, a test) is no terminal.
+    """
+
+    def __init__(self) -> None:
+        self._is_on_terminal = False
+
+    def __call__(self, stage: str) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", stage)
+        elif logger.isEnabledFor(logging.WARNING) and sys.stderr is sys.__stderr__:
+            self._write(f"lowtide: {stage} ")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_on_terminal:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._is_on_terminal = True
+            sys.stderr.write(f"\r\x1b[2K{text}")
+            sys.stderr.flush()
+
+
+def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
+    """One line on the plan that was kept, and a table of the candidates if there were several."""
+    plan, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
+    shown = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_SHOWN}
+    logger.info(
+        "%s: %d regions, %s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
+        "nothing to do, the step fits as it is" if plan.is_plain else "fitted",
+        len(plan.regions),
+        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in shown.items()),
+        format_bytes(plan.peak_bytes),
+        "not" if peak is None else format_bytes(peak),
+        format_bytes(budget_bytes),
+        100 * plan.slowdown,
+        "not" if slowdown is None else f"{100 * slowdown:.1f} %",
+    )
+    if len(handle.candidates) > 1:
+        logger.info("candidates:\n%s", trials_table(handle.candidates))
+
+
+FORMAT, VERSION = "lowtide fit cache", 1
+
+
+@dataclass(frozen=True)
+class CachedFit:
+    """The plan that was kept, and by how much measured peaks were above predictions."""
+
+    plan: Plan
+    correction_bytes: int
+
+
+class FitCache:
+    """The entries of one file for one graph and budget."""
+
+    def __init__(self, path: str | os.PathLike[str], graph: StepGraph, budget_bytes: int, limits: Limits) -> None:
+        self._path, self._graph, self._budget = Path(path), graph, budget_bytes
+        parts = {
+            "graph": graph.fingerprint,
+            "optimizer_state_bytes": graph.optimizer_state_bytes,
+            "hardware": graph.hardware.name,
+            "budget_bytes": budget_bytes,
+            "host": limits.host,
+            "disk": limits.disk,
+            "lossy": limits.lossy,
+            "lowtide": own_version(),
+            "torch": graph.versions.get("torch", ""),
+        }
+        self._key = json.dumps(parts, sort_keys=True, default=str)
+
+    def read(self) -> CachedFit | None:
+        """The plan kept last time, with its predictions for this graph; None if there is none that can be used."""
+        entries, problem = self._entries()
+        if problem:
+            logger.warning("the cache %s is not used, and left as it is: %s", self._path, problem)
+        if self._key not in entries:
+            return None
+        try:
+            entry = entries[self._key]
+            decided = Plan.from_json(entry["plan"])
+            correction, bound_s = entry["correction_bytes"], decided.lower_bound_s
+            if type(correction) is not int or correction < 0:
+                raise ValueError(f"correction_bytes is {correction!r:.50}")
+            plan = Plan(regions=decided.regions, moves=decided.moves, in_flight_bytes=decided.in_flight_bytes)
+            played = simulate(self._graph, plan)
+        except (LowtideError, ValueError, KeyError, TypeError) as error:
+            logger.warning("the cache %s has a damaged entry for this step: %s", self._path, error)
+            return None
+        return CachedFit(
+            with_predictions(self._graph, played, simulate(self._graph), self._budget, bound_s), correction
+        )
+
+    def write(self, plan: Plan, correction_bytes: int, trials: Sequence[Trial]) -> None:
+        """Add what was learned to the file, or say why that cannot be done."""
+        entries, problem = self._entries()
+        if problem:
+            return  # as `read` said
+        bare = replace(plan, rows=(), graph=None, modules=())
+        entry = {
+            "plan": bare.to_json(graph=False),
+            "correction_bytes": correction_bytes,
+            "candidates": [asdict(trial) for trial in trials],
+        }
+        content = {"format": FORMAT, "version": VERSION, "entries": {**entries, self._key: entry}}
+        try:
+            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(content, file, indent=1)
+                os.replace(name, self._path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            logger.warning("the cache %s cannot be written: %s", self._path, error)
+
+    def _entries(self) -> tuple[dict[str, Any], str]:
+        """What the file holds, and what is wrong with it."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}, ""
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, f"it cannot be read: {error}"
+        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
+        if not is_ours or content.get("version") != VERSION or not isinstance(content.get("entries"), dict):
+            return {}, f"it is no {FORMAT} of version {VERSION}"
+        return content["entries"], ""
+
+
+# How many times as long as the fastest a candidate may take and stay: after its first step, which is timed alone, and
+# after each round of turns. Too little drops a candidate for a single disturbed step, too much costs time only.
+_MOST_BEHIND = (2.0, 1.25, 1.1, 1.05, 1.05)
+# A candidate predicted to take so many times as long as one that holds, by prediction and as measured, is not run.
+_HOPELESS = 1.25
+_ROUNDS_ALONE = 2  # turns of a candidate with nobody but the plain step, for what it costs to be told
+_NOISE = 0.01  # within this of the fastest, the one that was predicted to be faster is kept
+_AFTER_OUT_OF_MEMORY = 0.05  # of the budget, taken off where a step ran out of memory and told no peak
+
+
+@dataclass
+class MeasuredCandidate:
+    """A candidate and what was measured of it. `problem` says why it cannot be kept."""
+
+    candidate: ShortlistedPlan
+    peak_bytes: int | None = None
+    first_s: float | None = None
+    times: list[float] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        return self.candidate.plan
+
+    @property
+    def holds(self) -> bool:
+        return self.peak_bytes is not None and not self.problem
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, measured; not to be asked before."""
+        assert self.first_s is not None
+        return median(self.times or [self.first_s])
+
+
+class Tuner:
+    """Runs candidates and keeps the fastest that holds `budget_bytes`, in about `tune_s` seconds.
+
+    With `tune_s` 0 the first that holds is kept. `apply` puts a plan on the model. Whatever is raised, by an
+    interruption too, `take_off()` leaves the model without a plan.
+    """
+
+    def __init__(
+        self, apply: Callable[[Plan], AppliedPlan], steps: RealSteps, budget_bytes: int, tune_s: float, say: Progress
+    ) -> None:
+        self._apply, self._steps, self._budget, self._say = apply, steps, budget_bytes, say
+        self._tune_s, self._left_s = tune_s, tune_s  # the search between two rounds of candidates does not count
+        self._tried: dict[object, MeasuredCandidate] = {}
+        self._plain_times: list[float] = []
+        self._on: tuple[MeasuredCandidate, AppliedPlan] | None = None
+
+    def take_off(self) -> None:
+        """Leave the model without a plan."""
+        if self._on is not None:
+            handle, self._on = self._on[1], None
+            handle.remove()
+            if handle.plan.moves:
+                del handle
+                gc.collect()  # its stores, which hold locked host memory until then
+
+    def try_all(self, candidates: Iterable[ShortlistedPlan]) -> None:
+        """Measure each candidate that was not tried before, as far as there is time and hope."""
+        candidates = [each for each in candidates if _key(each.plan) not in self._tried]
+        start = time.monotonic()
+        for number, candidate in enumerate(candidates, 1):
+            tried = self._tried[_key(candidate.plan)] = MeasuredCandidate(candidate)
+            tried.problem = self._why_not_try(candidate, self._left_s - (time.monotonic() - start))
+            if not tried.problem:
+                self._say(f"trying candidate {number} of {len(candidates)}: {candidate.name}")
+                self._measure(tried)
+        self._left_s -= time.monotonic() - start
+
+    def _why_not_try(self, candidate: ShortlistedPlan, left_s: float) -> str:
+        holding, graph = self._holding(), self._steps.graph
+        if not holding:
+            return ""
+        best = min(holding, key=self._rank)
+        most_s = _HOPELESS * max(best.seconds, graph.step_s + best.plan.extra_s) if graph.is_measured else math.inf
+        if self._tune_s == 0:
+            most_s = graph.step_s + best.plan.extra_s
+        if graph.step_s + candidate.plan.extra_s > most_s:
+            return "not tried: predicted to be slower than one that holds"
+        return "not tried: no time left" if left_s <= 0 and not candidate.is_essential else ""
+
+    def _measure(self, tried: MeasuredCandidate) -> None:
+        self.take_off()
+        give_back_memory()  # cached blocks of other candidates are larger than this one asks for, and count in full
+        try:
+            self._on = tried, self._apply(tried.plan)
+            tried.peak_bytes, tried.first_s = self._steps.measured()
+        except Exception as error:
+            self.take_off()
+            if is_out_of_memory(error):
+                tried.problem = "out of memory"
+                traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+            elif isinstance(error, LowtideError) and tried.candidate.name != SEARCHED:
+                tried.problem = f"failed: {type(error).__name__}"
+                logger.warning("%s cannot be used: %s", tried.candidate.name, error)
+            else:
+                raise
+        if not tried.problem and tried.peak_bytes is not None and tried.peak_bytes > self._budget:
+            tried.problem = "over the budget"
+
+    def missing_bytes(self, candidate: ShortlistedPlan) -> int:
+        """By how much a candidate that was predicted to fit exceeds its prediction; 0 if it holds."""
+        tried = self._tried[_key(candidate.plan)]
+        if not tried.problem or tried.problem.startswith("not tried"):
+            return 0
+        if tried.peak_bytes is None:
+            return int(_AFTER_OUT_OF_MEMORY * self._budget)
+        return max(1, tried.peak_bytes - candidate.plan.peak_bytes)
+
+    @property
+    def smallest_peak_bytes(self) -> int:
+        """The smallest peak that was measured; 0 if none was."""
+        return min((tried.peak_bytes for tried in self._tried.values() if tried.peak_bytes is not None), default=0)
+
+    def has_one(self) -> bool:
+        """Whether any candidate holds."""
+        return bool(self._holding())
+
+    def _holding(self) -> list[MeasuredCandidate]:
+        return [tried for tried in self._tried.values() if tried.holds]
+
+    def _rank(self, tried: MeasuredCandidate) -> float:
+        """The seconds that candidates are compared by: measured, or with `tune_s` 0 predicted."""
+        return tried.seconds if self._tune_s else self._steps.graph.step_s + tried.plan.extra_s
+
+    def time_all(self) -> None:
+        """Let the candidates that hold take turns with the plain step, until the time is over or one is left."""
+        left = _not_behind(self._holding(), _MOST_BEHIND[0]) if self._tune_s else []
+        deadline = time.monotonic() + self._left_s
+        for number, behind in enumerate(_MOST_BEHIND[1:], 1):
+            most = len(_MOST_BEHIND) - 1 if len(left) > 1 else _ROUNDS_ALONE
+            if all(tried.plan.is_plain for tried in left) or number > most or time.monotonic() > deadline:
+                return
+            self._say(f"timing {len(left)} candidates in turns, round {number} of at most {most}")
+            gc.collect()
+            self._time_plain()
+            for tried in left:
+                self._time(tried)
+            left = _not_behind([tried for tried in left if tried.holds], behind)
+
+    def _time_plain(self) -> None:
+        """A turn of the plain step, where the trace has run one: elsewhere it may not fit on the device."""
+        self.take_off()
+        if self._steps.graph.is_measured:
+            try:
+                with CacheOff(self._steps.model):
+                    self._plain_times.append(self._steps.timed())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+                give_back_memory()
+
+    def _time(self, tried: MeasuredCandidate) -> None:
+        self.take_off()
+        try:
+            self._on = tried, self._apply(tried.plan)
+            tried.times.append(self._steps.timed())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.take_off()
+            tried.problem = "out of memory"
+            traceback.clear_frames(error.__traceback__)
+            give_back_memory()
+
+    def keep(self) -> AppliedPlan:
+        """The fastest candidate that holds, on the model, with what was measured of it."""
+        within = [each for each in self._tried.values() if (each.peak_bytes or self._budget + 1) <= self._budget]
+        holding = self._holding() or within  # if all of them ran out of memory later, it was for another reason
+        timed = [tried for tried in holding if tried.times] or holding
+        fastest_s = (1 + _NOISE) * min(map(self._rank, timed))
+        best = min((tried for tried in timed if self._rank(tried) <= fastest_s), key=lambda tried: tried.plan.extra_s)
+        if self._on is None or self._on[0] is not best:
+            self.take_off()
+            give_back_memory()
+            self._on = best, self._apply(best.plan)
+            self._steps.run()  # its first step under the plan is not like the others
+        handle = self._on[1]
+        self._on = None
+        self._note(handle, best)
+        return handle
+
+    def _note(self, handle: AppliedPlan, best: MeasuredCandidate) -> None:
+        plain_s = self._plain_s()
+        plan = replace(
+            handle.plan,
+            measured_peak_bytes=best.peak_bytes,
+            measured_step_s=best.seconds,
+            measured_plain_s=plain_s,
+        )
+        (first,) = handle.shapes.all
+        handle.shapes.become([replace(first, plan=plan)])
+        handle.plan = plan
+        handle.measured_peak_bytes, handle.measured_slowdown = plan.measured_peak_bytes, plan.measured_slowdown
+        handle.candidates = tuple(self._trial(tried, best, plain_s) for tried in self._ranked())
+
+    def _ranked(self) -> list[MeasuredCandidate]:
+        return sorted(self._tried.values(), key=lambda tried: tried.plan.extra_s)
+
+    def _plain_s(self) -> float | None:
+        if self._plain_times:
+            return median(self._plain_times)
+        graph = self._steps.graph
+        return graph.step_s if graph.is_measured else None
+
+    def _trial(self, tried: MeasuredCandidate, best: MeasuredCandidate, plain_s: float | None) -> Trial:
+        plan, seconds = tried.plan, None if tried.first_s is None else tried.seconds
+        outcome = KEPT if tried is best else tried.problem
+        if not outcome:
+            outcome = (
+                f"{100 * (tried.seconds / best.seconds - 1):.1f} % slower than the one kept" if best.seconds else ""
+            )
+        if tried.problem == "over the budget" and tried.peak_bytes is not None:
+            outcome = f"{format_bytes(tried.peak_bytes - self._budget)} over the budget"
+        return Trial(
+            tried.candidate.name,
+            len(plan.regions),
+            len(plan.moves),
+            plan.peak_bytes,
+            plan.slowdown,
+            tried.peak_bytes,
+            seconds,
+            None if seconds is None or not plain_s else seconds / plain_s - 1,
+            outcome,
+        )
+
+
+def _key(plan: Plan) -> object:
+    return plan.regions, plan.moves
+
+
+def _not_behind(tried: list[MeasuredCandidate], behind: float) -> list[MeasuredCandidate]:
+    fastest_s = min((each.seconds for each in tried), default=0.0)
+    return [each for each in tried if each.seconds <= behind * fastest_s]

@@ -1,0 +1,1 @@
+"""A plan inside `torch.compile`."""

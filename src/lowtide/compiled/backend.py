@@ -1,0 +1,99 @@
+"""The compiled engine: `torch.compile(model, backend="lowtide", options={"budget": ...})`, and `lowtide.compile`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lowtide import _compat
+from lowtide.compiled.planned_graph import PlannedGraph
+from lowtide.compiled.session import Session
+from lowtide.compiled.variant_choice import VariantChooser
+from lowtide.errors import LowtideError
+from lowtide.tracing.untraced_memory import plain_optimizer
+from lowtide.units import check_bytes, check_seconds
+
+_OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s")
+SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+# By the identity of their options, which they hold: a session lives as long as one of its graphs.
+_by_options: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+
+
+def backend(
+    module: Any, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Any:
+    """The Dynamo backend named "lowtide": inductor, with what the backward needs saved or recomputed within a budget.
+
+    `options` are `budget` (bytes, `"12GiB"`, `"80%"`), `optimizer`, `mode` (as of `torch.compile`), `time_limit_s` for
+    solving, and inductor's own.
+    """
+    try:
+        session, compiler = _session_of(options), inductor_compiler(options or {}, mode)
+    except (LowtideError, TypeError, ValueError) as error:
+        return functools.partial(_refuse, error)  # raised here, Dynamo would wrap it in an error of its own
+    return planned_graph(session, compiler, module, inputs)
+
+
+def _session_of(options: Mapping[str, Any] | None) -> Session:
+    if options is not None:
+        _check_mapping(options)
+    if not options or "budget" not in options:
+        raise LowtideError(
+            "the lowtide backend needs a budget: torch.compile(model, backend='lowtide', options={'budget': '12GiB'})"
+        )
+    session = _by_options.get(id(options))
+    if session is None:
+        check_bytes(options["budget"])
+        check_options(options, own=_OWN_OPTIONS)
+        time_limit_s = options.get("time_limit_s", 10.0)
+        check_seconds(time_limit_s, "time_limit_s")
+        chooser = VariantChooser(plain_optimizer(options.get("optimizer")), time_limit_s=time_limit_s)
+        session = Session(options["budget"], chooser=chooser)
+        session.options = options
+        _by_options[id(options)] = session
+        SESSIONS.add(session)
+    return session
+
+
+def _check_mapping(options: object) -> None:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options is a dict of options by their names, not {options!r:.80}")
+
+
+def check_options(options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
+    _check_mapping(options)
+    if "host" in options or (not own and any(name in _OWN_OPTIONS for name in options)):
+        names = ", ".join(name for name in options if name in (*_OWN_OPTIONS, "host"))
+        raise LowtideError(
+            f"options has {names}, which only `lowtide.compile(model, ...)` takes, as arguments of its own: "
+            "lowtide.compile(model, budget='12GiB', host='32GiB')"
+        )
+    unknown = [name for name in options if name not in own and not _compat.is_inductor_option(name)]
+    if unknown:
+        known = f"lowtide's are {', '.join(own)}; " if own else ""
+        raise LowtideError(
+            f"neither lowtide nor inductor has an option {', '.join(map(repr, unknown))}. {known}inductor's are in "
+            "torch._inductor.list_options()"
+        )
+
+
+def inductor_compiler(
+    options: Mapping[str, Any], mode: str | None = None, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    inductors = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
+    wanted = mode or options.get("mode")
+    try:
+        patches = {**_compat.mode_options(wanted, dynamic), **inductors}
+    except (RuntimeError, TypeError) as error:  # a mode that torch does not know, or that no dict can have
+        raise ValueError(f"mode is one of torch.compile's, such as 'max-autotune', not {wanted!r:.80}") from error
+    return lambda module, inputs, partition: _compat.compile_with_inductor(module, inputs, partition, patches)
+
+
+def planned_graph(session: Session, compiler: Callable[..., Any], module: Any, inputs: list[Any]) -> Any:
+    return PlannedGraph(session, module, inputs, compiler)
+
+
+def _refuse(error: Exception, *args: Any) -> Any:
+    raise error.with_traceback(None)

@@ -1,0 +1,243 @@
+"""Stand-ins for equal blocks in a trace that is only about what surrounds them.
+
+Blocks that are alike give tensors of the same shapes. So one of each kind is traced as it is, and the others by what
+they take and give: outputs in the forward, gradients in the backward, with nothing in between. That is most of the time
+of such a trace.
+
+What else is on the device while a model's blocks run: from its eager step, every block recomputed.
+
+Before a model's first forward that trains: what surrounds the blocks that are compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.compiled.session import CompileWatch
+from lowtide.compiled.variant_choice import VariantChooser
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Plan, Recompute
+from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.solvers.shared_budget import OtherMemory
+from lowtide.tracing.trace import output_sum_loss, trace_once
+
+_Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+
+
+@contextmanager
+def placeholders(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """A block in which, of modules that are alike, only the first that is called runs as it is."""
+    known: dict[Hashable, _OutputSpec | None] = {}
+    patched = [block for block in blocks if "forward" not in vars(block)]
+    for block in patched:
+        block.forward = _PlaceholderForward(block, block.forward, known)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in patched:
+            del block.forward
+
+
+class _PlaceholderForward:
+    """In place of a block's forward."""
+
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], known: dict[Hashable, _OutputSpec | None]
+    ) -> None:
+        self._block, self._forward, self._known = block, forward, known
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, _ = _compat.flattened((args, kwargs))
+        taken = [each for each in given if isinstance(each, Tensor)]
+        parameters = [each for each in self._block.parameters() if each.requires_grad]
+        kind = type(self._block), tuple(map(_facts, parameters)), tuple(map(_described, given))
+        spec = self._known.get(kind)
+        if spec is not None:
+            return spec.build(
+                _PlaceholderFunction.apply(spec, *(each for each in (*taken, *parameters) if each.requires_grad))
+            )
+        output = self._forward(*args, **kwargs)
+        if kind not in self._known:
+            self._known[kind] = _OutputSpec.of(output, (*taken, *parameters))
+        return output
+
+
+def _facts(tensor: Tensor) -> _Facts:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _described(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return _facts(value)
+    is_plain = isinstance(value, bool | int | float | str | None)
+    found: Hashable = value if is_plain else type(value).__qualname__
+    return found
+
+
+@dataclass(frozen=True)
+class _OutputSpec:
+    """What a block gives: tensors of its own, and whatever else, in this order."""
+
+    parts: list[Any]  # facts in place of tensors
+    put_together: Callable[[list[Any]], Any]
+
+    @staticmethod
+    def of(output: Any, taken: Iterable[Tensor]) -> _OutputSpec | None:
+        """None where it gives what it was given, or one tensor twice: then what it holds is not its own."""
+        parts, put_together = _compat.flattened(output)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        storages = [storage for tensor in tensors for storage in _compat.storages_of(tensor)]
+        of_others = {storage for tensor in taken for storage in _compat.storages_of(tensor)}
+        is_plain = all(isinstance(part, Tensor | bool | int | float | str | None) for part in parts)
+        if len(set(storages)) != len(tensors) or not of_others.isdisjoint(storages) or not is_plain:
+            return None
+        if not any(tensor.requires_grad for tensor in tensors):
+            return None
+        return _OutputSpec([_facts(part) if isinstance(part, Tensor) else part for part in parts], put_together)
+
+    @property
+    def tensors(self) -> list[_Facts]:
+        return [part for part in self.parts if isinstance(part, tuple)]
+
+    def build(self, made: tuple[Tensor, ...]) -> Any:
+        tensors = iter(made)
+        return self.put_together([next(tensors) if isinstance(part, tuple) else part for part in self.parts])
+
+
+class _PlaceholderFunction(torch.autograd.Function):
+    """All of a block as one op each way."""
+
+    @staticmethod
+    def forward(ctx: Any, given: _OutputSpec, *taken: Tensor) -> tuple[Tensor, ...]:
+        made = tuple(
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device, _ in given.tensors
+        )
+        ctx.mark_non_differentiable(*(t for t, facts in zip(made, given.tensors, strict=True) if not facts[-1]))
+        ctx.set_materialize_grads(False)  # what nobody differentiates makes no gradient
+        ctx.save_for_backward(*taken)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+_FORWARD, _REPLAY = 0, 1
+
+
+def other_memory_of(graph: StepGraph, paths: list[str]) -> OtherMemory | None:
+    """Bytes beside what blocks save, block inputs included; None where a block is not called just once, in order.
+
+    Played with a checkpoint on each block, so that what is left is what blocks share with nobody.
+    """
+    calls = [call for path in paths for call in graph.calls_by_path.get(path, ())]
+    firsts = [graph.calls[call].first for call in calls]
+    if len(calls) != len(paths) or firsts != sorted(firsts):
+        return None
+    timeline = simulate(graph, Plan(regions=tuple(Recompute(path) for path in paths)))
+    spans = [(graph.calls[call].first, graph.calls[call].end) for call in calls]
+    forward = [_start_bytes(timeline, _FORWARD, span) for span in spans]
+    backward = [_start_bytes(timeline, _REPLAY, span) for span in spans]
+    if None in forward or None in backward:
+        return None
+    inside = np.zeros(len(graph.ops) + 1, dtype=bool)
+    for first, end in spans:
+        inside[first:end] = True
+    derived = np.array([op.forward_op for op in graph.ops] + [-1])
+    is_inside = inside[timeline.ops] | (derived[timeline.ops] >= 0) & inside[derived[timeline.ops]]
+    outside = np.where(is_inside, 0, timeline.total_bytes)
+    starts = np.flatnonzero((timeline.phases == _FORWARD) & inside[timeline.ops])
+    replays = np.flatnonzero(timeline.phases == _REPLAY)
+    between = outside[starts[-1] : replays[0]] if len(replays) else outside[starts[-1] :]
+    around = np.concatenate([outside[: starts[0]], outside[replays[-1] :]]) if len(replays) else outside[:0]
+    return OtherMemory(
+        tuple(size for size in forward if size is not None),
+        int(between.max(initial=0)),
+        tuple(size for size in backward if size is not None),
+        int(around.max(initial=0)),
+    )
+
+
+def _start_bytes(timeline: Timeline, phase: int, span: tuple[int, int]) -> int | None:
+    """Bytes right before a block's first op of a phase: those at the event before it, or there without a workspace."""
+    ops = timeline.ops
+    events = np.flatnonzero((timeline.phases == phase) & (ops >= span[0]) & (ops < span[1]))
+    if not len(events):
+        return None
+    first = int(events[0])
+    made = sum(timeline.graph.values[value].bytes for value in timeline.graph.ops[int(ops[first])].outputs)
+    workspace = timeline.graph.ops[int(ops[first])].workspace_bytes
+    return int(timeline.total_bytes[first]) - made - workspace
+
+
+logger = logging.getLogger("lowtide")
+
+
+class FirstForward:
+    """A hook that looks once and then takes itself off. Copies of it, made with a model, do nothing."""
+
+    def __init__(self, chooser: VariantChooser, blocks: list[nn.Module], watch: CompileWatch) -> None:
+        self._chooser, self._blocks, self._watch = chooser, blocks, watch
+        self._handle: Any = None
+
+    def attach(self, model: nn.Module) -> FirstForward:
+        # Before hooks that change the arguments: those run again in the trace.
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        return self
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._blocks:
+            return
+        self.remove()
+        with self._watch.planning():
+            self._chooser.surroundings = _traced(model, self._blocks, args, kwargs, self._chooser.optimizer)
+        self._blocks = []
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _look_at_nothing
+
+    def __reduce__(self) -> Any:
+        return getattr, (_look_at_nothing, "__call__")
+
+
+def _look_at_nothing(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """What a copied or unpickled model has in place of the hook: its blocks are not compiled."""
+
+
+def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, optimizer: Any) -> OtherMemory | None:
+    """What else is on the device while blocks run, from a trace on fake tensors; None where there is none to be had."""
+
+    hooks = _compat.module_hooks(model)
+
+    # Named here, so that a trace knows of what hooks count or collect, and puts it back.
+    def loss_fn(args: Any, kwargs: Any, hooks: Any = hooks) -> Tensor:
+        return output_sum_loss(model(*args, **kwargs))
+
+    def around(blocks_as_they_are: bool) -> OtherMemory | None:
+        shortened = nullcontext() if blocks_as_they_are else placeholders(blocks)
+        with torch.compiler.set_stance("force_eager"), shortened:
+            graph = trace_once(model, loss_fn, args, kwargs, optimizer=optimizer)
+        return other_memory_of(graph, [names[block] for block in blocks])
+
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        with suppress(Exception):  # blocks that differ in what only they know
+            return around(blocks_as_they_are=False)
+        return around(blocks_as_they_are=True)
+    except Exception as error:  # whatever a model does with tensors that have no numbers: plans do without
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        logger.info("the model could not be traced (%s): the first peaks are guesses", what)
+        return None

@@ -1,0 +1,316 @@
+"""`handle.capture`: a step whose forward and backward run as one CUDA graph.
+
+Most steps that are trained eagerly are limited by the host, and recomputing adds to its work. A graph takes the host
+out: the device runs the recorded kernels one after the other. See docs/cuda-graphs.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.eager.cuda_graph import CapturedGraph, StepGuards, batch_form
+from lowtide.errors import CaptureError, InfeasibleBudgetError
+from lowtide.replay.arguments import tensors_in
+from lowtide.replay.environment import modes_now
+from lowtide.tracing import step_checks as checks
+from lowtide.tracing.step_checks import one_at_a_time
+from lowtide.units import format_bytes
+
+logger = logging.getLogger("lowtide")
+
+
+class Capturable(ABC):
+    """What a handle of something applied to a model must say for its steps to be captured."""
+
+    enabled: bool
+    is_removed: bool
+    model: nn.Module
+
+    @property
+    @abstractmethod
+    def num_patched(self) -> int:
+        """How many modules run under it."""
+
+    @property
+    @abstractmethod
+    def moves_activations(self) -> bool:
+        """Whether activations leave the device, or are compressed."""
+
+    @abstractmethod
+    def reapply(self) -> None:
+        """Patch all modules again."""
+
+    def capture(
+        self,
+        loss_fn: Callable[..., Tensor],
+        *args: Any,
+        accumulate: bool = False,
+        max_graphs: int = 4,
+        ignore_host_draws: bool = False,
+    ) -> CapturedStep:
+        """Forward and backward as one CUDA graph: `loss = step(*args)`, with fresh gradients in `.grad`.
+
+        The same numbers as the eager step, without the host's time. With `accumulate=True` gradients are added to those
+        that are there. Batches of other forms get graphs of their own, up to `max_graphs`. `CaptureError` names what
+        cannot be captured, `InfeasibleBudgetError` a graph that takes more than the budget of `fit`. Random numbers
+        drawn on the host are refused, unless `ignore_host_draws` says that they decide nothing.
+        """
+        return CapturedStep(
+            self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
+        )
+
+
+class CapturedStep:
+    """A step as CUDA graphs, one for each form of batch: `loss = step(*batch)`. Made by `handle.capture`.
+
+    Gradients are left in `.grad`: fresh ones, or with `accumulate=True` added to those that are there. The tensors in
+    `.grad` belong to the graph and are written by the next step; the loss that a step returns is yours.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(
+        self,
+        handle: Capturable,
+        loss_fn: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        *,
+        accumulate: bool = False,
+        max_graphs: int = 4,
+        ignore_host_draws: bool = False,
+    ) -> None:
+        if max_graphs < 1:
+            raise ValueError(f"max_graphs is a number of graphs, 1 or more, not {max_graphs}")
+        _refuse_devices(handle.model, args)
+        facts = StepGuards(handle.model, loss_fn)
+        _refuse_handle(handle, facts.modules)
+        self.peak_bytes = 0  # of the whole step: what lies outside of the graphs' memory pool, and all of the pool
+        self.pool_bytes = 0  # that the graphs keep, between steps too
+        self._handle, self._loss_fn = handle, loss_fn
+        self._accumulate, self._max_graphs, self._ignore_host_draws = accumulate, max_graphs, ignore_host_draws
+        self._plans = getattr(handle, "shapes", None)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._facts = facts
+        self._graphs: dict[Any, CapturedGraph] = {}
+        self._eager: set[Any] = set()  # forms of batches that are run eagerly
+        self._has_told = False
+        self._is_released = False
+        self._refuse_use(args)
+        try:
+            self._add(self._key(args), args)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def num_graphs(self) -> int:
+        """Forms of batches that have a graph."""
+        return len(self._graphs)
+
+    def __call__(self, *args: Any, accumulate: bool | None = None) -> Tensor:
+        """Copy the batch in and run the graph; the loss, detached. A batch of another form gets a graph of its own, or
+        runs eagerly where there are `max_graphs` already or its graph would not fit into the budget.
+        """
+        self._refuse_use(args)
+        adds = self._accumulate if accumulate is None else accumulate
+        if not self._handle.enabled:
+            return self._run_eagerly(args, adds)
+        key = self._key(args)
+        graph = self._graphs.get(key) or self._new_graph(key, args)
+        if graph is None:
+            return self._run_eagerly(args, adds)
+        if adds and all(leaf.grad is None for leaf in graph.leaves.values()):
+            adds = False
+        if adds and not graph.can_add and not self._can_add(key, graph):
+            return self._run_eagerly(args, adds)
+        if adds:
+            self._copy_gradients_of_other_graphs(graph)
+        return graph.run(args, adds=adds)
+
+    def release(self) -> None:
+        """Give the graphs and their memory back. Gradients in `.grad` stay, as copies."""
+        self._copy_gradients_of_other_graphs(None)
+        self._graphs.clear()
+        self._is_released = True
+        torch.cuda.empty_cache()
+
+    # Graphs.
+
+    def _key(self, args: tuple[Any, ...]) -> Any:
+        settings = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+        return batch_form(args), modes_now(), settings, self._facts.values()
+
+    def _new_graph(self, key: Any, args: tuple[Any, ...]) -> CapturedGraph | None:
+        if key in self._eager:
+            return None
+        if len(self._graphs) >= self._max_graphs:
+            self._run_eagerly_from_now_on(key, f"there are {self._max_graphs} graphs already (max_graphs)")
+            return None
+        try:
+            return self._add(key, args)
+        except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
+            self._run_eagerly_from_now_on(key, str(error).splitlines()[0])
+            return None
+
+    def _run_eagerly_from_now_on(self, key: Any, why: str) -> None:
+        self._eager.add(key)
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "a step of another form than those captured runs eagerly: %s. It runs beside the %s that graphs keep",
+                why,
+                format_bytes(self.pool_bytes),
+            )
+
+    @one_at_a_time
+    def _add(self, key: Any, args: tuple[Any, ...]) -> CapturedGraph:
+        handle, regions = self._handle, self._handle.num_patched
+        stepper = getattr(handle, "stepper", None)
+        if stepper is not None and handle.enabled:
+            stepper.plan_for_larger(self._loss_fn, args)
+        try:
+            graph = CapturedGraph(
+                handle.model, self._loss_fn, args, self._pool, ignore_host_draws=self._ignore_host_draws
+            )
+        finally:
+            if handle.num_patched != regions and not handle.is_removed:
+                handle.reapply()  # a plan made in the warm-up patched modules, and that was undone with the rest
+        self._graphs[key] = graph
+        try:
+            self._measure()
+        except InfeasibleBudgetError:
+            del self._graphs[key]
+            raise
+        return graph
+
+    @one_at_a_time
+    def _can_add(self, key: Any, graph: CapturedGraph) -> bool:
+        if key in self._eager:
+            return False
+        self._copy_gradients_of_other_graphs(graph)
+        try:
+            graph.prepare_to_add()
+            self._measure()
+        except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
+            graph.drop_adding()
+            self._run_eagerly_from_now_on(key, str(error).splitlines()[0])
+            return False
+        return True
+
+    def _copy_gradients_of_other_graphs(self, graph: CapturedGraph | None) -> None:
+        """Gradients in `.grad` that other graphs own: running `graph` overwrites them."""
+        for other in self._graphs.values():
+            for key, gradient in other.gradients.items() if other is not graph else ():
+                leaf = other.leaves[key]
+                if leaf.grad is gradient and (graph is None or key not in graph.gradients):
+                    leaf.grad = gradient.clone()
+
+    def _run_eagerly(self, args: tuple[Any, ...], adds: bool) -> Tensor:
+        if not adds:
+            leaves = {id(leaf): leaf for graph in self._graphs.values() for leaf in graph.leaves.values()}
+            for leaf in {**leaves, **{id(leaf): leaf for leaf in self._facts.parameters}}.values():
+                leaf.grad = None
+        loss = self._loss_fn(*args)
+        loss.backward()
+        return loss.detach()
+
+    # Checks.
+
+    def _refuse_use(self, args: tuple[Any, ...]) -> None:
+        if self._is_released:
+            raise CaptureError("the captured step was released: capture again")
+        if self._handle.is_removed:
+            raise CaptureError("the plan of this captured step was removed: apply one, and capture again")
+        if getattr(self._handle, "shapes", None) is not self._plans:
+            raise CaptureError("the plan was made anew since the step was captured (refit): capture again")
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise CaptureError("gradients are switched off here (no_grad, inference_mode): a step needs them")
+        moved = self._facts.what_moved()
+        if moved is not None:
+            raise CaptureError(f"{moved} since the step was captured: capture again")
+        if any(tensor.requires_grad for tensor in tensors_in(args)):
+            raise CaptureError("a batch tensor requires gradients, which a captured step cannot give: run it eagerly")
+
+    def _measure(self) -> None:
+        """Note the peak of a step; an `InfeasibleBudgetError` if it is above the budget.
+
+        The pool counts as a whole, in pieces or not: nothing else can use it.
+        """
+        torch.cuda.synchronize()
+        segments = [
+            each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(self._pool)
+        ]
+        self.pool_bytes = sum(each["total_size"] for each in segments)
+        live = sum(each["allocated_size"] for each in segments)
+        leaves = {id(leaf): leaf for graph in self._graphs.values() for leaf in graph.leaves.values()}
+        owned = {id(gradient) for graph in self._graphs.values() for gradient in graph.gradients.values()}
+        present = [leaf.grad for leaf in leaves.values() if leaf.grad is not None and id(leaf.grad) not in owned]
+        watch = getattr(self._handle, "watch", None)
+        to_come = 0 if watch is None else watch.missing_state_bytes()
+        # The gradients that are there are let go of by the next step, whose own lie in the pool.
+        outside = torch.cuda.memory_allocated() - live - sum(gradient.nbytes for gradient in present) + to_come
+        self.peak_bytes = outside + self.pool_bytes
+        if watch is not None and self.peak_bytes > watch.budget_bytes:
+            raise InfeasibleBudgetError(
+                f"captured, the step takes {format_bytes(self.peak_bytes)}, more than its budget of "
+                f"{format_bytes(watch.budget_bytes)}: {format_bytes(self.pool_bytes)} in the memory pool of "
+                f"{len(self._graphs)} graph{'s' * (len(self._graphs) > 1)}, which nothing else can use, and "
+                f"{format_bytes(outside)} outside of it. Fit to a budget smaller by "
+                f"{format_bytes(self.peak_bytes - watch.budget_bytes)} or more and capture again, raise the budget, or "
+                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps in the pool.",
+                self.peak_bytes,
+            )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise CaptureError("a captured step cannot be copied, as its graph writes to one model: capture the copy's own")
+
+    def __reduce__(self) -> NoReturn:
+        raise CaptureError("a captured step cannot be pickled: its graph lives on the device")
+
+    def __str__(self) -> str:
+        graphs = f"{self.num_graphs} CUDA graph{'s' * (self.num_graphs != 1)}"
+        return f"captured step: {graphs}, {format_bytes(self.pool_bytes)} kept; peak {format_bytes(self.peak_bytes)}"
+
+
+def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:
+    if not torch.cuda.is_available():
+        raise CaptureError("CUDA graphs need a CUDA device, and there is none: handle.step(loss_fn, *batch) needs none")
+    device = checks.device_of(model, args)
+    if device.type != "cuda":
+        raise CaptureError(f"the model is on {device}: a CUDA graph needs it on a CUDA device")
+    elsewhere = next((tensor for tensor in tensors_in(args) if tensor.device != device), None)
+    if elsewhere is not None:
+        raise CaptureError(
+            f"a batch tensor of shape {tuple(elsewhere.shape)} is on {elsewhere.device} and the model on {device}: "
+            "move the batch to the model's device before the step"
+        )
+    if not any(True for _ in tensors_in(args)):
+        raise CaptureError("the batch has no tensors: give handle.capture the arguments of loss_fn")
+
+
+def _refuse_handle(handle: Capturable, modules: list[nn.Module]) -> None:
+    if not handle.enabled:
+        raise CaptureError("the plan is switched off or removed: there is nothing to capture under it")
+    if handle.moves_activations:
+        raise CaptureError(
+            "this plan moves or compresses activations, and copies to the host cannot be captured: plan with "
+            "recomputation alone (no host=, disk=, lossy= or store=), or run the step eagerly"
+        )
+    for module in modules:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise CaptureError("a model under DistributedDataParallel cannot be captured: run the step eagerly")
+        if getattr(module, "max_norm", None) is not None:
+            raise CaptureError("an embedding with max_norm writes to its weights in the forward: it cannot be captured")
+        for slots in _compat.module_tensors(module):
+            if any(tensor is not None and _compat.has_gradient_hooks(tensor) for tensor in slots.values()):
+                raise CaptureError(
+                    "a parameter has a hook that runs after its gradient (an optimizer in the backward): a captured "
+                    "graph runs no Python. Step the optimizer after the captured step"
+                )

@@ -1,0 +1,481 @@
+"""What a captured step takes for granted: its batch's form, the model's tensors, and the Python values it read.
+
+A CUDA graph runs no Python and reads memory at fixed addresses. What the step's Python would have decided differently
+is therefore looked at before every run: a batch of another form, another `training` flag, dropout rate or variable of
+the loss function lead to another graph; a parameter that lies elsewhere by now, or has become trainable, to an error.
+Not seen are values inside of other objects (a config's fields) and what Python does for its own sake (prints, lists).
+
+One step, forward and backward, as a CUDA graph: run eagerly a few times, captured, and tried once.
+
+The step runs eagerly first, as what is worked out once must not be in the graph; then under capture; then once as a
+graph, to see that it draws as many random numbers as the eager step. Each of these leaves nothing behind: `Restorer`
+puts back what they change, before and after the capture, so that a cache which the step fills for itself is filled
+inside the graph and not read from memory that is freed.
+
+Regions redraw their forward's numbers inside the graph as they do eagerly: while a stream is capturing, a registered
+generator's state counts from the start of the graph and can be set back (`replay.environment`).
+
+Gradients are captured as the backward makes them, from none: what they are made of is the graph's own memory, shared
+with activations that are gone by then. Adding to gradients is a second graph, captured while the first one's gradients
+are alive, which adds to these in place. All graphs of a captured step share one memory pool, so running one of them may
+overwrite the gradients of another: whoever runs one copies those that are still needed first.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import linecache
+import os
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import _compat
+from lowtide._compat.autograd import leaves_of
+from lowtide.errors import CaptureError
+from lowtide.replay.arguments import map_tensors, tensors_in
+from lowtide.replay.function_state import CapturedState
+from lowtide.snapshot.restore import ObjectSnapshot, Restorer, generator_states
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def batch_form(item: Any) -> Any:
+    """What a graph depends on in an argument, hashable: the form of tensors, everything else by value."""
+    if isinstance(item, Tensor):
+        if not _compat.is_plain(item):
+            raise CaptureError(f"a batch with a {type(item).__name__} cannot be captured: plain tensors can")
+        return item.shape, item.stride(), item.dtype, item.device, item.requires_grad
+    if isinstance(item, float | complex):
+        return type(item), repr(item)  # 0.0 and -0.0 are equal
+    if isinstance(item, (*_PLAIN, Enum)):
+        return type(item), item
+    if isinstance(item, tuple | list):
+        return type(item), *map(batch_form, item)
+    if isinstance(item, Mapping):
+        return type(item), *((batch_form(key), batch_form(value)) for key, value in item.items())
+    if is_dataclass(item) and not isinstance(item, type):
+        return type(item), *(batch_form(getattr(item, field.name)) for field in fields(item))
+    raise CaptureError(
+        f"an argument of type {type(item).__name__} cannot be captured, as no one can tell when it changes: give "
+        "tensors, numbers, text, and tuples, lists, dicts or dataclasses of these"
+    )
+
+
+class StepGuards:
+    """The modules and variables that a step reads, as far as the model and the loss function tell."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        reach = CapturedState(loss_fn)
+        self._roots = roots = (model, *reach.modules)
+        self.modules = self._all_modules()
+        self._names = {module: name for root in reversed(roots) for name, module in root.named_modules()}
+        self._slots = [slots for module in self.modules for slots in _compat.module_tensors(module)]
+        self._attributes = [
+            (vars(module), [name for name, value in vars(module).items() if isinstance(value, (*_PLAIN, Tensor))])
+            for module in self.modules
+        ]
+        self._cells = [cell for cell, _ in reach.cells]
+        read = set(_global_names(loss_fn))
+        self._globals = [(namespace, name) for namespace, name, _ in reach.globals if name in read]
+        own = (value for module in self.modules for value in vars(module).values())
+        self.generators = [
+            each
+            for each in (*reach.generators, *own)
+            if isinstance(each, torch.Generator) and each.device.type == "cuda"
+        ]
+        # A graph reads memory that it does not own: what attributes and variables refer to now must not be freed.
+        self._held = ObjectSnapshot([*map(vars, self.modules), [cell.cell_contents for cell in self._cells]])
+        self.tensors = self._tensors()
+
+    def values(self) -> tuple[Any, ...]:
+        """Python values that the step may read: numbers and text as they are, others by identity."""
+        found = [_value(attributes.get(name)) for attributes, names in self._attributes for name in names]
+        found += [_value(cell.cell_contents) for cell in self._cells]
+        found += [_value(namespace.get(name)) for namespace, name in self._globals]
+        return tuple(found)
+
+    def numbers(self) -> dict[str, Any]:
+        """Numbers and text in attributes of modules, by name."""
+        return {
+            f"{self._names.get(module) or type(module).__name__}.{name}": attributes.get(name)
+            for module, (attributes, names) in zip(self.modules, self._attributes, strict=True)
+            for name in names
+            if isinstance(attributes.get(name), bool | int | float | str)
+        }
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [tensor for slots in self._slots[::2] for tensor in slots.values() if tensor is not None]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [tensor for slots in self._slots[1::2] for tensor in slots.values() if tensor is not None]
+
+    def _all_modules(self) -> list[nn.Module]:
+        return list({part: None for root in self._roots for part in _compat.submodules(root)})
+
+    def _tensors(self) -> list[tuple[int, int, bool]]:
+        return [
+            (id(tensor), tensor.data_ptr(), tensor.requires_grad)
+            for slots in self._slots
+            for tensor in slots.values()
+            if tensor is not None
+        ]
+
+    def what_moved(self) -> str | None:
+        """In words, a module, parameter or buffer that is not the one there was, where it was and as trainable."""
+        if self._all_modules() != self.modules:
+            return "modules were added or replaced"
+        return self._first_changed() if self._tensors() != self.tensors else None
+
+    def _first_changed(self) -> str:
+        now, then = self._tensors(), self.tensors
+        if len(now) != len(then):
+            return "parameters or buffers were added or removed"
+        position = next(index for index, pair in enumerate(zip(now, then, strict=True)) if pair[0] != pair[1])
+        name = [name for slots in self._slots for name, tensor in slots.items() if tensor is not None][position]
+        modules = [m for m in self.modules for s in _compat.module_tensors(m) for t in s.values() if t is not None]
+        path = f"{self._names.get(modules[position], '')}.{name}".lstrip(".")
+        if now[position][:2] == then[position][:2]:
+            return f"{path} became {'trainable' if now[position][2] else 'frozen'}"
+        return f"{path} was replaced or moved"
+
+
+def _value(item: Any) -> Any:
+    return item if isinstance(item, _PLAIN) else (id(item), item.data_ptr()) if isinstance(item, Tensor) else id(item)
+
+
+def _global_names(function: Any) -> Iterator[str]:
+    """Globals that a function reads, and functions inside it; not the attributes of the same names."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    codes: list[types.CodeType] = [] if code is None else [code]
+    for each in codes:  # grows while it is walked
+        yield from (i.argval for i in dis.get_instructions(each) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
+
+
+def changed_value(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """The first attribute whose number or text differs, in words."""
+    for name, value in before.items():
+        if name in after and (type(after[name]) is not type(value) or after[name] != value):
+            return f"{name} from {value!r} to {after[name]!r}"
+    return None
+
+
+_NUM_WARM_UPS = 3  # as torch recommends; in the first, regions learn where outputs that they retain are saved
+_SHIFT = 4 << 20  # offsets of generators in warm-ups start that far off, to find out a step that sets one itself
+
+
+class CapturedGraph:
+    """A step for batches of one form. `run` copies a batch in, runs the graph and leaves gradients in `.grad`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        pool: Any,
+        *,
+        ignore_host_draws: bool,
+    ) -> None:
+        self.facts = StepGuards(model, loss_fn)
+        self._model, self._loss_fn, self._pool = model, loss_fn, pool
+        self._device = next(tensor.device for tensor in tensors_in(args))
+        self._args = map_tensors(lambda tensor: tensor.detach().clone(), args)
+        self._inputs = list(tensors_in(self._args))
+        self._generators = [torch.cuda.default_generators[self._device.index or 0], *self.facts.generators]
+        self._ignore_host_draws = ignore_host_draws
+        self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
+        self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
+        self._fresh = self._captured(adds=False)
+        self._adding: _Graph | None = None
+
+    @property
+    def can_add(self) -> bool:
+        return self._adding is not None
+
+    def prepare_to_add(self) -> None:
+        """Capture the graph that adds to gradients."""
+        self._adding = self._captured(adds=True)
+
+    def drop_adding(self) -> None:
+        self._adding = None
+
+    def run(self, args: tuple[Any, ...], *, adds: bool) -> Tensor:
+        """The loss of the batch, of memory of its own. With `adds`, gradients are added to those that are there."""
+        graph = self._adding if adds else self._fresh
+        assert graph is not None
+        with torch.no_grad():
+            for own, given in zip(self._inputs, tensors_in(args), strict=True):
+                own.copy_(given, non_blocking=True)
+            if adds:
+                self._take_over()
+        graph.graph.replay()
+        for key, leaf in self.leaves.items():
+            gradient = self.gradients.get(key, leaf.grad if adds else None)
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+        return graph.loss.clone()
+
+    def _take_over(self) -> None:
+        """Bring gradients that are elsewhere to where the graph adds to them."""
+        for key, gradient in self.gradients.items():
+            present = self.leaves[key].grad
+            if present is None:
+                gradient.zero_()
+            elif present is not gradient:
+                gradient.copy_(present)
+
+    # Capturing.
+
+    def _captured(self, *, adds: bool) -> _Graph:
+        with torch.cuda.device(self._device):
+            draws = self._warm_up()
+            return self._capture(draws, adds)
+
+    def _warm_up(self) -> list[int]:
+        """Run the step eagerly; by how much it moves each generator."""
+        with self._nothing_left():
+            numbers, drawn = self.facts.numbers(), generator_states(None)
+            versions = _compat.versions_of(self._inputs)
+            weights = _compat.versions_of(self.facts.parameters)
+            stream, current = capture_stream(self._device.index), torch.cuda.current_stream()
+            for generator in self._generators:
+                generator.set_offset(generator.get_offset() + _SHIFT)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for number in range(_NUM_WARM_UPS):
+                    before = self._positions()
+                    self._step(is_first=number == 0)
+                    draws = _distances(before, self._positions())
+                    self._clear_gradients()
+                    if number == 0:
+                        self._refuse_what_python_does(numbers, drawn, versions, weights)
+            current.wait_stream(stream)
+            return draws
+
+    def _capture(self, draws: list[int], adds: bool) -> _Graph:
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device.index)
+        self._register(graph)
+        with self._nothing_left(), self._gradients_kept() if adds else nullcontext():
+            for key, gradient in self.gradients.items() if adds else ():
+                self.leaves[key].grad = gradient
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            failure: BaseException | None = None
+            loss: Tensor | None = None
+            with torch.cuda.stream(stream):
+                torch.clear_autocast_cache()  # a weight cast before the capture would stay as it was
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    loss = self._step()
+                except BaseException as error:
+                    failure = error
+                finally:
+                    torch.clear_autocast_cache()
+                    failure = _end(graph, failure)
+            if failure is not None:
+                traceback.clear_frames(failure.__traceback__)  # they hold tensors of the graph's memory
+                loss = None
+                self._clear_gradients()
+                self._mend(stream)
+                refusal = self._refusal(failure)
+                raise refusal from (None if refusal is failure else failure)
+            assert loss is not None
+            if not adds:
+                self.gradients = {k: leaf.grad for k, leaf in self.leaves.items() if leaf.grad is not None}
+            before = self._positions()
+            graph.replay()
+            torch.cuda.synchronize()
+            if _distances(before, self._positions()) != draws:
+                raise CaptureError(_OTHER_DRAWS)
+        return _Graph(graph, loss)
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """A block after which the graph's gradients hold what they held: a run that adds to them is tried in it."""
+        kept = {key: gradient.cpu() for key, gradient in self.gradients.items()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for key, copy in kept.items():
+                    self.gradients[key].copy_(copy)
+
+    def _register(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+
+    def _positions(self) -> list[tuple[int, int]]:
+        """Seeds and offsets of the generators."""
+        return [(generator.initial_seed(), generator.get_offset()) for generator in self._generators]
+
+    def _mend(self, stream: torch.cuda.Stream) -> None:
+        """After a failed capture torch leaves generators in capture mode: a capture that succeeds ends that."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self._register(graph)
+        with torch.cuda.stream(stream):
+            scratch = torch.zeros(1, device=stream.device)
+            graph.capture_begin(capture_error_mode="thread_local")
+            scratch.zero_()
+            graph.capture_end()
+        graph.reset()
+        torch.cuda.empty_cache()
+
+    def _step(self, *, is_first: bool = False) -> Tensor:
+        loss = self._loss_fn(*self._args)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
+        if is_first:  # leaves such as parameters of a module that only `loss_fn` knows
+            for leaf in leaves_of(loss):
+                if id(leaf) not in self.leaves:
+                    self.leaves[id(leaf)] = leaf
+                    self._restorer.add_leaves([leaf])
+                    leaf.grad = None
+        loss.backward()
+        return loss.detach()
+
+    @contextmanager
+    def _nothing_left(self) -> Iterator[None]:
+        """A block in which leaves have no gradients, and after which everything is as before."""
+        self._restorer = Restorer(self._model, self._loss_fn, self._inputs, self._device)
+        self._restorer.add_leaves(self.leaves.values())
+        for buffer in self.facts.buffers:
+            self._restorer.before_write(buffer)
+        for generator in self._generators:
+            self._restorer.before_write(generator)
+        self._clear_gradients()
+        try:
+            yield
+        finally:
+            self._restorer.restore()
+            del self._restorer
+
+    def _clear_gradients(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def _refuse_what_python_does(self, numbers: Any, drawn: Any, versions: Any, weights: Any) -> None:
+        """After a first eager step: what it changed that a graph would not."""
+        changed = changed_value(numbers, self.facts.numbers())
+        if changed is not None:
+            raise CaptureError(
+                f"the step changes {changed} in Python, and a captured graph runs no Python. If that happens in a "
+                "first step only, run one before the capture; otherwise keep it in a buffer on the device"
+            )
+        moved = self.facts.what_moved()
+        if moved is not None:
+            raise CaptureError(f"{moved} by the step itself: let it write to the tensor that is there, in place")
+        if _compat.versions_of(self._inputs) != versions:
+            raise CaptureError("the step writes to its batch in place: let it write to a copy")
+        if _compat.versions_of(self.facts.parameters) != weights:
+            raise CaptureError("the step writes to parameters itself: a captured step may not (max_norm, an optimizer)")
+        if not self._ignore_host_draws and (source := _drawn_on_host(drawn, generator_states(None))) is not None:
+            raise CaptureError(
+                f"the step draws random numbers on the host ({source}), which a graph would freeze. Draw them on the "
+                "device; or, where they decide nothing (Whisper's layerdrop of 0), capture with ignore_host_draws=True"
+            )
+
+    def _refusal(self, failure: BaseException) -> BaseException:
+        """What to raise when a capture failed."""
+        if isinstance(failure, CaptureError | torch.OutOfMemoryError) or "captur" not in str(failure):
+            return failure
+        where = _user_line(list(traceback.walk_tb(failure.__traceback__)))
+        op = next((op for op, line in self._synchronizing_ops() if where is not None and line == where), None)
+        said = str(failure).splitlines()[0]
+        if where is None:
+            return CaptureError(f"the step cannot be captured: {said}. Everything is as before.")
+        file, line = where
+        code = linecache.getline(file, line).strip()
+        what = (
+            f"{op}, which makes the host wait for the device"
+            if op
+            else "something that a stream cannot capture: most likely the host waits for the device"
+        )
+        return CaptureError(
+            f"the step cannot be captured: {os.path.basename(file)}:{line} runs {what}\n    {code}\n({file}:{line}; "
+            f"torch says: {said}). Keep the value on the device, or move that line out of the loss function. "
+            "Everything is as before."
+        )
+
+    def _synchronizing_ops(self) -> list[tuple[str, tuple[str, int] | None]]:
+        """The ops of an eager step that make the host wait, and the lines that call them."""
+        ops = _compat.SynchronizingOps(lambda: _user_line(list(traceback.walk_stack(None))[::-1]))
+        try:
+            with ops:
+                self._step()
+        except Exception:  # the line is known without it
+            pass
+        finally:
+            self._clear_gradients()
+        return ops.found
+
+
+class _Graph(NamedTuple):
+    """A graph, and where it leaves the loss."""
+
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+
+
+@functools.cache
+def capture_stream(index: int) -> torch.cuda.Stream:
+    """One for all captures on a device: cuBLAS has a workspace for each stream."""
+    return torch.cuda.Stream(index)
+
+
+def _end(graph: torch.cuda.CUDAGraph, failure: BaseException | None) -> BaseException | None:
+    """End a capture; what went wrong first, if anything did."""
+    try:
+        graph.capture_end()
+    except RuntimeError as error:  # as it does after any failure inside
+        return failure or error
+    return failure
+
+
+def _distances(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> list[int]:
+    """By how much generators moved. One that was seeded anew moved nowhere that a graph could."""
+    return [end - start if seed == now else -1 for (seed, start), (now, end) in zip(before, after, strict=True)]
+
+
+_OTHER_DRAWS = (
+    "the step draws other random numbers while it is captured than eagerly. Either it seeds a generator itself: seed "
+    "before the step. Or it runs other kernels while a stream is capturing, as attention of some Hugging Face models "
+    "does: try without dropout in the attention"
+)
+_LIBRARIES = tuple(os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lowtide))
+
+
+def _user_line(frames: list[tuple[types.FrameType, int]]) -> tuple[str, int] | None:
+    """File and line of the innermost frame, the last, that is neither torch's nor ours."""
+    for frame, line in reversed(frames):
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+            return frame.f_code.co_filename, line
+    return None
+
+
+def _drawn_on_host(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Which of the host's generators was drawn from."""
+    if not torch.equal(before["torch"], after["torch"]):
+        return "torch's CPU generator"
+    if before["random"] != after["random"]:
+        return "Python's random"
+    if "numpy" in before and str(before["numpy"]) != str(after["numpy"]):
+        return "numpy"
+    return None

@@ -1,0 +1,436 @@
+"""What a policy or plan on a live model did so far.
+
+What autograd saves in a block of code, in bytes of distinct storages.
+
+`apply`: a policy carried out on a live model, in place and reversibly.
+
+Each layer gets a `forward` of its own, an instance attribute that is a bound method: Python copies such a method along
+with its module and pickles it by name, Dynamo traces through it, hooks stay outside of it, and no module is wrapped or
+renamed. (A wrapper module renames parameters; `module.compile`'s slot is skipped under torch.compile.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.eager.calls import (
+    NO_DECISIONS,
+    CurrentRun,
+    Decisions,
+    ForwardRun,
+    Level,
+    Levels,
+    PatchedModule,
+    RegionRunner,
+    set_inner_paths,
+)
+from lowtide.eager.captured_step import Capturable
+from lowtide.errors import LowtideError
+from lowtide.plans.step_plan import Plan
+from lowtide.policies import Policy, Segment, check_policy
+from lowtide.replay import region as replay
+from lowtide.replay.checkpoint import checkpoint, store_hooks
+from lowtide.store.activation_store import ActivationStore, check_store
+from lowtide.store.offload import KeptHere
+from lowtide.tracing.model_blocks import Selector, find_regions
+from lowtide.tracing.step_checks import CacheOff
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.plans.step_plan import Frontier
+    from lowtide.reports.report_text import Report
+
+
+@dataclass(frozen=True)
+class RegionStats:
+    """One layer: what its last measured forward saved for the backward, and what became of it."""
+
+    name: str
+    recomputed: bool
+    saved_bytes: int
+    num_replays: int
+
+
+@dataclass(frozen=True)
+class AppliedStats:
+    """What an applied policy or plan did so far. Bytes are measured; of layers, in the first forward of each shape.
+
+    `stored_bytes` are in stores now. So far `moved_bytes` went to host memory or disk, `compressed_bytes` were written
+    as `compressed_to_bytes`, and compute stood still for copies for `waited_s`.
+    """
+
+    regions: tuple[RegionStats, ...]
+    stored_bytes: int
+    moved_bytes: int = 0
+    compressed_bytes: int = 0
+    compressed_to_bytes: int = 0
+    waited_s: float = 0.0
+    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together, from one input
+
+    @property
+    def num_regions(self) -> int:
+        return len(self.regions)
+
+    @property
+    def num_recomputed(self) -> int:
+        return sum(region.recomputed for region in self.regions)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(region.saved_bytes for region in self.regions if not region.recomputed)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        return sum(region.saved_bytes for region in self.regions if region.recomputed)
+
+    @property
+    def num_replays(self) -> int:
+        return sum(region.num_replays for region in self.regions)
+
+    def __str__(self) -> str:
+        moved = f", {format_bytes(self.moved_bytes)} moved so far" if self.moved_bytes else ""
+        if self.compressed_bytes:
+            moved += f", {format_bytes(self.compressed_bytes)} compressed to {format_bytes(self.compressed_to_bytes)}"
+        return (
+            f"{self.num_regions} regions, {self.num_recomputed} recomputed: {format_bytes(self.kept_bytes)} kept, "
+            f"{format_bytes(self.recomputed_bytes)} recomputed, {format_bytes(self.stored_bytes)} stored; "
+            f"{self.num_replays} replays{moved}"
+        )
+
+
+class SavedBytes:
+    """Counts storages saved inside the block, once each, without parameters, buffers and the block's inputs.
+
+    Saved-tensor hooks hide tensors from hooks further out, so those are called from here.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Iterable[Any], report: Callable[[int], None]) -> None:
+        others = [*module.parameters(), *module.buffers(), *(value for value in inputs if isinstance(value, Tensor))]
+        self._others = {_compat.storage_id(tensor) for tensor in others if _compat.is_plain(tensor)}
+        self._report = report
+        # References keep ids from being given to other storages: what a checkpoint drops is freed at once.
+        self._sizes: dict[int, tuple[_compat.StorageReference, int]] = {}
+        self._hooks: Any = None
+
+    def __enter__(self) -> None:
+        outer, others, sizes = _compat.current_hooks(), self._others, self._sizes
+
+        @_compat.never_compiled
+        def pack(tensor: Tensor) -> Any:
+            if _compat.is_plain(tensor) and (storage := _compat.storage_id(tensor)) not in others:
+                sizes[storage] = (_compat.StorageReference(tensor), tensor.untyped_storage().nbytes())
+            return KeptHere(tensor) if outer is None else outer[0](tensor)
+
+        @_compat.never_compiled
+        def unpack(packed: Any) -> Tensor:
+            return packed.restore() if outer is None else outer[1](packed)
+
+        vars(pack)["passes_on_to"] = outer  # for those who look for hooks further out
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
+        if exception[0] is None:
+            self._report(sum(size for _, size in self._sizes.values()))
+        self._sizes.clear()
+
+
+_MARK = "lowtide_region"
+# Keyword arguments that `checkpoint` would take for its own.
+_OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
+
+
+class Applied(Capturable, RegionRunner):
+    """A policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
+
+    Used as a context manager, it is removed at the end of the block. Copies of the model made meanwhile run the same
+    way and follow the same switch; a pickled model loads plain.
+    """
+
+    hidden_from_replay = True
+    model: nn.Module
+
+    def __init__(
+        self,
+        policy: Policy | None,
+        regions: list[PatchedModule],
+        decisions: Decisions = NO_DECISIONS,
+        store: ActivationStore | None = None,
+        max_checkpoints: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.enabled = True
+        self.is_removed = False
+        self._regions = regions
+        self._store = store
+        self._input_hooks = None if store is None else store_hooks(store)
+        self._max_checkpoints = max_checkpoints
+        self._cache: CacheOff | None = None
+        self._thread = CurrentRun(decisions)
+        set_inner_paths(regions)
+        for region in regions:
+            self._patch(region)
+
+    def _patch(self, region: PatchedModule) -> None:
+        region.module.forward = types.MethodType(_forward_of(self, region), region.module)
+
+    def remove(self) -> None:
+        """Give every layer its own forward back. Graphs made before still run their backward."""
+        for region in self._regions:
+            if _applied_to(region.module) is self:
+                if region.own_forward is None:
+                    del region.module.forward
+                else:
+                    region.module.forward = region.own_forward
+        self.enabled, self.is_removed = False, True
+        if self._cache is not None:
+            self._cache.restore()
+
+    def reapply(self) -> None:
+        """Patch every layer again; `enabled` is left as it is."""
+        for region in self._regions:
+            self._patch(region)
+
+    def switch_cache_off(self, model: nn.Module) -> None:
+        """Train without Hugging Face's cache until `remove()`."""
+        self._cache = CacheOff(model)
+        self._cache.say_once(model)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """A block in which the model runs plainly."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def stats(self) -> AppliedStats:
+        """Regions matched, bytes kept, recomputed and stored, and replays run: measured, not guessed."""
+        rows = (RegionStats(r.name, r.recomputed, r.saved_bytes, r.num_replays) for r in self._regions)
+        stores = [store.stats() for store in self._stores()]
+        return AppliedStats(
+            tuple(rows),
+            stored_bytes=sum(store.held_bytes for store in stores),
+            segments=self._segments(),
+            moved_bytes=sum(store.moved_down_bytes for store in stores),
+            compressed_bytes=sum(store.compressed_bytes for store in stores),
+            compressed_to_bytes=sum(store.compressed_to_bytes for store in stores),
+            waited_s=sum(store.waited_s for store in stores),
+        )
+
+    @property
+    def num_patched(self) -> int:
+        """Layers whose forward is ours."""
+        return len(self._regions)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations leave the device, or are held in another form."""
+        return bool(self._stores())
+
+    def _stores(self) -> list[ActivationStore]:
+        return [] if self._store is None else [self._store]
+
+    def _segments(self) -> tuple[tuple[str, ...], ...]:
+        members: dict[int, list[str]] = {}
+        for region in self._regions:
+            for level in self._thread.base.decisions.levels(region.name, 0):
+                if level.segment is not None:
+                    members.setdefault(level.segment, []).append(region.name)
+        return tuple(tuple(members[number]) for number in sorted(members))
+
+    def report(
+        self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
+    ) -> Report:
+        """Reports are of plans: see `Plan.report`."""
+        raise LowtideError(
+            f"{self.policy} is a policy, and a report is made of a plan: lowtide.fit(...) or lowtide.apply(model, "
+            "lowtide.plan(...)) give handles that have one"
+        )
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return f"{self.policy} on {len(self._regions)} regions ({'on' if self.enabled else 'off'})"
+
+    def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer's forward as decided. `module` is the layer, or its copy in a copied model."""
+        forward = region.plain_forward(module)
+        if torch.compiler.is_compiling():
+            is_on = region.recomputed and self.enabled and torch.is_grad_enabled()
+            return self._checkpointed(forward, args, kwargs) if is_on else forward(*args, **kwargs)
+        run = self._thread.run
+        if not torch.is_grad_enabled() or (run is None and not self.enabled):  # a replay goes by what its forward did
+            return forward(*args, **kwargs)
+        forward = self._measured(region, forward, args)
+        if not region.recomputed or self._is_full() or _compat.under_functorch():
+            return forward(*args, **kwargs)
+        run = run or self._thread.base
+        levels = run.decisions.levels(region.name, 0)
+        if levels[0].segment is not None and run.is_in_other_checkpoint():
+            levels = tuple(level for level in levels if level.segment is None)
+        return self._run_levels(run, levels, region, module, 0, forward, args, kwargs)
+
+    def _hooks_for_inputs(
+        self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
+    ) -> replay.Hooks | None:
+        return self._input_hooks if run.checkpoint is None else None  # further in they are saves of a region of ours
+
+    @staticmethod
+    def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """For the compiler. A layer's own arguments that are called like options are bound to its forward."""
+        options = _OPTIONS & kwargs.keys()
+        if options:
+            forward = functools.partial(forward, **{name: kwargs[name] for name in options})
+        return checkpoint(forward, *args, **{name: value for name, value in kwargs.items() if name not in options})
+
+    def _measured(self, region: PatchedModule, forward: Callable[..., Any], args: Any) -> Callable[..., Any]:
+        """`forward`; the first time with these shapes, one that counts what it saves."""
+        shapes = [value.shape for value in args if isinstance(value, torch.Tensor)]
+        if region.measured_shape == shapes or _compat.under_functorch():
+            return forward
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with SavedBytes(region.module, args, report):
+                return forward(*args, **kwargs)
+
+        def report(num_bytes: int) -> None:
+            region.measured_shape, region.saved_bytes = shapes, num_bytes
+
+        return measured
+
+    def _is_full(self) -> bool:
+        return (
+            self._max_checkpoints is not None and self._store is not None and len(self._store) >= self._max_checkpoints
+        )
+
+
+def apply(
+    model: nn.Module,
+    policy: Policy | Plan,
+    *,
+    regions: Selector | Iterable[Selector] | None = None,
+    store: ActivationStore | None = None,
+    max_checkpoints: int | None = None,
+    costs: Sequence[float] | None = None,
+    bytes: Sequence[int] | None = None,
+) -> Applied:
+    """Carry out a policy or a plan on a live model, in place: same modules, names, classes, hooks and `state_dict`.
+
+    A `Plan` from `lowtide.solve` says which modules are recomputed; the options are for policies.
+
+    - `regions`: the layers; by default the model's repeated blocks. Or dotted patterns (`"encoder.layers.*"`, `**` for
+      any depth), module classes, predicates `(name, module) -> bool`, or a list of these. No match is a `ValueError`.
+    - `store`: an `ActivationStore` for the inputs of recomputed layers.
+    - `max_checkpoints`: how many such inputs are held at once; beyond it a layer runs plainly, its activations kept.
+    - `costs`, `bytes`: per layer, for policies that go by them.
+
+    >>> import torch, lowtide
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    >>> handle = lowtide.apply(model, lowtide.EveryN(2))
+    >>> model(torch.randn(2, 8)).sum().backward()
+    >>> handle.stats().num_replays
+    2
+    >>> handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply() works on an nn.Module, not {type(model).__name__}")
+    if isinstance(policy, Plan):
+        if (regions, store, max_checkpoints, costs, bytes) != (None,) * 5:
+            raise TypeError("a Plan says itself which modules are recomputed: give it alone")
+        from lowtide.eager.plan_handle import apply_plan  # it builds on this module
+
+        return apply_plan(model, policy)
+    check_policy(policy)
+    check_store(store)
+    refuse_other_checkpointing(model)
+    found = find_regions(model, regions)
+    levels = _levels(policy.regions(len(found), costs, bytes), len(found))
+    if max_checkpoints is not None and store is None:
+        store = ActivationStore()
+    chosen = [PatchedModule(name, found[name], recomputed=bool(own)) for name, own in zip(found, levels, strict=True)]
+    decisions = Decisions({name: {0: own} for name, own in zip(found, levels, strict=True)})
+    handle = Applied(policy, chosen, decisions, store, max_checkpoints)
+    handle.model = model
+    handle.switch_cache_off(model)
+    return handle
+
+
+def _levels(regions: list[Segment], num_layers: int) -> list[Levels]:
+    """For each layer, the regions that it lies in, the outermost first."""
+    found: list[list[Level]] = [[] for _ in range(num_layers)]
+    for number, region in enumerate(regions):
+        for layer in range(region.start, region.end + 1):
+            is_alone = region.start == region.end
+            found[layer].append(Level(None if is_alone else number, layer == region.start))
+    return list(map(tuple, found))
+
+
+def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
+    """The function behind a layer's new forward, which looks like the one it replaces: name, signature, docstring."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return applied.run(region, self, args, kwargs)
+
+    plain = region.own_forward or type(region.module).forward
+    functools.update_wrapper(forward, plain)
+    forward.__name__ = "forward"  # pickled by this name, whatever another library calls its own
+    if region.own_forward is not None:
+        # That one may be no method: give ours its signature, behind the `self` that is bound away.
+        with contextlib.suppress(TypeError, ValueError):
+            signature = inspect.signature(plain)
+            bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[bound, *signature.parameters.values()]
+            )
+    setattr(forward, _MARK, applied)
+    return forward
+
+
+def _applied_to(module: nn.Module) -> Applied | None:
+    method = vars(module).get("forward")
+    return getattr(getattr(method, "__func__", None), _MARK, None)
+
+
+def plain_forward_of(module: nn.Module) -> Any:
+    """The forward that a module has as an attribute of its own, apart from ours; None for most."""
+    applied = _applied_to(module)
+    if applied is None:
+        return vars(module).get("forward")
+    return next((region.own_forward for region in applied._regions if region.module is module), None)
+
+
+def refuse_other_checkpointing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _applied_to(module) is not None:
+            raise LowtideError(f"a policy is applied to {name or 'the model'} already: handle.remove() takes it off")
+        if type(module).__name__ == "CheckpointWrapper":
+            raise LowtideError(
+                f"{name or 'the model'} is wrapped by torch's checkpoint_wrapper already: apply to the unwrapped model"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise LowtideError(
+                f"{name or 'the model'} has gradient checkpointing on already: "
+                "call model.gradient_checkpointing_disable() first"
+            )
+        if isinstance(module, nn.DataParallel):
+            raise LowtideError(
+                "DataParallel copies modules for every step: apply to one process per device (DDP) instead"
+            )

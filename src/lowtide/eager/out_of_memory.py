@@ -1,0 +1,421 @@
+"""`AppliedPlan.step`: a step that survives running out of memory.
+
+A plan's peak is of bytes asked for. What the allocator cannot use for being in pieces, and what other processes take,
+is not in it, so a step may run out of memory all the same. Then it is undone, the plan tightened, and the same batch
+runs again. The plan stays tightened: memory that was short once will be again.
+
+Whether a budget still holds while a fitted model trains, and one warning when it does not.
+
+A plan counts what there was when it was made. Parameters that are unfrozen later, an optimizer that `fit` was not
+given, other experts than those traced: all of them take memory that no plan has counted. So the handle looks at the
+memory from time to time, at the start of a forward: after 1, 2, 4, ... forwards, and from 128 on after every 128th.
+
+On an accelerator it reads the allocator's own peak, and never resets it: a peak above the budget counts once it is
+higher than the one that was there when the handle was made, or once someone else has reset it. On the CPU no allocator
+counts, so what can be counted is: parameters, gradients and optimizer states, against those planned for. There
+`handle.step` measures its 2nd, 16th, 128th, ... step with torch.profiler as well, unless a profiler is running. (A
+profiler left open from one forward to the next would see all steps; but a user's own could then not be started.)
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide._compat.profiler import cpu_allocation_totals
+from lowtide.eager.handle import AppliedStats
+from lowtide.eager.replanning import (
+    Limits,
+    PlannedInputs,
+    Planner,
+    Replan,
+    Shapes,
+    recorded_input_shapes,
+    rounded_up,
+    shapes_of,
+    with_parameters,
+)
+from lowtide.replay.arguments import tensors_in
+from lowtide.simulator.timeline import simulate
+from lowtide.snapshot.restore import SnapshotBuffers, StepUndo
+from lowtide.tracing.trace import trace
+from lowtide.units import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.eager.plan_handle import AppliedPlan
+
+logger = logging.getLogger("lowtide")
+
+# How far above the floor a tightened plan may peak, as shares of the peak of the plan that ran out of memory.
+_TIGHTENINGS = (0.6, 0.3, 0.0)
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A step that ran out of memory, and the plan its batch ran with next. Peaks are predicted.
+
+    `when_s` is in seconds since the epoch, `step` the number of the call of `step()`, from 0. `allocated_bytes` is the
+    most that was allocated up to then, where the device tells.
+    """
+
+    step: int
+    when_s: float
+    budget_before_bytes: int
+    budget_after_bytes: int
+    peak_before_bytes: int
+    peak_after_bytes: int
+    allocated_bytes: int | None
+    error: str
+
+
+@dataclass(frozen=True)
+class PlanStats(AppliedStats):
+    """What an applied plan did so far; what was planned again for larger inputs, and after running out of memory."""
+
+    replans: tuple[Replan, ...] = ()
+    out_of_memory: tuple[OutOfMemory, ...] = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.replans:
+            text += f"; planned again {len(self.replans)} times for larger inputs"
+        if self.out_of_memory:
+            last = self.out_of_memory[-1]
+            text += (
+                f"; out of memory {len(self.out_of_memory)} times, budget now {format_bytes(last.budget_after_bytes)}"
+            )
+        return text
+
+
+class Stepper:
+    """Runs steps for a handle."""
+
+    hidden_from_replay = True
+
+    def __init__(self, handle: AppliedPlan) -> None:
+        self.events: list[OutOfMemory] = []
+        self._handle = handle
+        self._buffers = SnapshotBuffers()
+        self._num_steps = 0
+
+    def step(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """See `AppliedPlan.step`."""
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        if self._handle.enabled:
+            self.plan_for_larger(loss_fn, args)
+            planned = self._handle.shapes.for_arguments(shapes_of(args))
+            if planned is not None:
+                self._handle.use(planned)  # should the model's own inputs not tell
+        undo = StepUndo(self._handle.model, loss_fn, args, self._buffers)
+        first: BaseException | None = None
+        tried: list[str] = []
+        while True:
+            try:
+                loss = self._run(number, functools.partial(_run, loss_fn, args, undo))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+                first = first or error
+            else:
+                undo.done()
+                return loss
+            why_not = undo.what_cannot_be_put_back() or why_not_single_process()
+            undo.restore()
+            allocated = _allocated_bytes()
+            give_back_memory()
+            if why_not is None and not self._handle.enabled:
+                why_not = "the plan is switched off"
+            if why_not is None:
+                why_not = self._tighten(loss_fn, args, number, str(first), allocated, len(tried))
+            if why_not is not None:
+                _add_note(first, tried, why_not)
+                raise first
+            tried.append(format_bytes(self.events[-1].peak_after_bytes))
+
+    def _run(self, number: int, run: Callable[[], Tensor]) -> Tensor:
+        watch = self._handle.watch if self._handle.enabled else None
+        if watch is None:
+            return run()
+        if self._handle.plan.is_plain:  # nothing is patched, so no forward tells the watch
+            watch.forward_begins()
+        return watch.run_step(number, run)
+
+    def plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+        """Where the batch is larger than any plan is for, one that is, from a trace of the whole step."""
+        shapes, seen = self._handle.shapes, shapes_of(args)
+        planner = shapes.planner
+        if planner is None or not any(p.arguments for p in shapes.all) or shapes.for_arguments(seen) is not None:
+            return
+        start, largest = time.perf_counter(), shapes.largest()
+        known = largest.arguments[-1] if largest.arguments else seen
+        try:
+            with self._handle.disabled():
+                plan, graph, target, inputs = planner.for_arguments(rounded_up(seen, known), seen, loss_fn, args)
+            planned = PlannedInputs(plan, self._handle.take_in(plan), tuple(inputs), (target,), graph)
+        except Exception as error:  # the step itself tells what is wrong, if anything is
+            logger.warning("a larger batch could not be planned for: %s: %s", type(error).__name__, error)
+            shapes.become([*shapes.all, replace(largest, arguments=(seen,))])
+            return
+        shapes.add(planned, seen, known, target, time.perf_counter() - start)
+
+    def _tighten(
+        self, loss_fn: Any, args: tuple[Any, ...], step: int, error: str, allocated: int | None, num_tried: int
+    ) -> str | None:
+        """Take up a plan of a smaller peak for such a batch; or say why that cannot be done."""
+        try:
+            planner, planned = self._planned_with_graph(loss_fn, args)
+        except Exception as cause:
+            return f"the step cannot be planned: {type(cause).__name__}: {str(cause)[:200]}"
+        assert planned.graph is not None
+        before, budget_before = planned.plan.peak_bytes, planner.budget_bytes
+        tightest = planner.limits.tightest(planned.graph)
+        if before <= tightest.peak_bytes:
+            return "no plan has a smaller peak"
+        for share in _TIGHTENINGS[num_tried:]:
+            budget = tightest.peak_bytes + int(share * (before - 1 - tightest.peak_bytes))
+            if planner.limits.solve(planned.graph, budget).peak_bytes < before:
+                break
+        else:
+            budget = tightest.peak_bytes
+        planner.budget_bytes = budget
+        shapes = self._handle.shapes
+        shapes.become([self._tightened(planner, each) for each in shapes.all])
+        after = shapes.for_arguments(shapes_of(args)) or shapes.largest()
+        self._handle.use(after)
+        now = after.plan.peak_bytes
+        self.events.append(
+            OutOfMemory(step, time.time(), budget_before, budget, before, now, allocated, error.splitlines()[0][:300])
+        )
+        logger.warning(
+            "step %d ran out of memory under a plan with a predicted peak of %s: the batch runs again with %s, %.1f %% "
+            "slower than plain (predicted); budget %s, was %s",
+            step,
+            format_bytes(before),
+            format_bytes(now),
+            100 * after.plan.slowdown,
+            format_bytes(budget),
+            format_bytes(budget_before),
+        )
+        return None
+
+    def _tightened(self, planner: Planner, planned: PlannedInputs) -> PlannedInputs:
+        if planned.graph is None or planned.plan.peak_bytes <= planner.budget_bytes:
+            return planned
+        plan = with_parameters(
+            planner.limits.solve_or_tightest(planned.graph, planner.budget_bytes), self._handle.model
+        )
+        plan = replace(plan, input_shapes=planned.plan.input_shapes)
+        return replace(planned, plan=plan, decisions=self._handle.take_in(plan))
+
+    def _planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, PlannedInputs]:
+        """The plan for such a batch with the graph it was made from. Without a graph the step is traced, on fakes."""
+        shapes, seen = self._handle.shapes, shapes_of(args)
+        found = shapes.for_arguments(seen) or shapes.largest()
+        if shapes.planner is not None and found.graph is not None:
+            return shapes.planner, found
+        with self._handle.disabled(), recorded_input_shapes(self._handle.model) as inputs:
+            graph = trace(self._handle.model, loss_fn, *args, mode="fake")
+        peak = simulate(graph, found.plan).peak_bytes
+        plan = replace(found.plan, peak_bytes=peak, budget_bytes=max(peak, found.plan.budget_bytes))
+        widest: Shapes = inputs[-1] if inputs else ()
+        planned = replace(found, plan=plan, graph=graph, arguments=(seen,), inputs=tuple(inputs))
+        shapes.planner = Planner(
+            self._handle.model,
+            graph,
+            widest,
+            budget_bytes=plan.budget_bytes,
+            limits=Limits(),
+            correction_bytes=0,
+            optimizer=None,
+        )
+        shapes.become([planned])
+        return shapes.planner, planned
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device ran out of memory; cuBLAS says so in its own way where its workspace does not fit."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    )
+
+
+def _run(loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: StepUndo) -> Tensor:
+    loss = loss_fn(*args)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
+    undo.before_backward()
+    loss.backward()
+    return loss.detach()
+
+
+def why_not_single_process() -> str | None:
+    """Other processes are in the same step: they would wait for collectives that this one has started over."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other processes take part in the step, and cannot be made to start over with this one"
+    return None
+
+
+def _allocated_bytes() -> int | None:
+    device = _compat.accelerator()
+    return None if device is None else torch.accelerator.max_memory_allocated(device)
+
+
+def give_back_memory() -> None:
+    gc.collect()  # the failed step's graph, where it has cycles
+    if _compat.accelerator() is not None:
+        torch.accelerator.empty_cache()
+
+
+def _add_note(error: BaseException, tried: list[str], why_not: str) -> None:
+    runs = f"ran again under plans with predicted peaks of {', '.join(tried)}" if tried else "did not run again"
+    note = f"lowtide: the step {runs}; {why_not}. Gradients, buffers and random states are as before the step."
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.args = (f"{error}\n{note}", *error.args[1:])
+
+
+_LONGEST_PAUSE = 128  # forwards between two looks: each costs an accelerator's step tens of microseconds
+_PROFILED_EVERY = 8  # the factor between steps that `handle.step` profiles on the CPU: each takes several times as long
+
+
+class BudgetWatch:
+    """Looks at the memory of a model that was fitted to `budget_bytes`. Make it when the plan is on the model."""
+
+    hidden_from_replay = True
+
+    def __init__(
+        self, handle: AppliedPlan, device: torch.device, budget_bytes: int, planned_state_bytes: int, static_bytes: int
+    ) -> None:
+        self._handle, self._device, self.budget_bytes = handle, device, budget_bytes
+        self._planned_states, self._static = planned_state_bytes, static_bytes
+        self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
+        self._has_warned = False
+        self._num_forwards = 0
+        self._next = 1
+        self._next_profiled = 2
+        self._last_peak = self._read_peak()  # what was reached before says nothing about this handle
+        self._ran_without = False
+
+    def forward_without_plan(self) -> None:
+        """The model runs with the handle switched off: what it reaches says nothing about the plan."""
+        self._ran_without = True
+
+    def forward_begins(self) -> None:
+        """The model is about to run a forward of a training step; the steps before are over."""
+        if self._ran_without:
+            self._ran_without, self._last_peak = False, self._read_peak()
+        self._num_forwards += 1
+        if self._num_forwards <= self._next or self._has_warned:
+            return
+        self._next = min(2 * self._next, self._next + _LONGEST_PAUSE)
+        if self._device.type == "cpu":
+            self._count()
+            return
+        peak, before = self._read_peak(), self._last_peak
+        self._last_peak = peak
+        if peak > self._limit and peak != before:
+            self._warn(f"a peak of {format_bytes(peak)} was reached", self._growth())
+
+    def missing_state_bytes(self) -> int:
+        """Of the optimizer's states that were planned for, what is not there yet: its first step is still to come."""
+        return max(0, self._planned_states - _state_bytes(self._handle.model, self._device))
+
+    def run_step(self, number: int, step: Callable[[], Tensor]) -> Tensor:
+        """`step()`, a forward and a backward under the plan; some of them measured, on the CPU."""
+        is_due = number + 1 >= self._next_profiled and self._device.type == "cpu"
+        if not is_due or self._has_warned or _compat.profiler_is_active():
+            return step()
+        self._next_profiled = _PROFILED_EVERY * (number + 1)
+        found: list[Tensor] = []
+        present = sum(p.grad.nbytes for p in self._handle.model.parameters() if p.grad is not None)
+        totals = cpu_allocation_totals(lambda: found.append(step()))
+        growth = self._growth()
+        there = sum(size for name, size in growth.items() if name != _TRAINABLE)  # of gradients, what is there counts
+        peak = max([0, *totals]) + self._static + present + there
+        if peak > self._limit:
+            self._warn(f"a peak of {format_bytes(peak)} was measured", growth)
+        return found[0]
+
+    @property
+    def _limit(self) -> int:
+        """The budget; or the peak of a plan for larger inputs that is above it, which was said when it was made."""
+        return max([self.budget_bytes, *(planned.plan.peak_bytes for planned in self._handle.shapes.all)])
+
+    def _read_peak(self) -> int:
+        return 0 if self._device.type == "cpu" else torch.accelerator.max_memory_allocated(self._device)
+
+    def _count(self) -> None:
+        """Warn if what was not planned for does not fit, or if it keeps activations that nobody can count."""
+        growth = self._growth()
+        expected = (self._handle.measured_peak_bytes or self._handle.plan.peak_bytes) + sum(growth.values())
+        if growth and expected > self._limit:
+            self._warn(f"the step needs {format_bytes(expected)} or more", growth)
+        elif _TRAINABLE in growth:  # and their backward needs activations that the plan does not know of
+            self._warn(f"the step needs {format_bytes(expected)} and more activations than planned for", growth)
+
+    def _growth(self) -> dict[str, int]:
+        """Bytes on the device that were not planned for, by what they are."""
+        parameters, gradients = _model_bytes(self._handle.model, self._device)
+        states = _state_bytes(self._handle.model, self._device)
+        found = {
+            "new parameters": parameters - self._planned_parameters,
+            _TRAINABLE: gradients - self._planned_gradients,
+            "optimizer state": states - self._planned_states,
+        }
+        return {name: size for name, size in found.items() if size > 0}
+
+    def _warn(self, found: str, growth: dict[str, int]) -> None:
+        self._has_warned = True
+        grown = ", ".join(f"{format_bytes(size)} of {name}" for name, size in growth.items())
+        why = f"not planned for: {grown}" if grown else (
+            "no parameter, gradient or optimizer state is new: the step takes another path than the one traced (other "
+            "experts, longer loops), or the process holds other tensors"
+        )  # fmt: skip
+        cure = "handle.refit(optimizer=...)" if "optimizer state" in growth else "handle.refit()"
+        logger.warning(
+            "the budget of %s may no longer hold: %s (%s). %s plans anew.",
+            format_bytes(self.budget_bytes),
+            found,
+            why,
+            cure,
+        )
+
+
+_TRAINABLE = "gradients of parameters that were frozen"
+
+
+def _model_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
+    """Bytes of a model's parameters, and of the gradients that they will have."""
+    here = [parameter for parameter in model.parameters() if parameter.device == device]
+    return sum(p.nbytes for p in here), sum(p.nbytes for p in here if p.requires_grad)
+
+
+def _state_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes of the states that any optimizer holds for a model's parameters by now."""
+    wanted = {id(parameter) for parameter in model.parameters()}
+    sizes: dict[int, int] = {}
+    for optimizer in _optimizers():
+        for parameter, state in dict(optimizer.state).items():
+            if id(parameter) in wanted:
+                for tensor in tensors_in(state):
+                    if tensor.device == device and tensor.numel() > 1:  # else a step counter
+                        sizes[id(tensor)] = tensor.nbytes
+    return sum(sizes.values())
+
+
+def _optimizers() -> list[Any]:
+    """All optimizers there are: a handle is not told of one that is made after it."""
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]

@@ -1,0 +1,272 @@
+"""A plan carried out on a live model: calls recomputed by `lowtide.replay`, op outputs retained, values moved through
+stores.
+
+A module that is called several times in a step has a decision for each call; calls are counted from the start of the
+model's forward, and a replay counts on from where its own forward began, by the decisions of that forward (`runs`).
+Which op outputs a region retains is given by op position; other ops than planned (in evaluation, say) make it retain
+others or none, never compute others.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.eager.calls import (
+    NO_DECISIONS,
+    Decisions,
+    ForwardRun,
+    PatchedModule,
+    ReappliedPatches,
+    RegionLock,
+    levels_of,
+    set_inner_paths,
+)
+from lowtide.eager.handle import Applied, refuse_other_checkpointing
+from lowtide.eager.moves import Moves, counted_paths
+from lowtide.eager.out_of_memory import BudgetWatch, PlanStats, Stepper
+from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules
+from lowtide.errors import LowtideError, PlanError
+from lowtide.plans.plan_text import Trial, trials_table
+from lowtide.plans.step_plan import Plan
+from lowtide.replay.region import Hooks
+from lowtide.store.activation_store import ActivationStore
+
+if TYPE_CHECKING:
+    from lowtide.plans.step_plan import Frontier
+    from lowtide.reports.report_text import Report
+
+
+class Refits(Protocol):
+    """What `fit` leaves with a handle, so that the handle can be fitted again."""
+
+    def refit(
+        self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
+    ) -> None: ...
+
+
+class AppliedPlan(Applied):
+    """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good.
+
+    From `fit` it may come to have further plans, for larger inputs than the first: `plan` is the one used last.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__(None, [])
+        self.model = model
+        self.plan = plan
+        self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
+        self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
+        self.candidates: tuple[Trial, ...] = ()  # what `fit` tried, the fastest predicted first
+        self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
+        self.refitter: Refits | None = None  # from `fit`
+        self._all_moves: list[Moves] = []  # of every plan so far
+        try:
+            self.decisions = self.take_in(plan)
+        except BaseException:
+            self.remove()  # an interruption half way
+            raise
+        # In a checkpoint of the user's own, a replay knows neither which call it is in nor what the model was called
+        # with: there only modules that are called once are regions, and always as the first plan has it.
+        several = {module.path for module in plan.modules if module.num_calls > 1}
+        self._anywhere = {
+            path: tuple(level for level in calls[0] if level.segment is None)
+            for path, calls in self.decisions.regions.items()
+            if calls.keys() == {0} and path not in several
+        }
+        self.shapes = ShapePlans(
+            self, PlannedInputs(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ())
+        )
+        self.stepper = Stepper(self)
+        self.switch_cache_off(model)
+
+    def take_in(self, plan: Plan) -> Decisions:
+        """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
+        modules = matching_modules(self.model, plan)
+        moves = Moves(plan, self.model) if plan.moves else None
+        known = {region.name: region for region in self._regions}
+        regions = levels_of(plan)
+        paths = dict.fromkeys([*regions, *plan.choosers, *counted_paths(plan, self.model)])
+        for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
+            if path not in known:
+                known[path] = PatchedModule(path, modules[path])
+                known[path].replay = functools.partial(self._replay_alone, known[path])
+                self._regions.append(known[path])
+                self._patch(known[path])
+                known[path].lock = RegionLock.for_module(path, modules[path])
+            known[path].recomputed |= path in regions
+            known[path].chooses |= path in plan.choosers
+        set_inner_paths(self._regions)  # also of earlier plans: they look for a decision in any forward
+        for patched in known.values():
+            patched.has_index_choices = patched.chooses or any(known[path].chooses for path in patched.inner_paths)
+        self._all_moves += [] if moves is None else [moves]
+        return Decisions(regions, moves)
+
+    def use(self, planned: PlannedInputs) -> None:
+        """Go by another plan wherever the model's inputs do not say which."""
+        self.plan, self.decisions = planned.plan, planned.decisions
+
+    def step(self, loss_fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        """`loss_fn(*args)` and its backward; the loss, detached. Out of memory, the same batch runs again, tighter.
+
+        Gradients are added to those that are there, as by `backward()`. If memory runs out, gradients, buffers and
+        random states are put back to the bit, the plan is tightened, down to its floor if need be, and the batch runs
+        again; `stats().out_of_memory` tells. Where not even the floor does, the error is raised with all put back.
+        """
+        return self.stepper.step(loss_fn, args)
+
+    def refit(
+        self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Plan anew for the same budget, as `fit` does, with the model and the optimizer as they are now.
+
+        For handles from `fit`. Without `loss_fn` and its arguments those given to `fit` are used: integer tensors with
+        their numbers, others by shape and type with random ones; without `optimizer` the one given to `fit`. Call it
+        between a backward and the next forward. If it raises, the plan stays as it was.
+        """
+        if self.refitter is None:
+            raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
+        self.refitter.refit(self, loss_fn, args, optimizer)
+
+    def stats(self) -> PlanStats:
+        """As for a policy; and what was planned again, for larger inputs or after a step out of memory."""
+        found = super().stats()
+        recomputed = tuple(region for region in found.regions if region.recomputed)
+        facts = {**vars(found), "regions": recomputed}
+        return PlanStats(**facts, replans=tuple(self.shapes.replans), out_of_memory=tuple(self.stepper.events))
+
+    def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module's forward as planned."""
+        forward = region.plain_forward(module)
+        if torch.compiler.is_compiling():
+            return self._run_compiled(region, forward, args, kwargs)
+        if not self.enabled and self._thread.run is None:  # a replay goes by what its forward went by
+            if self.watch is not None and not region.name:
+                self.watch.forward_without_plan()
+            return forward(*args, **kwargs)
+        if region.name:
+            return self._run_eagerly(region, module, forward, args, kwargs)
+        if self.watch is not None and self.enabled and torch.is_grad_enabled():
+            self.watch.forward_begins()
+        run = ForwardRun(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
+        output = self._run_in(run, self._run_eagerly, (region, module, forward, args, kwargs), {})
+        if run.decisions.moves is not None:
+            run.decisions.moves.end_of_forward(output)
+        return output
+
+    def _decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
+        """Those for the model's inputs. Where they are larger than any plan was made for, that takes a while."""
+        if not self.enabled:
+            return NO_DECISIONS
+        return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
+
+    def _run_eagerly(
+        self, region: PatchedModule, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        run = self._thread.run or ForwardRun(self.decisions if self.enabled else NO_DECISIONS)
+        nth, moves = run.count(region.name), run.decisions.moves
+        if moves is None:
+            return self._run_nth(run, region, module, nth, forward, args, kwargs)
+        caller = moves.set_aside()
+        try:
+            return self._run_nth(run, region, module, nth, forward, args, kwargs)
+        finally:
+            moves.resume(caller)
+
+    def _run_nth(
+        self,
+        run: ForwardRun,
+        region: PatchedModule,
+        module: nn.Module,
+        nth: int,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not torch.is_grad_enabled() or _compat.under_functorch():
+            return forward(*args, **kwargs)
+        levels = run.decisions.levels(region.name, nth)
+        if run.is_in_other_checkpoint():
+            levels = self._anywhere.get(region.name, ()) if self.enabled else ()
+        forward = self._measured(region, forward, args) if levels else forward
+        return self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
+
+    def _hooks_for_inputs(
+        self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
+    ) -> Hooks | None:
+        moves = run.decisions.moves
+        return None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
+
+    def _run_innermost(
+        self,
+        run: ForwardRun,
+        region: PatchedModule,
+        nth: int,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        moves = run.decisions.moves
+        with (moves and moves.counting(region.name, nth)) or nullcontext():
+            return forward(*args, **kwargs)
+
+    def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
+        if region.name not in self.decisions.regions or not self.enabled or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return self._checkpointed(forward, args, kwargs)
+
+    def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
+        region.num_replays += 1
+        if not region.inner_paths:
+            return region.plain_forward(module)(*args, **kwargs)
+        return self._run_in(ForwardRun(NO_DECISIONS).inside(frozenset()), region.plain_forward(module), args, kwargs)
+
+    def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
+        """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""
+        if not self.is_removed:
+            return nullcontext()
+        prefix = f"{region.name}." if region.name else ""
+        return ReappliedPatches(
+            [r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch
+        )
+
+    def _segments(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(region.paths for region in self.plan.regions if region.more)
+
+    def _stores(self) -> list[ActivationStore]:
+        return [store for moves in self._all_moves for store in moves.stores.values()]
+
+    def report(
+        self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
+    ) -> Report:
+        """As `Plan.report`, with what was measured on this model."""
+        slowdown = self.measured_slowdown
+        return self.plan.report(
+            path,
+            measured_peak_bytes=self.measured_peak_bytes,
+            measured_step_s=None if slowdown is None else self.plan.step_s * (1 + slowdown),
+            candidates=self.candidates,
+            frontier=frontier,
+            time_limit_s=time_limit_s,
+        )
+
+    def __str__(self) -> str:
+        tried = [trials_table(self.candidates)] if len(self.candidates) > 1 else []
+        return "\n".join([str(self.plan), *tried, f"({'on' if self.enabled else 'off'})"])
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
+    """Carry out a plan on a live model, in place and reversibly."""
+    if plan.engine != "eager":
+        raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
+    refuse_other_checkpointing(model)
+    return AppliedPlan(model, plan)

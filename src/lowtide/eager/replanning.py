@@ -1,0 +1,526 @@
+"""Whether a plan was made for this model.
+
+Inputs that vary: which plan a forward of the model goes by.
+
+A plan holds for the inputs it was made for and for smaller ones. What is larger is planned for when it is first seen,
+rounded up in those dimensions that have grown, so that each bucket of shapes is planned for once.
+
+Plans made while training: for larger inputs, or for less memory.
+
+Both come from traces on fake tensors, which allocate nothing on the device. A forward of the model shows its inputs but
+not the batch they were made from, so `loss_fn` cannot be traced there. What is traced instead is a twin of the model,
+with module objects of its own so that the live one is not touched, and a loss that adds up its outputs; what the true
+loss takes beside the model is taken from the first trace, in proportion to the inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.eager.calls import Decisions
+from lowtide.eager.handle import plain_forward_of
+from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Plan, PlannedModule
+from lowtide.replay.arguments import map_tensors, tensors_in
+from lowtide.solvers.compression import lossy_codecs
+from lowtide.solvers.solve import ShortlistedPlan, shortlist, solve
+from lowtide.tracing.trace import output_sum_loss, trace
+from lowtide.units import check_seconds, format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.eager.plan_handle import AppliedPlan
+
+
+def matching_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+    """The model's modules by path. Raises `PlanError` with what differs if the plan was made for another model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    recomputed = [path for region in plan.regions for path in region.paths]
+    paths = dict.fromkeys(recomputed + [move.path for move in plan.moves] + list(plan.choosers))
+    missing = [path for path in paths if path not in modules]
+    if missing:
+        raise PlanError(
+            f"the plan recomputes, moves or keeps values of {missing[0]!r}, and this model has no such module: it is "
+            f"for another. {len(missing)} of its {len(paths)} modules are missing, such as {', '.join(missing[:3])}"
+        )
+    for planned in plan.modules:
+        if planned.path in modules:
+            difference = _difference(planned, modules[planned.path])
+            if difference is not None:
+                raise PlanError(
+                    f"the plan was made for another model: {planned.path or 'the model'} {difference}. "
+                    "Plan for this one: lowtide.plan(model, ...)"
+                )
+    if plan.graph is not None:
+        plan.calls(plan.graph)  # raises where a region cannot be recomputed
+    return modules
+
+
+def with_parameters(plan: Plan, model: nn.Module) -> Plan:
+    """The plan, with the parameters of the modules it is about, so that it can tell a model of another size."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen = tuple(
+        replace(planned, num_parameters=count, num_elements=elements)
+        for planned in plan.modules
+        for count, elements in [_parameters(modules[planned.path])]
+    )
+    return replace(plan, modules=seen)
+
+
+def _difference(planned: PlannedModule, module: nn.Module) -> str | None:
+    # Some wrap a module by a class derived from its own (FSDP2, parametrizations): it is still that module.
+    if planned.kind not in {kind.__name__ for kind in type(module).__mro__}:
+        return f"was a {planned.kind} and is a {type(module).__name__} here"
+    count, elements = _parameters(module)
+    if not count or not planned.num_parameters or (count, elements) == (planned.num_parameters, planned.num_elements):
+        return None
+    return (
+        f"had {planned.num_parameters} parameters of {planned.num_elements:,} elements and has {count} of {elements:,}"
+    )
+
+
+def _parameters(module: nn.Module) -> tuple[int, int]:
+    """How many there are and their elements; (0, 0) where they are sharded, and what is here is a part."""
+    parameters = list(module.parameters())
+    if any(_compat.is_sharded(parameter) for parameter in parameters):
+        return 0, 0
+    return len(parameters), sum(parameter.numel() for parameter in parameters)
+
+
+logger = logging.getLogger("lowtide")
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_MOST_PLANS = 16
+_MOST_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class PlannedInputs:
+    """A plan, the inputs of the model that it holds for, and the arguments of `loss_fn`; its graph where there is one.
+
+    `inputs` is empty where nobody knows.
+    """
+
+    plan: Plan
+    decisions: Decisions
+    inputs: tuple[Shapes, ...] = ()
+    arguments: tuple[Shapes, ...] = ()
+    graph: StepGraph | None = None
+
+
+@dataclass(frozen=True)
+class Replan:
+    """Inputs that were larger than any plan was made for. `is_new` is False where the old plan stayed in force."""
+
+    seen: Shapes
+    planned_for: Shapes
+    is_new: bool
+    seconds: float
+
+
+class ShapePlans:
+    """The plans of a handle, by the inputs they are for."""
+
+    hidden_from_replay = True
+
+    def __init__(self, handle: AppliedPlan, first: PlannedInputs) -> None:
+        self.planner: Planner | None = None  # who plans again; None: nobody
+        self.replans: list[Replan] = []
+        self._handle = handle
+        self._planned = [first]
+        self._chosen: dict[Shapes, PlannedInputs] = {}
+        self._lock = threading.RLock()
+        self._has_warned = False
+
+    @property
+    def all(self) -> list[PlannedInputs]:
+        return list(self._planned)
+
+    def become(self, planned: list[PlannedInputs]) -> None:
+        """Other plans in place of those there are. Forwards that have begun go on by theirs."""
+        with self._lock:
+            self._planned = planned
+            self._chosen.clear()
+
+    def decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
+        """The decisions for a forward of the model with these inputs; never an error."""
+        if not self._planned[0].inputs:
+            return self._handle.decisions  # nobody knows what they are for
+        seen = shapes_of((args, kwargs))
+        found = self._chosen.get(seen)
+        if found is None:
+            with self._lock:
+                found = self._choose(seen, args, kwargs)
+        self._handle.plan = found.plan
+        return found.decisions
+
+    def for_arguments(self, seen: Shapes) -> PlannedInputs | None:
+        """The plan made for such arguments of `loss_fn`, or for larger ones."""
+        return _smallest([p for p in self._planned if any(covers(shapes, seen) for shapes in p.arguments)])
+
+    def largest(self) -> PlannedInputs:
+        return max(self._planned, key=_elements)
+
+    def add(self, planned: PlannedInputs, seen: Shapes, before: Shapes, target: Shapes, seconds: float) -> None:
+        """One more plan, for up to `target`. A warning says that what was `seen` is larger than there was `before`."""
+        with self._lock:
+            self._planned.append(planned)
+            self._chosen.clear()
+        plan, budget_bytes = planned.plan, self.planner.budget_bytes if self.planner is not None else 0
+        self.replans.append(Replan(seen, target, True, seconds))
+        logger.warning(
+            "inputs of %s are larger than the plan is for (%s): planned again, for up to %s, in %s; peak %s predicted, "
+            "%s %s; %.1f %% slower predicted",
+            describe_shapes(seen),
+            describe_shapes(before),
+            describe_shapes(target),
+            format_seconds(seconds),
+            format_bytes(plan.peak_bytes),
+            "within" if plan.peak_bytes <= budget_bytes else "the least there is, and more than",
+            format_bytes(budget_bytes),
+            100 * plan.slowdown,
+        )
+
+    def _choose(self, seen: Shapes, args: Any, kwargs: dict[str, Any]) -> PlannedInputs:
+        found = _smallest([p for p in self._planned if any(covers(shapes, seen) for shapes in p.inputs)])
+        if found is None:
+            if self.planner is None:
+                self._warn_once(seen)
+                found = self.largest()
+            elif is_traced((args, kwargs)):
+                return self.largest()  # a trace, a transform, a capture: not the moment to plan
+            else:
+                found = self._plan_again(self.planner, seen, args, kwargs)
+        if len(self._chosen) >= _MOST_REMEMBERED:
+            self._chosen.clear()
+        self._chosen[seen] = found
+        return found
+
+    def _plan_again(self, planner: Planner, seen: Shapes, args: Any, kwargs: dict[str, Any]) -> PlannedInputs:
+        largest, start = self.largest(), time.perf_counter()
+        if len(self._planned) >= _MOST_PLANS:
+            return self._stay(largest, seen, f"there are {_MOST_PLANS} plans already", start)
+        target = rounded_up(seen, largest.inputs[-1])
+        try:
+            plan, graph, target = planner.for_inputs(target, seen, args, kwargs)
+            planned = PlannedInputs(plan, self._handle.take_in(plan), (target,), (), graph)
+        except Exception as error:  # whatever it is, the user's forward has to go on
+            return self._stay(largest, seen, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", start)
+        self.add(planned, seen, largest.inputs[-1], target, time.perf_counter() - start)
+        return planned
+
+    def _stay(self, largest: PlannedInputs, seen: Shapes, why: str, start: float) -> PlannedInputs:
+        logger.warning(
+            "inputs of %s are larger than the plan is for (%s), and could not be planned for (%s): the plan stays in "
+            "force, and its peak may not hold",
+            describe_shapes(seen),
+            describe_shapes(largest.inputs[-1]),
+            why,
+        )
+        self.replans.append(Replan(seen, seen, False, time.perf_counter() - start))
+        same = replace(largest, inputs=(seen,), arguments=())
+        self._planned.append(same)
+        return same
+
+    def _warn_once(self, seen: Shapes) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "inputs of %s are larger than those the plan was made for (%s): its peak of %s may not hold. "
+                "lowtide.fit plans again for larger inputs",
+                describe_shapes(seen),
+                describe_shapes(self._planned[0].inputs[-1]),
+                format_bytes(self._planned[0].plan.peak_bytes),
+            )
+
+
+def shapes_of(tree: Any) -> Shapes:
+    """The shapes of the tensors in nested arguments, in order."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(tree))
+
+
+def num_elements(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def covers(planned: Shapes, seen: Shapes) -> bool:
+    """Whether the same tensors came, none of them larger in any dimension.
+
+    >>> covers(((8, 128),), ((4, 128),)), covers(((8, 128),), ((4, 256),))
+    (True, False)
+    """
+    return len(planned) == len(seen) and all(
+        len(a) == len(b) and all(have >= size for have, size in zip(a, b, strict=True))
+        for a, b in zip(planned, seen, strict=True)
+    )
+
+
+def rounded_up(seen: Shapes, planned: Shapes) -> Shapes:
+    """`seen`, with each dimension that has outgrown `planned` rounded up to a power of two or one and a half of one.
+
+    >>> rounded_up(((8, 200),), ((16, 128),))
+    ((8, 256),)
+    """
+    if [len(shape) for shape in seen] != [len(shape) for shape in planned]:
+        return seen
+    return tuple(
+        tuple(_bucket(size) if size > have else size for size, have in zip(shape, known, strict=True))
+        for shape, known in zip(seen, planned, strict=True)
+    )
+
+
+def _bucket(size: int) -> int:
+    power = 1 << (size - 1).bit_length()
+    return power * 3 // 4 if size <= power * 3 // 4 else power
+
+
+def describe_shapes(shapes: Shapes) -> str:
+    """
+    >>> in_words(((8, 128), ()))
+    '8 x 128, a number'
+    """
+    shown = [" x ".join(map(str, shape)) or "a number" for shape in shapes[:3]]
+    return ", ".join([*shown, "..."] if len(shapes) > 3 else shown) or "unknown shapes"
+
+
+@contextmanager
+def recorded_input_shapes(model: nn.Module) -> Iterator[list[Shapes]]:
+    """The shapes that the model is called with inside the block, each once."""
+    seen: list[Shapes] = []
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        shapes = shapes_of((args, kwargs))
+        if shapes not in seen:
+            seen.append(shapes)
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        seen.sort(key=num_elements)
+
+
+def is_traced(inputs: Any) -> bool:
+    """Whether a trace, a torch.func transform or a CUDA graph capture is running, rather than a step."""
+    if _compat.under_functorch() or _compat.num_dispatch_modes() > 0:
+        return True
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    return any(type(tensor) not in _compat.PLAIN_TYPES or tensor.is_meta for tensor in tensors_in(inputs))
+
+
+def _elements(planned: PlannedInputs) -> int:
+    return max(map(num_elements, planned.inputs), default=0)
+
+
+def _smallest(planned: list[PlannedInputs]) -> PlannedInputs | None:
+    return min(planned, key=_elements, default=None)
+
+
+def tensor_spec(tensor: Tensor) -> Tensor:
+    """What is kept of a tensor to make one like it later: shape and type, and whole numbers on the host."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def tensor_from_spec(kept: Tensor, device: torch.device) -> Tensor:
+    """A tensor like the one that was remembered. Random states are as before."""
+    if not kept.is_meta:
+        return kept.to(device, copy=True)
+    if device.type == "meta":
+        return kept
+    generator = torch.Generator(device).manual_seed(0)
+    made = torch.randn(kept.shape, dtype=kept.dtype, device=device, generator=generator)
+    return made.requires_grad_(kept.requires_grad)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What plans may use beside the device, and for how long one is searched for."""
+
+    host: int | str = 0
+    disk: int | str = 0
+    lossy: Any = None
+    time_limit_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        # What cannot be read is an error now, before anything is traced.
+        parse_bytes(self.host)
+        parse_bytes(self.disk)
+        lossy_codecs(self.lossy)
+        check_seconds(self.time_limit_s, "time_limit_s")
+
+    def solve(self, graph: StepGraph, budget: int | str) -> Plan:
+        limit_s = self.time_limit_s
+        return solve(graph, budget, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
+
+    def candidates(
+        self, graph: StepGraph, budget_bytes: int
+    ) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+        """See `lowtide.solvers.solve`."""
+        limit_s = self.time_limit_s
+        return shortlist(graph, budget_bytes, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
+
+    def tightest(self, graph: StepGraph) -> Plan:
+        """The plan of the smallest peak."""
+        return self.solve_or_tightest(graph, 1)
+
+    def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        try:
+            return self.solve(graph, budget_bytes)
+        except InfeasibleBudgetError as error:
+            return self.solve(graph, error.floor_bytes)
+
+
+class Planner:
+    """Makes further plans for a model that has one.
+
+    `correction_bytes` is by how much the measured peak was above the predicted one, `base` the graph of the first plan
+    and `base_inputs` what the model was called with in it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: StepGraph,
+        base_inputs: Shapes,
+        *,
+        budget_bytes: int,
+        limits: Limits,
+        correction_bytes: int,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.limits = limits
+        self._model, self._optimizer = model, optimizer
+        self._correction_bytes = correction_bytes
+        self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
+
+    def for_inputs(
+        self, target: Shapes, seen: Shapes, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Plan, StepGraph, Shapes]:
+        """A plan for the model called with tensors of `target` shapes; of those `seen`, where those do not go.
+
+        Gives the plan, its graph, and the shapes it is for.
+        """
+        inputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
+        graph, target = _first_that_works(target, seen, inputs, lambda inputs: self._trace_twin(*inputs))
+        beside = self._outside_bytes * num_elements(target) // self._base_elements
+        graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes + beside)
+        return *self._plan(graph, target), target
+
+    def for_arguments(
+        self, target: Shapes, seen: Shapes, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]
+    ) -> tuple[Plan, StepGraph, Shapes, list[Shapes]]:
+        """A plan for `loss_fn(*args)`, with tensors of `target` shapes if those go; the model must run plainly.
+
+        Gives the plan, its graph, the shapes of the arguments it is for, and those that the model is called with.
+        """
+
+        def traced(args: Any) -> tuple[StepGraph, list[Shapes]]:
+            with recorded_input_shapes(self._model) as inputs:
+                graph = trace(self._model, loss_fn, *args, optimizer=self._optimizer, mode="fake")
+            return graph, inputs
+
+        (graph, inputs), target = _first_that_works(target, seen, args, traced)
+        graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes)
+        return *self._plan(graph, inputs[-1] if inputs else ()), target, inputs
+
+    def _plan(self, graph: StepGraph, inputs: Shapes) -> tuple[Plan, StepGraph]:
+        plan = self.limits.solve_or_tightest(graph, self.budget_bytes)
+        return replace(with_parameters(plan, self._model), input_shapes=inputs), graph
+
+    def _trace_twin(self, args: Any, kwargs: dict[str, Any]) -> StepGraph:
+        twin = copy_without_plans(self._model)
+
+        def stand_in(args: Any, kwargs: dict[str, Any]) -> Tensor:
+            with _uncached_autocast(next(twin.parameters()).device.type):
+                return output_sum_loss(twin(*args, **kwargs))
+
+        return trace(twin, stand_in, args, kwargs, optimizer=self._optimizer, mode="fake")
+
+
+def copy_without_plans(model: nn.Module) -> nn.Module:
+    """The model with module objects of its own, without plans on them, over the same memory.
+
+    Whatever a trace puts into its slots, the model does not see; nor are the model's gradients and hooks touched.
+    """
+    tensors: dict[int, Tensor] = {}
+    for module in _compat.submodules(model):
+        for slots in _compat.module_tensors(module):
+            for tensor in slots.values():
+                if tensor is not None and type(tensor) in _compat.PLAIN_TYPES:
+                    tensors[id(tensor)] = _alias(tensor)
+    twins: dict[nn.Module, nn.Module] = {}
+    twin = _compat.module_replica(model, twins, tensors)
+    for module, other in twins.items():
+        forward = plain_forward_of(module)
+        if forward is not None:
+            raise LowtideError(f"{type(module).__name__} has a forward of its own, bound to it")
+        vars(other).pop("forward", None)
+    return twin
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.data  # not detach(): that would share its version counter, which a trace puts back
+    alias = nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
+    if tensor.grad is not None:
+        alias.grad = tensor.grad.data  # so that the trace knows of it, and accumulates
+    return alias
+
+
+def _first_that_works(target: Shapes, seen: Shapes, args: Any, traced: Callable[[Any], Any]) -> tuple[Any, Shapes]:
+    """A trace of arguments in the `target` shapes; of those they have, where the step does not take others."""
+    if target != seen:
+        shapes = iter(target)
+
+        def enlarged(tensor: Tensor) -> Tensor:
+            shape = next(shapes)
+            if shape == tuple(tensor.shape):
+                return tensor
+            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+        try:
+            return traced(map_tensors(enlarged, args)), target
+        except Exception:  # a table of positions that ends, say
+            pass
+    return traced(args), seen
+
+
+def _uncached_autocast(kind: str) -> Any:
+    """Autocast as it is here, but with casts that nobody remembers: the cache is the forward's around us."""
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+def _bytes_outside(graph: StepGraph) -> int:
+    """Bytes made outside of the model's forward and its backward, by the loss: all of them, a little more than live."""
+
+    def is_outside(op: int) -> bool:
+        if op >= graph.num_forward:
+            op = graph.ops[op].forward_op
+            if op < 0:
+                return False
+        call = graph.ops[op].call
+        while call >= 0 and graph.calls[call].parent >= 0:
+            call = graph.calls[call].parent
+        return call < 0 or graph.calls[call].path != ""
+
+    made = (value for value in graph.values if value.kind == "activation" and value.born >= 0)
+    return sum(value.bytes for value in made if is_outside(value.born))

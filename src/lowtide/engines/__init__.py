@@ -1,1 +1,0 @@
-"""Decisions carried out on a live model."""

@@ -1,0 +1,180 @@
+"""A `StepGraph` as JSON: columns rather than records, names written once, so that thousands of ops stay small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from typing import Any
+
+from lowtide.errors import GraphError
+from lowtide.graph.step_graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
+
+FORMAT = "lowtide step graph"
+VERSION = 3
+
+# Fields of a device, and of an op or a call, that older files of this version do not have: they get their defaults.
+_LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
+_DROPPED = {"forward_dispatch_factor"}  # of a device: older files have it, and it is ignored
+
+_LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
+
+_RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
+_SCALARS: dict[str, type[Any]] = {
+    "num_forward": int,
+    "optimizer_state_bytes": int,
+    "optimizer_workspace_bytes": int,
+    "other_bytes": int,
+    "step_s": float,
+    "is_measured": bool,
+}
+
+
+def write_graph(graph: StepGraph) -> str:
+    return json.dumps(encode(graph), separators=(",", ":"))
+
+
+def encode(graph: StepGraph) -> dict[str, Any]:
+    """The graph as what JSON can hold."""
+    names: dict[str, int] = {}
+
+    def number(item: Any) -> Any:
+        return names.setdefault(item, len(names)) if isinstance(item, str) else item
+
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    for part, record in _RECORDS.items():
+        rows = getattr(graph, part)
+        content[part] = {f.name: [_encode(getattr(row, f.name), number) for row in rows] for f in fields(record)}
+    content |= {name: getattr(graph, name) for name in _SCALARS}
+    content |= {"hardware": asdict(graph.hardware), "notes": list(graph.notes), "versions": graph.versions}
+    content["names"] = list(names)
+    return content
+
+
+def read_graph(text: str) -> StepGraph:
+    return decode(parse_json(text, FORMAT, GraphError))
+
+
+def decode(content: Any) -> StepGraph:
+    """The graph that `encode` gave. Raises `GraphError` where it is damaged."""
+    content = checked_object(content, FORMAT, VERSION, GraphError)
+    try:
+        names = _strings(content["names"])
+        parts: dict[str, Any] = {p: tuple(_rows(content[p], record, names)) for p, record in _RECORDS.items()}
+        scalars: dict[str, Any] = {name: _number(content[name], kind, name) for name, kind in _SCALARS.items()}
+        hardware = decode_hardware(content["hardware"])
+        versions = content["versions"]
+        if not isinstance(versions, dict):
+            raise ValueError("versions are not names and versions")
+        return StepGraph(
+            **parts,
+            **scalars,
+            hardware=hardware,
+            notes=tuple(_strings(content["notes"])),
+            versions=dict(zip(versions, _strings(list(versions.values())), strict=True)),
+        )
+    except GraphError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        cause = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise GraphError(f"damaged step graph: {cause}") from error
+
+
+def parse_object(text: str, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
+    """The JSON object in `text`, if it says it is a `form` of this `version`."""
+    return checked_object(parse_json(text, form, error), form, version, error)
+
+
+def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as cause:
+        raise error(f"not a {form}: it is not JSON ({str(cause)[:100]})") from cause
+
+
+def checked_object(content: Any, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
+    """`content`, if it is an object that says it is a `form` of this `version`."""
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise error(f"not a {form}: it does not say that it is one")
+    if content.get("version") != version:
+        raise error(
+            f"this {form} has version {content.get('version')!r}, and this lowtide reads version {version}. "
+            "Make it again, or read it with the lowtide that wrote it."
+        )
+    return content
+
+
+def _encode(item: Any, number: Callable[[Any], Any]) -> Any:
+    return [number(each) for each in item] if isinstance(item, tuple) else number(item)
+
+
+def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
+    known = {f.name for f in fields(record)}
+    if not isinstance(columns, dict) or not known - _LATER_COLUMNS <= columns.keys() <= known:
+        raise ValueError(f"the columns of {record.__name__} are not those of version {VERSION}")
+    if any(not isinstance(column, list) for column in columns.values()):
+        raise ValueError(f"a column of {record.__name__} is no list")
+    if len({len(column) for column in columns.values()}) > 1:
+        raise ValueError(f"the columns of {record.__name__} differ in length")
+    wanted = [f for f in fields(record) if f.name in columns]
+    decoded = [_column(columns[f.name], str(f.type), names, f.name) for f in wanted]
+    kept = [f.name for f in wanted]
+    return (record(**dict(zip(kept, row, strict=True))) for row in zip(*decoded, strict=True))
+
+
+def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[Any]:
+    if kind == "str":
+        return [names[_index(item, names)] for item in column]
+    if kind == "int":
+        return [_number(item, int, label) for item in column]
+    if kind == "float":
+        return [_number(item, float, label) for item in column]
+    if any(not isinstance(item, list) for item in column):
+        raise ValueError(f"{label} holds something that is no list")
+    if kind == "tuple[int, ...]":
+        return [tuple(_number(each, int, label) for each in item) for item in column]
+    flags = [tuple(names[_index(each, names)] for each in item) for item in column]
+    unknown = {flag for item in flags for flag in item} - set(FLAGS)
+    if unknown:
+        raise ValueError(f"unknown flags {sorted(unknown)}")
+    return flags
+
+
+def _index(item: Any, names: list[str]) -> int:
+    if type(item) is not int or not 0 <= item < len(names):
+        raise ValueError(f"{item!r} is not the number of a name")
+    return item
+
+
+def _number(item: Any, kind: type[Any], label: str) -> Any:
+    accepted = (int, float) if kind is float else (kind,)
+    if type(item) not in accepted:
+        raise ValueError(f"{label} is {item!r}, not {kind.__name__}")
+    if type(item) is int and not -_LARGEST <= item < _LARGEST:
+        raise ValueError(f"{label} is a number of {len(str(item))} digits")
+    number = kind(item)
+    if kind is float and not (0 <= number < float("inf")):
+        raise ValueError(f"{label} is {number}, not a number of seconds or bytes")
+    return number
+
+
+def _strings(items: Any) -> list[str]:
+    if not isinstance(items, list):
+        raise ValueError(f"there is {type(items).__name__} where a list of names belongs")
+    found = list(items)
+    if any(not isinstance(item, str) for item in found):
+        raise ValueError("a name is no text")
+    return found
+
+
+def decode_hardware(content: Any) -> Hardware:
+    """The device that `asdict` gave. Raises `ValueError` where it is damaged."""
+    kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
+    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() - _DROPPED <= kinds.keys():
+        raise ValueError("hardware does not have the fields of a device")
+    content = {key: item for key, item in content.items() if key not in _DROPPED}
+    name = _strings([content["name"]])[0]
+    numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
+    if any(number < 0 for number in numbers.values()):
+        raise ValueError("a number of the hardware is below 0")
+    return Hardware(name, **numbers)

@@ -1,0 +1,116 @@
+"""A `Plan` as JSON, with a version; read back with every field checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from lowtide.errors import GraphError, PlanError
+from lowtide.graph.graph_json import decode, decode_hardware, encode, parse_object
+from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
+
+FORMAT = "lowtide plan"
+VERSION = 4
+_LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
+_LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack: they get their defaults
+    Recompute: {"more": ()},
+    Plan: {"choosers": [], "measured_peak_bytes": None, "measured_step_s": None, "measured_plain_s": None},
+}
+_DROPPED: dict[type[Any], set[str]] = {
+    Recompute: {"skip_ops"}
+}  # fields that older files of this version have, and that are ignored
+_RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": ValueRow}
+
+
+def write_plan(plan: Plan, with_graph: bool) -> str:
+    content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
+    content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
+    return json.dumps(content, separators=(",", ":"))
+
+
+def read_plan(text: str) -> Plan:
+    content = parse_object(text, FORMAT, VERSION, PlanError)
+    del content["format"], content["version"]
+    known = {field.name: str(field.type) for field in fields(Plan)}
+    content = {**_LATER[Plan], **content}
+    if set(content) != set(known):
+        odd = sorted(set(content) ^ set(known))
+        raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
+    try:
+        for name, record in _RECORDS.items():
+            content[name] = tuple(_record(row, record) for row in _list(content[name], name))
+        content["input_shapes"] = tuple(
+            _scalar(shape, "tuple[int, ...]", "input_shapes")
+            for shape in _list(content["input_shapes"], "input_shapes")
+        )
+        content["hardware"] = decode_hardware(content["hardware"])
+        versions = content["versions"]
+        if not isinstance(versions, dict) or not all(
+            isinstance(item, str) for pair in versions.items() for item in pair
+        ):
+            raise ValueError("versions are not names and versions")
+        for name, kind in known.items():
+            if kind.removesuffix(" | None") in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
+                content[name] = _scalar(content[name], kind, name)
+        content["graph"] = None if content["graph"] is None else decode(content["graph"])
+        plan = Plan(**content)
+    except (PlanError, GraphError) as error:
+        raise PlanError(f"damaged plan: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise PlanError(f"damaged plan: {error}") from error
+    _check(plan)
+    return plan
+
+
+def _record(row: Any, record: type[Any]) -> Any:
+    kinds = {field.name: str(field.type) for field in fields(record)}
+    needed = set(kinds) - _LATER.get(record, {}).keys()
+    if not isinstance(row, dict) or not needed <= set(row) - _DROPPED.get(record, set()) <= set(kinds):
+        raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
+    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items() if name in row})
+
+
+def _list(items: Any, name: str) -> list[Any]:
+    if not isinstance(items, list):
+        raise ValueError(f"{name} is no list")
+    return items
+
+
+def _scalar(item: Any, kind: str, name: str) -> Any:
+    if kind == "tuple[tuple[str, int], ...]":
+        pairs = [_list(each, name) for each in _list(item, name)]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"{name} holds something that is no path and number of a call")
+        return tuple((_scalar(path, "str", name), _scalar(nth, "int", name)) for path, nth in pairs)
+    if kind in ("tuple[int, ...]", "tuple[str, ...]"):
+        return tuple(_scalar(each, kind[6:9], name) for each in _list(item, name))
+    if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
+        return float(item)
+    if kind == "int" and type(item) is int and 0 <= item < _LARGEST:
+        return item
+    if kind.endswith("| None"):
+        return None if item is None else _scalar(item, kind.removesuffix(" | None"), name)
+    if kind == "str" and isinstance(item, str):
+        return item
+    raise ValueError(f"{name} is {str(item)[:50]!r}, not a {kind} of 0 or more, within bounds")
+
+
+def _check(plan: Plan) -> None:
+    """Raise unless the plan agrees with itself."""
+    paths = [(region.path, region.nth, region.more) for region in plan.regions]
+    if len(set(paths)) < len(paths):
+        raise PlanError("damaged plan: a module is recomputed twice")
+    if list(plan.keeps) != sorted(set(plan.keeps)):
+        raise PlanError("damaged plan: ops to keep are not in order, or there twice")
+    if (
+        plan.peak_bytes > plan.budget_bytes > 0
+        and not (plan.measured_peak_bytes or plan.peak_bytes) <= plan.budget_bytes
+    ):
+        raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
+    if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
+        raise PlanError("damaged plan: its bound is above what it costs")
+    if plan.graph is not None and plan.graph.fingerprint != plan.fingerprint:
+        raise PlanError(
+            f"damaged plan: it was made for the graph {plan.fingerprint!r} and comes with {plan.graph.fingerprint!r}"
+        )

@@ -1,0 +1,164 @@
+"""Choices that ops make by their numbers: made once in the forward, and the same in every replay.
+
+A router picks the experts of a token with `topk`. A replay computes the scores again, and where kernels are not
+deterministic a near tie may go to another expert: the gradients would be those of another function, and with
+`grouped_mm` no shape tells. So the integer outputs of such ops (`topk`, `sort`, `argmax`, `nonzero`, ...) are kept, one
+small copy of each, and a replay returns them again. Whatever is derived from them is then the same too.
+
+Choices are kept in a `IndexChoiceLog`, in the order in which the outermost region makes them. A region inside it notes
+where in the log it begins, so that its own replay and that of the region around it find the same choices. Only the
+modules whose own ops choose run under a dispatch mode, and only inside of regions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowtide import _compat
+from lowtide.replay.divergence import ReplayError
+from lowtide.replay.op_facts import facts_of
+
+
+class IndexChoice(NamedTuple):
+    """What an op chose: all that it gave, in parts, with None for floating-point ones, and how to put that together."""
+
+    op: Any
+    parts: list[Tensor | None]
+    build: Callable[[list[Any]], Any]
+
+
+IndexChoiceLog = list[IndexChoice]
+
+
+class _Cursor:
+    """Where a thread is in a log. A forward that comes to its end adds to it, a replay must not."""
+
+    __slots__ = ("is_choosing", "is_replay", "log", "position")
+
+    def __init__(self, log: IndexChoiceLog, position: int, *, is_replay: bool) -> None:
+        self.log, self.position, self.is_replay = log, position, is_replay
+        self.is_choosing = False  # whether the mode is in force already
+
+
+class _CurrentLog(threading.local):
+    cursor: _Cursor | None = None
+
+
+_now = _CurrentLog()
+
+
+def begin() -> tuple[IndexChoiceLog, int]:
+    """The log of a region that begins now, and its place there: in that of the region around it, if there is one."""
+    cursor = _now.cursor
+    return ([], 0) if cursor is None else (cursor.log, cursor.position)
+
+
+def recording(log: IndexChoiceLog, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a region, whose choices are added to `log`."""
+    if _now.cursor is not None:  # it is the log of the region around this one
+        return forward(*args, **kwargs)
+    return _at(_Cursor(log, 0, is_replay=False), forward, args, kwargs)
+
+
+def replaying(log: IndexChoiceLog, start: int, replay: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the replay of a region that began at `start` in `log`, with the choices of its forward."""
+    return _at(_Cursor(log, start, is_replay=True), replay, args, kwargs)
+
+
+def _at(cursor: _Cursor, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    before, _now.cursor = _now.cursor, cursor
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _now.cursor = before
+
+
+def choosing(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a module that chooses; outside of regions as it is."""
+    cursor = _now.cursor
+    if cursor is None or cursor.is_choosing:
+        return forward(*args, **kwargs)
+    cursor.is_choosing = True
+    try:
+        with _IndexChoiceMode(cursor):
+            return forward(*args, **kwargs)
+    finally:
+        cursor.is_choosing = False
+
+
+class _IndexChoiceMode(_compat.DispatchMode):
+    """Keeps the choices of a forward, and returns them in its replays."""
+
+    def __init__(self, cursor: _Cursor) -> None:
+        super().__init__()
+        self._cursor = cursor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, cursor = kwargs or {}, self._cursor
+        if _now.cursor is not cursor or not _chooses(func):  # ops of a replay inside are not the region's
+            return func(*args, **kwargs)
+        number, cursor.position = cursor.position, cursor.position + 1
+        if number < len(cursor.log):
+            return _chosen_before(cursor.log[number], func, args, kwargs)
+        if cursor.is_replay:
+            raise _differs(func, "the forward made no choice there")
+        output = func(*args, **kwargs)
+        parts, build = _compat.flattened(output)
+        with _compat.bare_kernels():  # copies, as the model may write to its own
+            copies = [None if part.is_floating_point() else part.clone() for part in parts]
+        cursor.log.append(IndexChoice(func, copies, build))
+        return output
+
+
+def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives in a replay, with its choice in the forward."""
+    if choice.op is not func:
+        raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
+    if None not in choice.parts and "random" not in facts_of(func).flags:
+        with _compat.bare_kernels():
+            return choice.build([part.clone() for part in choice.parts if part is not None])
+    output = func(*args, **kwargs)
+    parts, _ = _compat.flattened(output)
+    with _compat.bare_kernels():
+        for part, kept in zip(parts, choice.parts, strict=True):
+            if kept is not None and part.shape != kept.shape:
+                raise _differs(func, f"it gives {list(part.shape)}, and gave {list(kept.shape)} in the forward")
+            if kept is not None:
+                part.copy_(kept)
+        if len(parts) == 2 and choice.parts[0] is None and choice.parts[1] is not None:
+            parts[0].copy_(_values_at(choice.parts[1], func, args, kwargs))
+    return output
+
+
+def _values_at(indices: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The values that topk, sort, max and the like give along with `indices`."""
+    source, names = args[0], facts_of(func).argument_names
+    if not source.dim():
+        return source
+    at = names.index("dim")
+    dim = args[at] if at < len(args) else kwargs.get("dim", -1)
+    is_reduced = indices.dim() < source.dim()
+    found = source.gather(dim, indices.unsqueeze(dim) if is_reduced else indices)
+    return found.squeeze(dim) if is_reduced else found
+
+
+def _differs(func: Any, finding: str) -> ReplayError:
+    return ReplayError(
+        f"{facts_of(func).name} chooses otherwise in a replay: {finding}. The region does other things than its "
+        "forward did: is one of its kernels not deterministic?"
+    )
+
+
+_known: dict[int, bool] = {}  # by the id of an op, which lives as long as torch does and takes long to hash
+
+
+def _chooses(func: Any) -> bool:
+    known = _known.get(id(func))
+    if known is None:
+        is_known = _compat.is_op_with_schema(func)
+        known = _known[id(func)] = is_known and "index" in facts_of(func).flags
+    return known

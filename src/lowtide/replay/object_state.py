@@ -1,0 +1,304 @@
+"""Objects that change without a name being bound: lists, dicts, sets, deques, other objects, random states, arrays.
+
+What attributes hold of them is found once per set of values; whether they still hold the same parts is asked for every
+call, and answered by a few calls of C functions. Objects without parts that have an identity (Python's and numpy's
+random states, arrays, objects with `__slots__`) are copied for every call.
+
+Names of modules: what they are bound to for a replay, and again after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+
+if TYPE_CHECKING:
+    from lowtide.replay.module_state import ModuleTree
+
+_MAX_DEPTH = 4  # of containers in containers
+_MAX_PARTS = 10_000  # of a container; longer ones are read as they are at the replay
+_MAX_ATTRIBUTES = 100  # of an object; larger ones (a trainer, say) are read as they are too
+_MAX_ARRAY_BYTES = 256 * 1024  # likewise
+
+_RANDOM_STATES = (random.Random, np.random.Generator, np.random.RandomState)
+_ARRAYS = (np.ndarray, bytearray)
+_SEQUENCES = (list, deque, set)
+_INERT = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(str, bytes, int, float, complex, bool, type(None), tuple, frozenset, torch.Generator),
+)
+
+
+class Reachable(NamedTuple):
+    """What some values lead to through containers and objects, each once."""
+
+    containers: list[Any]
+    generators: list[torch.Generator]
+    tensors: list[Tensor]  # in containers
+    modules: list[nn.Module]  # in containers
+
+
+def reachable(values: Iterable[Any]) -> Reachable:
+    containers: dict[int, Any] = {}
+    generators: dict[int, torch.Generator] = {}
+    tensors: dict[int, Tensor] = {}
+    modules: dict[int, nn.Module] = {}
+
+    # A stack, as a nested function that calls itself would be a cycle that holds tensors.
+    waiting = [(value, 0) for value in values]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, torch.Generator):
+            generators[id(value)] = value
+        elif isinstance(value, Tensor):
+            if depth:
+                tensors[id(value)] = value
+        elif isinstance(value, nn.Module):
+            if depth:
+                modules[id(value)] = value
+        elif depth > _MAX_DEPTH or id(value) in containers:
+            continue
+        elif isinstance(value, tuple):
+            waiting += [(part, depth + 1) for part in value]
+        elif not isinstance(value, _INERT) and _is_container(value):
+            containers[id(value)] = value
+            waiting += [(part, depth + 1) for part in _parts(value)]
+    return Reachable(
+        list(containers.values()), list(generators.values()), list(tensors.values()), list(modules.values())
+    )
+
+
+# Packages whose objects are no containers: what they hold is theirs, and what threads wait for is not to be undone.
+_NOT_OPENED = ("torch", "numpy", "threading", "queue", "multiprocessing", "asyncio", "concurrent")
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, _SEQUENCES) or isinstance(value, dict):
+        return len(value) <= _MAX_PARTS
+    if isinstance(value, _RANDOM_STATES):
+        return True
+    if isinstance(value, _ARRAYS):
+        return (value.nbytes if isinstance(value, np.ndarray) else len(value)) <= _MAX_ARRAY_BYTES
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _NOT_OPENED or getattr(kind, "hidden_from_replay", False):
+        return False
+    return 0 < len(_attributes(value)) <= _MAX_ATTRIBUTES
+
+
+def _parts(container: Any) -> Iterable[Any]:
+    if isinstance(container, _SEQUENCES):
+        return container
+    if isinstance(container, (*_RANDOM_STATES, *_ARRAYS)):
+        return ()
+    return (container if isinstance(container, dict) else _attributes(container)).values()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds by name, in its `__dict__` and in its slots."""
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = _slots(type(value))
+    if not slots:
+        return attributes
+    return {**attributes, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+_slot_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = _slot_names.get(kind)
+    if names is None:
+        members = [item for base in kind.__mro__ if "__slots__" in vars(base) for item in vars(base).items()]
+        names = tuple(name for name, member in members if isinstance(member, types.MemberDescriptorType))
+        _slot_names[kind] = names
+    return names
+
+
+class Containers:
+    """Some containers and what they hold at one moment."""
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._sequences = [each for each in containers if isinstance(each, _SEQUENCES)]
+        self._dicts: list[dict[Any, Any]] = []
+        self._copied: list[Any] = []
+        for each in containers:
+            if isinstance(each, dict):
+                self._dicts.append(each)
+            elif isinstance(each, (*_RANDOM_STATES, *_ARRAYS)) or (
+                not isinstance(each, _SEQUENCES) and _slots(type(each))
+            ):
+                self._copied.append(each)
+            elif not isinstance(each, _SEQUENCES):
+                self._dicts.append(vars(each))
+        self._parts, self._sizes = list(self._read()), self._lengths()
+        self._contents = self._copy()
+
+    def _read(self) -> Iterator[Any]:
+        """All parts of all containers, and the keys of dicts."""
+        return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._sequences))
+
+    def _lengths(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._sequences)]
+
+    def _copy(self) -> list[Any]:
+        return [*map(copy_of, self._copied), *map(tuple, self._sequences), *map(_items, self._dicts)]
+
+    def are_unchanged(self) -> bool:
+        if self._copied or self._lengths() != self._sizes:
+            return False
+        return all(map(operator.is_, self._read(), self._parts))
+
+    def restore(self) -> Callable[[], None]:
+        """Give all containers what they held; call the result to have them as they are now."""
+        if self.are_unchanged():
+            return self._restore_if_changed
+        present = self._copy()
+        self._fill(self._contents)
+        return functools.partial(self._fill, present)
+
+    def _restore_if_changed(self) -> None:
+        if not self.are_unchanged():
+            self._fill(self._contents)
+
+    def _fill(self, contents: list[Any]) -> None:
+        for container, wanted in zip((*self._copied, *self._sequences, *self._dicts), contents, strict=True):
+            fill(container, wanted)
+
+
+def _items(names: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(names.items())
+
+
+def is_plain_state(value: Any) -> bool:
+    """Whether this is a random state, or a small array that code can write to: what is copied whole."""
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES
+    return isinstance(value, _RANDOM_STATES)
+
+
+def copy_of(container: Any) -> Any:
+    """What an object without parts to compare holds, not to be changed with it. `fill` puts it back."""
+    if isinstance(container, random.Random):
+        return container.getstate()
+    if isinstance(container, np.random.Generator):
+        return container.bit_generator.state
+    if isinstance(container, np.random.RandomState):
+        return container.get_state()
+    return container.copy() if isinstance(container, _ARRAYS) else dict(_attributes(container))
+
+
+def fill(container: Any, wanted: Any) -> None:
+    """Give a container these contents, by methods of its base class: `Counter.update`, say, adds."""
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), wanted)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, wanted)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, wanted)
+    elif isinstance(container, dict):
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # which has an order of its own
+        kind.clear(container)
+        for key, value in wanted:
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, random.Random):
+        container.setstate(wanted)
+    elif isinstance(container, np.random.Generator):
+        container.bit_generator.state = wanted
+    elif isinstance(container, np.random.RandomState):
+        container.set_state(wanted)
+    elif isinstance(container, np.ndarray):
+        container[...] = wanted
+    elif isinstance(container, bytearray):
+        container[:] = wanted
+    else:
+        _set_attributes(container, dict(wanted))
+
+
+def _set_attributes(container: Any, wanted: dict[str, Any]) -> None:
+    for name in _slots(type(container)):
+        if name in wanted:
+            object.__setattr__(container, name, wanted.pop(name))
+        elif hasattr(container, name):
+            object.__delattr__(container, name)
+    if hasattr(container, "__dict__"):
+        vars(container).clear()
+        vars(container).update(wanted)
+
+
+ABSENT: Any = object()
+# Attributes that torch's modules have for themselves. `forward` is patched, by others too.
+INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+
+Names = dict[str, Any]  # the dict behind a module's parameters, buffers, children or attributes
+
+
+class Slot(NamedTuple):
+    """A name that code may read a value from."""
+
+    names: Names
+    key: str
+    owner: nn.Module
+
+    def describe(self, tensor: Tensor) -> str:
+        kind = "attribute" if self.names is vars(self.owner) else "buffer"
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
+        return f"{kind} {self.key!r} of {type(self.owner).__name__}"
+
+
+def nothing() -> None:
+    """For the common case that there is nothing to put back."""
+
+
+def bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
+    """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
+    if tree.are_bound_to(values):
+        return functools.partial(_bind_if_changed, tree, values)
+    tree.last = None  # it would keep values alive that nothing else holds
+    new_slots = tree.new_slots()
+    present, new_values = tree.read(), [slot.names.pop(slot.key) for slot in new_slots]
+    _bind_each(tree, values)
+
+    def undo() -> None:
+        _bind_each(tree, present)
+        for slot, value in zip(new_slots, new_values, strict=True):
+            slot.names[slot.key] = value
+
+    return undo
+
+
+def _bind_if_changed(tree: ModuleTree, values: list[Any]) -> None:
+    if not tree.are_bound_to(values):
+        _bind_each(tree, values)
+
+
+def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
+    for slot in tree.new_slots():
+        del slot.names[slot.key]
+    for slot, value in zip(tree.slots, values, strict=True):
+        live = slot.names.get(slot.key, ABSENT)
+        if live is value or slot.key in INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
+            continue
+        if value is ABSENT:
+            slot.names.pop(slot.key, None)
+        else:
+            slot.names[slot.key] = value
+
+
+def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
+    """FSDP2 exchanges sharded and whole parameters around every forward; a replay leaves that to it."""
+    return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))

@@ -1,0 +1,166 @@
+"""What is known of an op by its name and schema.
+
+What the code of a class tells of its forwards, found from the names in it and worked out once per class.
+
+Two things leave no trace that a replay could see: a norm's kernel writes its statistics without a new version, and
+Python's and numpy's process-wide generators are drawn from without being held by any module. The names that code uses
+tell that it may do so. Where the guess is wrong, a few small copies are made for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.replay.arguments import tensors_in
+
+_INDEX_OPS = frozenset(
+    "topk sort argsort argmax argmin multinomial nonzero unique _unique2 unique_dim unique_consecutive kthvalue".split()
+)
+_INDEX_OVERLOADS = frozenset({"aten.max.dim", "aten.min.dim"})  # of ops that else give values alone
+# They write their running statistics in training, which their schemas do not say.
+_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """Name and flags of an op, and which of its arguments it writes to, all of them or in training only."""
+
+    name: str
+    flags: tuple[str, ...]
+    written: tuple[int, ...]
+    written_in_training: tuple[int, ...]
+    has_dynamic_shape: bool
+    argument_names: tuple[str, ...]
+
+    def written_tensors(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors that a call with these arguments writes to."""
+        indices = self.written
+        if self.written_in_training and self._argument(self.argument_names.index("training"), args, kwargs):
+            indices = self.written_in_training
+        return [tensor for index in indices for tensor in tensors_in(self._argument(index, args, kwargs))]
+
+    def flags_of_call(self, args: Any, kwargs: Any) -> tuple[str, ...]:
+        """The flags of a call with these arguments: attention draws random numbers only if it has a dropout."""
+        if "random" not in self.flags or "dropout_p" not in self.argument_names:
+            return self.flags
+        if self._argument(self.argument_names.index("dropout_p"), args, kwargs):  # by default it is 0
+            return self.flags
+        return tuple(flag for flag in self.flags if flag != "random")
+
+    def _argument(self, index: int, args: Any, kwargs: Any) -> Any:
+        return args[index] if index < len(args) else kwargs.get(self.argument_names[index])
+
+
+@functools.cache
+def facts_of(func: Any) -> OpFacts:
+    """The facts of an op."""
+    namespace, name, written, is_random, is_view = _compat.op_facts(func)
+    base = name.split(".")[1]
+    is_own = namespace in OWN_NAMESPACES
+    flags = {
+        "random": is_random,
+        "collective": namespace in _compat.COLLECTIVE_NAMESPACES,
+        "mutates": bool(written),
+        "view": is_view,
+        "index": (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS,
+        "custom": not is_own and namespace not in _compat.COLLECTIVE_NAMESPACES,
+    }
+    names = tuple(_compat.op_argument_names(func))
+    is_batch_norm = is_own and base in _BATCH_NORMS
+    return OpFacts(
+        name=name,
+        flags=tuple(flag for flag, holds in flags.items() if holds),
+        written=tuple(sorted(written)),
+        written_in_training=tuple(names.index(n) for n in ("running_mean", "running_var")) if is_batch_norm else (),
+        has_dynamic_shape=_compat.has_dynamic_shape(func),
+        argument_names=names,
+    )
+
+
+PythonState = random.Random | np.random.RandomState
+
+
+class CodeFacts(NamedTuple):
+    """What code calls, as far as the names in it tell: a guess that costs copies where it is wrong."""
+
+    hides_writes: bool  # it hands statistics to a norm's kernel, which writes them without a new version
+    states: tuple[PythonState, ...]  # the generators of Python or numpy it draws from
+    reads_training: bool = True  # it may look whether the module is in training
+
+
+_facts: weakref.WeakKeyDictionary[type, CodeFacts] = weakref.WeakKeyDictionary()
+
+
+def code_facts(kind: type) -> CodeFacts:
+    """The facts of all methods of a class, and of the functions that they name."""
+    if kind not in _facts:
+        _facts[kind] = _read_code(kind)
+    return _facts[kind]
+
+
+def _read_code(kind: type) -> CodeFacts:
+    if kind.__module__ == nn.BatchNorm1d.__module__:  # its counter tells of its writes
+        return CodeFacts(False, (), True)
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)] if nn.Module in kind.__mro__ else kind.__mro__
+    members = (getattr(member, "__func__", member) for base in bases for member in vars(base).values())
+    functions = [member for member in members if isinstance(member, types.FunctionType)]
+    hides_writes = reads_training = False
+    states: dict[int, PythonState] = {}
+    for function in functions:  # grows while it is walked
+        names = code_names(function.__code__)
+        hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
+        reads_training = reads_training or "training" in names
+        for value in (*_read_globals(function, names), *_cell_contents(function)):
+            states.update((id(state), state) for state in drawn_from(value, names))
+            is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
+            if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
+                functions.append(value)
+    return CodeFacts(hides_writes, tuple(states.values()), reads_training)
+
+
+def _read_globals(function: types.FunctionType, names: frozenset[str]) -> list[Any]:
+    return [function.__globals__[name] for name in names if name in function.__globals__]
+
+
+def _cell_contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+@functools.lru_cache(maxsize=4096)
+def code_names(code: types.CodeType) -> frozenset[str]:
+    """Names that code, and functions made inside it, may look up in globals or on objects."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= code_names(constant)
+    return frozenset(names)
+
+
+def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:
+    """The process-wide generators that a global leads to."""
+    owner = getattr(value, "__self__", None) if callable(value) else None
+    if value is random or owner is _PYTHON_STATE:
+        yield _PYTHON_STATE
+    if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
+        yield _NUMPY_STATE
+
+
+_MAX_FUNCTIONS = 500  # of a class and what it calls
+_NORM_KERNELS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_PYTHON_STATE: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_NUMPY_STATE: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]

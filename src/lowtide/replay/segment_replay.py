@@ -1,0 +1,275 @@
+"""A run of calls as one region: `layers.3`, `layers.4`, ..., each given what the one before it made.
+
+Only what comes from outside of the run is held for its replay: the input of the first call, and whatever else the calls
+are given (masks, positions). What a call gets from an earlier call of the run, the very tensor that it returned, is a
+**link**: the replay makes it again. The saves of all calls are numbered through, and the first one that the backward
+asks for replays the calls in order, up to the last one with a save that is needed.
+
+Calls are joined while they run, and nothing is taken for granted: a call that is given no output of the run so far, or
+an output that was changed in place meanwhile, begins a run of its own. So does one under other saved-tensor hooks, say
+those of somebody else's checkpoint, which is replayed by itself.
+
+Inside a segment, calls and shorter segments may be regions themselves. Then a replay of the segment brings back their
+inputs, and each of them is replayed when the backward gets to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.replay import divergence
+from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
+from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector
+from lowtide.replay.region import Frame, Hooks
+
+if TYPE_CHECKING:
+    from lowtide.replay.retained import RetainedCall
+
+
+class Link(NamedTuple):
+    """A tensor that a call of a segment is given by an earlier one: the number of that call, and of its output."""
+
+    call: int
+    output: int
+
+
+class OpenSegment:
+    """The segment that calls are being joined to in one forward, or in one replay of a region around them.
+
+    `new_scope` makes what the calls of one replay share: it is passed to their `replay`.
+    """
+
+    __slots__ = ("_frame", "_hooks", "_outputs", "new_scope")
+
+    def __init__(self, new_scope: Callable[[], Any]) -> None:
+        self.new_scope = new_scope
+        self._frame: weakref.ref[SegmentFrame] | None = None
+        self._hooks = 0  # the id of those around the frame
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # by id: of the calls so far
+
+    def joined(self, tensors: list[Tensor], hooks: Hooks | None) -> tuple[SegmentFrame | None, dict[int, Link]]:
+        """The frame that a call with these inputs continues, if any, and which of the inputs it gets from there."""
+        frame = None if self._frame is None or self._hooks != _id_of(hooks) else self._frame()
+        links: dict[int, Link] = {}
+        for index, tensor in enumerate(tensors) if frame is not None else ():
+            reference, version, link = self._outputs.get(id(tensor), _NO_OUTPUT)
+            if reference() is tensor and _compat.version_of(tensor) == version:
+                links[index] = link
+        return (frame if links else None), links
+
+    def begin(self, frame: SegmentFrame, hooks: Hooks | None) -> None:
+        self._frame, self._hooks = weakref.ref(frame), _id_of(hooks)
+        self._outputs = {}
+
+    def end(self) -> None:
+        self._frame = None
+
+    def call_done(self, frame: SegmentFrame, output: Any) -> None:
+        number = len(frame.calls) - 1
+        for index, tensor in enumerate(_tensors_of(output)):
+            version = _compat.version_of(tensor)
+            reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
+            if (reference() is not tensor or before != version) and not is_held_itself(tensor):
+                self._outputs[id(tensor)] = weakref.ref(tensor), version, Link(number, index)
+
+
+def _tensors_of(output: Any) -> Sequence[Tensor]:
+    return (output,) if type(output) is Tensor else list(tensors_in(output))
+
+
+def _id_of(hooks: Hooks | None) -> int:
+    """Of what the pack hook is bound to: a method is another object each time."""
+    return 0 if hooks is None else id(getattr(hooks[0], "__self__", hooks[0]))
+
+
+def _no_tensor() -> None:
+    return None
+
+
+_NO_OUTPUT: Any = (_no_tensor, -1, None)
+
+
+@_compat.never_compiled
+def run(
+    segment: OpenSegment,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_first: bool,
+    module: nn.Module,
+    replay: Callable[..., Any],
+    input_hooks: Hooks | None = None,
+    retained: Callable[[], RetainedCall | None] | None = None,
+) -> Any:
+    """`function(*args, **kwargs)` as the next call of a segment; as its first if it `is_first`, or follows on nothing.
+
+    `replay` is called in the backward with the scope, the module and the arguments. `retained` is asked what a segment
+    retains that begins here. Otherwise as `region.run`.
+    """
+    arguments, tensors = Arguments.take(args, kwargs)
+    hooks = _compat.current_hooks()
+    frame, links = (None, {}) if is_first else segment.joined(tensors, hooks)
+    if frame is None:
+        kept = None if retained is None else retained()
+        frame = SegmentFrame(segment.new_scope) if kept is None else kept.segment_frame(segment.new_scope)
+        segment.begin(frame, hooks)
+    call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
+    call.links, call.first_save = links, frame.num_saves
+    call.begin(tensors, input_hooks or hooks)
+    frame.calls.append(call)
+    frame._is_done = False
+    _compat.push_hooks(frame, frame)
+    try:
+        output = function(*args, **kwargs)
+    except BaseException:
+        segment.end()  # nothing follows on a call that failed
+        raise
+    finally:
+        _compat.pop_hooks()
+    call.forward_done(args, kwargs, tensors)
+    frame._is_done = True
+    segment.call_done(frame, output)
+    return output
+
+
+class SegmentCall(Frame):
+    """One call of a segment: what it was given and found. Its saves are the segment's."""
+
+    __slots__ = ("_scope", "first_save", "links")
+
+    links: dict[int, Link]  # by the index of the tensor among its arguments
+    first_save: int
+
+    def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
+        links = self.links
+        if len(links) == len(tensors):  # most calls are given nothing else
+            self._held, self._unpack_input = [None] * len(tensors), None
+        else:
+            super()._hold([tensor for index, tensor in enumerate(tensors) if index not in links], hooks)
+            held = iter(self._held)
+            self._held = [None if index in links else next(held) for index in range(len(tensors))]
+        self._input_versions = _compat.versions_of(tensors)
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+
+    def _inputs_changed(self, indices: list[int]) -> None:
+        """As any in-place change within a region, that of a link is made again by the replay."""
+        others = [index for index in indices if index not in self.links]
+        if others:
+            super()._inputs_changed(others)
+
+    def _check_held(self) -> None:
+        if len(self.links) < len(self._held):
+            self._check_each(index for index in range(len(self._held)) if index not in self.links)
+
+    @property
+    def module(self) -> nn.Module:
+        assert self._module is not None
+        return self._module
+
+    def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector, mode: Any) -> Any:
+        """Run the call again, given what the calls before it `made`."""
+        self._scope = scope
+        try:
+            return self._run_again(self._inputs(made), collector, mode)
+        finally:
+            self._scope = None
+
+    def _inputs(self, made: dict[Link, Tensor]) -> list[Tensor]:
+        found = [None if index in self.links else self._input_tensor(index) for index in range(len(self._held))]
+        for index, link in self.links.items():
+            found[index] = made[link]  # that very tensor: a segment inside this one knows its links by it
+        return found  # type: ignore[return-value]
+
+    def _call_again(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert self._replay_function is not None
+        return self._replay_function(self._scope, self._module, *args, **kwargs)
+
+
+class SegmentFrame(Frame):
+    """The saves of a segment, and its calls. Kept alive by what autograd saved in them."""
+
+    __slots__ = ("__weakref__", "_new_scope", "calls")
+
+    def __init__(self, new_scope: Callable[[], Any]) -> None:
+        super().__init__(_nothing, None, None, DEFAULT_OPTIONS, None, Arguments())
+        self._new_scope = new_scope
+        self._sequence = 0
+        self.calls: list[SegmentCall] = []
+
+    @property
+    def name(self) -> Any:
+        return self.calls[0].name
+
+    @property
+    def num_saves(self) -> int:
+        return len(self._tokens)
+
+    def _call_of(self, save: int) -> int:
+        """The number of the call that made a save."""
+        return bisect_right([call.first_save for call in self.calls], save) - 1
+
+    def _check_arguments(self) -> None:
+        """Those of each call are checked when it is clear which calls run."""
+
+    def _input_tensors(self) -> list[Tensor]:
+        return []
+
+    def _stop(self, needed: list[bool]) -> tuple[int, int]:
+        stop, number = super()._stop(needed)  # counted from 0: the segment has no number of its own
+        return (stop, number - self.calls[self._call_of(stop)]._sequence) if stop >= 0 else (stop, number)
+
+    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
+        """Run the calls again up to the last one with a save that is needed; all, if a mode learns what they save."""
+        needed = [index for index, is_needed in enumerate(collector.needed) if is_needed]
+        is_whole = mode is not None and collector.stop < 0
+        calls = self.calls if is_whole else self.calls[: self._call_of(max(needed, default=-1)) + 1]
+        for call in calls:
+            call._check_arguments()
+        users = {link: number for number, call in enumerate(calls) for link in call.links.values()}  # the last of each
+        made: dict[Link, Tensor] = {}
+        scope = self._new_scope()
+        for number, call in enumerate(calls):
+            output = call.again(scope, made, collector, mode)
+            for link in call.links.values():
+                if users[link] == number:
+                    made.pop(link, None)
+            if collector.is_stopped:
+                return
+            for index, tensor in enumerate(_tensors_of(output)):
+                if Link(number, index) in users:
+                    made[Link(number, index)] = tensor
+
+    def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
+        found, expected = super()._compared(collector)
+        if len(found) < len(expected) and not any(collector.needed[len(found) :]):  # later calls were not replayed
+            expected = expected[: len(found)]
+        return found, expected
+
+    def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
+        found, expected = self._compared(collector)
+        if any(collector.needed[len(found) :]):  # it ended before it came to what is needed
+            expected = self._metadata
+        if found == expected:
+            return
+        wrong = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found) - 1)
+        name = self.calls[max(self._call_of(wrong), 0)].name
+        changed_state = [state for call in self.calls for state, _ in call._state.lost()]
+        raise divergence.diverged(
+            name,
+            divergence.mismatch(expected, found),
+            None,
+            preserves_rng=True,
+            changed_state=changed_state,
+            is_compiled=False,
+        )
+
+
+def _nothing() -> None:
+    """A segment has calls, and no function of its own."""

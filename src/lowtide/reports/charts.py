@@ -1,0 +1,343 @@
+"""The data behind a page's charts: timelines thinned out so that no peak is lost, and names written once.
+
+A plan's step as a Chrome trace: opens in ui.perfetto.dev and chrome://tracing.
+
+Figures of plans and frontiers, drawn with matplotlib (the extra `report`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lowtide.reports.report_facts import ReportFacts, short_op
+from lowtide.reports.report_text import actions_of, layer_rows, size, verdict
+from lowtide.simulator.timeline import KINDS, PHASES, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from lowtide.plans.step_plan import Frontier
+
+_MOST_POINTS = 3000
+_MOST_PLAIN_POINTS = 1500
+_NUM_LIVE = 6  # values named at each moment
+_MOST_COPIES = 2000
+
+
+class _Names:
+    """Texts by number, each written once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def all(self) -> list[str]:
+        return list(self._numbers)
+
+
+def chart_data(facts: ReportFacts) -> dict[str, Any]:
+    """What the page draws, as plain data. Times are whole nanoseconds, sizes whole bytes."""
+    names = _Names()
+    rows = layer_rows(facts)
+    actions = actions_of(rows)
+    return {
+        "kinds": list(KINDS),
+        "phases": list(PHASES),
+        "budget": facts.budget_bytes,
+        "measuredPeak": facts.measured_peak_bytes,
+        "planned": _planned(facts, names),
+        "plain": _outline(facts.plain),
+        "copies": _copies(facts, names),
+        "curve": _curve(facts),
+        "actions": actions,
+        "layers": [[names(row.layer), *(row.bytes.get(action, 0) for action in actions)] for row in rows],
+        "names": names.all(),  # last: by now they are all known
+    }
+
+
+def thinned(total: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` events that tell the same story: first, last, lowest and highest of each run of events."""
+    num = len(total)
+    if num <= most:
+        return np.arange(num)
+    edges = np.linspace(0, num, most // 4 + 1).astype(int)
+    chosen: set[int] = set()
+    for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        run = total[first:end]
+        chosen |= {first, end - 1, first + int(run.argmin()), first + int(run.argmax())}
+    return np.array(sorted(chosen))
+
+
+def _planned(facts: ReportFacts, names: _Names) -> dict[str, Any]:
+    timeline, graph = facts.planned, facts.graph
+    events = thinned(timeline.total_bytes, _MOST_POINTS)
+    ops = timeline.ops[events].tolist()
+    labels: dict[int, int] = {}
+    lists: dict[tuple[int, ...], int] = {}  # neighbours often have the same values live
+    live = []
+    for sizes in timeline.live_at_each(events.tolist(), most=_NUM_LIVE):
+        flat: list[int] = []
+        for value, num_bytes in ((value, num_bytes) for value, num_bytes in sizes.items() if num_bytes):
+            if value not in labels:
+                labels[value] = names(_label(timeline, value))
+            flat += [labels[value], num_bytes]
+        live.append(lists.setdefault(tuple(flat), len(lists)))
+    return {
+        "t": _nanoseconds(timeline, events),
+        "end": _end(timeline),
+        "bytes": timeline.live_bytes[events].T.tolist(),
+        "op": [names(short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step") for op in ops],
+        "path": [names(graph.path_of(op) if op >= 0 else "") for op in ops],
+        "phase": timeline.phases[events].tolist(),
+        "live": live,
+        "lists": [list(each) for each in lists],
+        "peak": int(timeline.total_bytes[events].argmax()) if len(events) else -1,
+    }
+
+
+def _label(timeline: Timeline, value: int) -> str:
+    """How a value is called: a gradient by its parameter, an activation by where and by which op it was made."""
+    graph = timeline.graph
+    known = graph.values[value]
+    if known.kind == "gradient":
+        return f"gradient of {known.name}" if known.name else "gradient"
+    path = graph.path_of(known.born) if known.born >= 0 else ""
+    op = short_op(graph.ops[known.born].name) if known.born >= 0 else known.name
+    return f"{path} · {op}" if path else op
+
+
+def _outline(timeline: Timeline) -> dict[str, Any]:
+    events = thinned(timeline.total_bytes, _MOST_PLAIN_POINTS)
+    return {
+        "t": _nanoseconds(timeline, events),
+        "end": _end(timeline),
+        "total": timeline.total_bytes[events].tolist(),
+        "byKind": list(timeline.peak_by_kind.values()),
+    }
+
+
+def _has_times(timeline: Timeline) -> bool:
+    return bool(len(timeline.starts_s)) and bool(timeline.starts_s[-1] > 0)
+
+
+def _nanoseconds(timeline: Timeline, events: np.ndarray) -> list[int]:
+    """When events start; where a graph knows no times, every event takes the same."""
+    if not _has_times(timeline):
+        return [int(event) * 1000 for event in events]
+    return np.rint(timeline.starts_s[events] * 1e9).astype(np.int64).tolist()
+
+
+def _end(timeline: Timeline) -> int:
+    """When the optimizer's step is over, which is drawn with some width: it has no time of its own."""
+    if not _has_times(timeline):
+        return len(timeline.ops) * 1000
+    return int(timeline.starts_s[-1] * 1e9 * 1.01) + 1
+
+
+def _copies(facts: ReportFacts, names: _Names) -> dict[str, list[list[int]]]:
+    """Copies by direction, and stalls: [start, end, name, bytes]; the longest where there are very many."""
+    graph = facts.graph
+    found: dict[str, list[list[int]]] = {}
+    for copy in facts.planned.copies:
+        row = [int(copy.start_s * 1e9), int(copy.end_s * 1e9), names(_label(facts.planned, copy.value))]
+        found.setdefault(copy.kind, []).append([*row, graph.values[copy.value].bytes])
+    return {kind: sorted(sorted(rows, key=lambda row: row[0] - row[1])[:_MOST_COPIES]) for kind, rows in found.items()}
+
+
+def _curve(facts: ReportFacts) -> dict[str, Any]:
+    """Points [peak bytes, slowdown, budget bytes, least slowdown of any plan] of plans, and the alternatives."""
+    step_s = facts.graph.step_s or 1.0
+    plans = [
+        [plan.peak_bytes, plan.extra_s / step_s, plan.budget_bytes, plan.lower_bound_s / step_s]
+        for plan in _undominated(facts)
+    ]
+    others = [[other.name, other.peak_bytes, other.extra_s / step_s] for other in facts.alternatives]
+    here = [facts.planned.peak_bytes, facts.slowdown]
+    return {"plans": plans, "others": others, "here": here, "floor": facts.curve.floor_bytes}
+
+
+def _undominated(facts: ReportFacts) -> list[Any]:
+    """Plans that no other beats in both time and memory, by peak."""
+    found: list[Any] = []
+    for plan in sorted(facts.curve.plans, key=lambda plan: (plan.peak_bytes, plan.extra_s)):
+        if not found or plan.extra_s < found[-1].extra_s:
+            found.append(plan)
+    return found
+
+
+_COMPUTE = 1
+_LANES = {"out": (2, "copies out"), "in": (3, "copies in"), "stall": (4, "stalls")}
+
+
+def trace_json(facts: ReportFacts) -> str:
+    """Ops, replays, copies and stalls as slices and live bytes as counters, with and without the plan. Predicted."""
+    steps = {"with the plan (predicted)": facts.planned, "without a plan (predicted)": facts.plain}
+    named: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for process, (name, timeline) in enumerate(steps.items(), start=1):
+        named.append(_named("process_name", process, 0, name))
+        lanes = {1: "compute", **(dict(_LANES.values()) if timeline.copies else {})}
+        named += [_named("thread_name", process, thread, lane) for thread, lane in lanes.items()]
+        events += _slices(timeline, process) + _copy_slices(timeline, process) + _counters(timeline, process)
+    events.sort(key=lambda event: event["ts"])
+    other = {"graph": facts.graph.fingerprint, "hardware": facts.graph.hardware.name, "numbers": "predicted"}
+    content = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": named + events}
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": {"name": name}}
+
+
+def _slice(process: int, thread: int, name: str, start_s: float, seconds: float, **more: Any) -> dict[str, Any]:
+    where = {"pid": process, "tid": thread}
+    return {"ph": "X", "name": name, **where, "ts": _micro(start_s), "dur": _micro(seconds), **more}
+
+
+def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
+    graph = timeline.graph
+    found = []
+    columns = zip(timeline.ops.tolist(), timeline.phases.tolist(), timeline.starts_s.tolist(), strict=True)
+    for index, phase, start_s in columns:
+        if index < 0 or PHASES[phase] in ("compression", "decompression"):  # no op of the graph's own
+            continue
+        op = graph.ops[index]
+        seconds = timeline.recomputed_s(index) if PHASES[phase] == "replay" else op.seconds
+        if seconds:  # views take no time, nor does what a replay leaves out
+            facts = {"module": graph.path_of(index), "phase": PHASES[phase]}
+            found.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
+    return found
+
+
+def _copy_slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
+    graph = timeline.graph
+    found = []
+    for copy in timeline.copies:
+        value = graph.values[copy.value]
+        facts = {"bytes": value.bytes, "module": graph.path_of(value.born) if value.born >= 0 else ""}
+        thread, _ = _LANES[copy.kind]
+        seconds = copy.end_s - copy.start_s
+        found.append(_slice(process, thread, short_op(value.name), copy.start_s, seconds, cat="copy", args=facts))
+    return found
+
+
+def _counters(timeline: Timeline, process: int) -> list[dict[str, Any]]:
+    """Live bytes by kind wherever they change."""
+    live = timeline.live_bytes
+    changed = np.ones(len(live), dtype=bool)
+    changed[1:] = (live[1:] != live[:-1]).any(axis=1)
+    found = []
+    for event in np.flatnonzero(changed).tolist():
+        sizes = dict(zip(KINDS, live[event].tolist(), strict=True))
+        at = _micro(float(timeline.starts_s[event]))
+        found.append({"ph": "C", "name": "live bytes", "pid": process, "tid": 0, "ts": at, "args": sizes})
+    return found
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+_COLOURS = {
+    "static": "#aab4be",
+    "kept": "#2f6db3",
+    "transient": "#e69f00",
+    "gradients": "#2a9d78",
+    "in flight": "#c06c9d",
+    "compressed": "#62b5e5",
+}
+_INK, _MOST_PLOT_POINTS = "#16202b", 6000
+
+
+def plan_figure(facts: ReportFacts) -> Figure:
+    """Memory over the step, stacked by kind, with the plain step and the budget."""
+    figure = _figure(10, 4.5)
+    axes = figure.subplots()
+    planned, plain = facts.planned, facts.plain
+    unit, name = _unit(max(planned.peak_bytes, plain.peak_bytes, facts.budget_bytes))
+    has_times = bool(len(planned.ops)) and planned.starts_s[-1] > 0
+    scale = 1e3 if has_times else 1.0
+
+    def times(timeline: Any, events: np.ndarray) -> np.ndarray:
+        return timeline.starts_s[events] * scale if has_times else events.astype(float)
+
+    events = thinned(planned.total_bytes, _MOST_PLOT_POINTS)
+    below = np.zeros(len(events))
+    for kind, sizes in zip(KINDS, planned.live_bytes[events].T / unit, strict=True):
+        if sizes.any():
+            axes.fill_between(
+                times(planned, events), below, below + sizes, step="post", color=_COLOURS.get(kind), label=kind, lw=0
+            )
+        below = below + sizes
+    events = thinned(plain.total_bytes, _MOST_PLOT_POINTS)
+    axes.step(
+        times(plain, events), plain.total_bytes[events] / unit, where="post", color=_INK, lw=0.9, label="without a plan"
+    )
+    if facts.budget_bytes:
+        axes.axhline(facts.budget_bytes / unit, color=_INK, ls="--", lw=1.3, label=f"budget {size(facts.budget_bytes)}")
+    if facts.measured_peak_bytes is not None:
+        text = f"measured peak {size(facts.measured_peak_bytes)}"
+        axes.axhline(facts.measured_peak_bytes / unit, color=_INK, ls=":", lw=1.3, label=text)
+    axes.set_xlabel("ms (predicted)" if has_times else "op")
+    axes.set_ylabel(f"{name} (predicted)")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axes.set_title(_plain_text(verdict(facts)), loc="left", fontsize=10.5, wrap=True)
+    _tidy(axes)
+    return figure
+
+
+def frontier_figure(frontier: Frontier) -> Figure:
+    """The slowdown of the fastest plan found against its peak, the bound, and what people use today."""
+    figure = _figure(7, 4.5)
+    axes = figure.subplots()
+    unit, name = _unit(frontier.plain_peak_bytes)
+    step_s = frontier.step_s or 1.0
+    plans = sorted(frontier.plans, key=lambda plan: plan.peak_bytes)
+    slower = [100 * plan.extra_s / step_s for plan in plans]
+    axes.plot([plan.peak_bytes / unit for plan in plans], slower, "o-", color=_COLOURS["kept"], ms=4, label="lowtide")
+    bounded = sorted(plans, key=lambda plan: plan.budget_bytes)
+    bounds = [100 * plan.lower_bound_s / step_s for plan in bounded]
+    axes.plot(
+        [plan.budget_bytes / unit for plan in bounded], bounds, ":", color="#8a949e", label="bound: no plan is below"
+    )
+    for marker, other in zip("sD^vP*Xph8" * 3, frontier.references, strict=False):
+        at = other.peak_bytes / unit, 100 * other.extra_s / step_s
+        axes.plot(*at, marker, color="#5a6673", ms=7, label=_plain_text(other.name))
+    axes.set_xlabel(f"peak memory, {name} (predicted)")
+    axes.set_ylabel("% slower (predicted)")
+    axes.set_ylim(bottom=min(0.0, *slower) if slower else 0.0)
+    axes.legend(frameon=False, fontsize=9)
+    _tidy(axes)
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plots are drawn with matplotlib, which is not here: pip install 'lowtide[report]'"
+        ) from error
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")  # no pyplot: no global state
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    return next((u for u in ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")) if num_bytes >= u[0]), (1, "bytes"))
+
+
+def _plain_text(text: str) -> str:
+    """Text that matplotlib takes for no formula."""
+    return text.replace("$", r"\$")
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e2e5e8", lw=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,338 @@
+"""The tables of a report. Totals are the literal sum of their rows, and rows left out are one row themselves.
+
+Numbers and the verdict, as a report says them. Three digits: enough to tell a peak from its budget.
+
+A report as Markdown, for a pull request: the verdict and its tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.plans.plan_text import HEAD
+from lowtide.reports.report_facts import OUTSIDE, ReportFacts, counted, short_op
+from lowtide.simulator.timeline import PHASES
+from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
+
+ACTIONS = ("keep", "recompute", "host", "disk", "compress")
+
+
+@dataclass(frozen=True)
+class PeakRow:
+    """Part of what lives at the peak."""
+
+    what: str
+    where: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Part of what a plan costs: the time it adds, and the bytes it need not hold for that."""
+
+    what: str
+    num_calls: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What becomes of the bytes that one layer saves for the backward."""
+
+    layer: str
+    bytes: dict[str, int]
+
+
+def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
+    """What fills the peak: static memory by kind, then live values, alike ones of all layers together."""
+    graph, planned = facts.graph, facts.planned
+    event = planned.peak_event
+    static: Counter[str] = Counter()
+    for value in graph.values:
+        if value.born < 0 and value.kind != "elsewhere":
+            static[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
+    static["optimizer state"] += graph.optimizer_state_bytes
+    static["other allocations"] += graph.other_bytes
+
+    sizes: Counter[tuple[str, str]] = Counter()
+    numbers: Counter[tuple[str, str]] = Counter()
+    for index, size in planned.live_at(event).items():
+        value = graph.values[index]
+        if value.kind == "gradient":
+            static["gradients"] += size
+        elif size:
+            key = short_op(graph.ops[value.born].name), facts.layers.pattern_of(graph.path_of(value.born))
+            sizes[key] += size
+            numbers[key] += 1
+    found = [PeakRow(kind, "", size) for kind, size in static.items() if size]
+    ranked = sorted(sizes, key=lambda key: -sizes[key])
+    for key in ranked[:most]:
+        what = key[0] if numbers[key] == 1 else f"{numbers[key]} x {key[0]}"
+        found.append(PeakRow(what, key[1], sizes[key]))
+    if rest := ranked[most:]:
+        num_values = sum(numbers[key] for key in rest)
+        found.append(PeakRow(counted(num_values, "smaller value"), "", sum(sizes[key] for key in rest)))
+
+    op = int(planned.ops[event]) if event >= 0 else -1
+    workspace = graph.ops[op].workspace_bytes if op >= 0 else graph.optimizer_workspace_bytes
+    name = short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"
+    if workspace:
+        found.append(
+            PeakRow(f"workspace of {name}", facts.layers.pattern_of(graph.path_of(op)) if op >= 0 else "", workspace)
+        )
+    held = planned.peak_bytes - sum(row.bytes for row in found)
+    if held:
+        found.append(PeakRow("held for replays: random states and buffers", "", held))
+    return found
+
+
+def cost_rows(facts: ReportFacts) -> list[CostRow]:
+    """What is recomputed, alike calls together, and what else the plan adds; seconds sum to what the plan costs."""
+    plan, planned = facts.plan, facts.planned
+    graph = plan.segmented(facts.graph)
+    calls: dict[str, set[int]] = {}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    freed: Counter[str] = Counter()
+    compiled = plan.engine == "compiled"
+    owner = graph.outermost(plan.calls(graph))
+    for op in planned.ops[planned.phases == PHASES.index("replay")].tolist():
+        region = graph.ops[op].call if compiled else owner[graph.ops[op].call]
+        path = graph.calls[region].path if region >= 0 else ""
+        name = facts.layers.pattern_of(facts.layers.layer_of(path) if compiled else path)
+        calls.setdefault(name, set()).add(region)
+        seconds[name] += planned.limiting_s(op)
+    for row in plan.rows:
+        if row.action == "recompute":
+            path = facts.layers.layer_of(row.path) if compiled else row.region
+            freed[facts.layers.pattern_of("" if path == OUTSIDE else path)] += row.bytes
+    names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
+    found = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
+    if planned.watched_s:
+        found.append(CostRow("entering regions, and watching ops whose outputs are held", 0, 0, planned.watched_s))
+    compressed = sum(row.bytes for row in plan.rows if row.codec)
+    if compressed or planned.coded_s:
+        found.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
+    moved = sum(row.bytes for row in plan.rows if row.action in ("host", "disk") and not row.codec)
+    if moved or planned.stalled_s:
+        found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
+    beside_s = sum(row.seconds for row in found) - planned.extra_s
+    if planned.has_two_lines and abs(beside_s) > 1e-9 * planned.step_s:
+        what = f"of that, beside the {planned.lines.limit}'s line" if beside_s > 0 else "waiting of host and device"
+        found.append(CostRow(what, 0, 0, -beside_s))
+    return found
+
+
+def layer_rows(facts: ReportFacts) -> list[LayerRow]:
+    """For each layer, in the order of the forward, bytes of saved values by what becomes of them."""
+    found: dict[str, Counter[str]] = {}
+    for row in facts.plan.rows:
+        found.setdefault(facts.layers.layer_of(row.path), Counter())[row.action] += row.bytes
+    return [LayerRow(layer, dict(sizes)) for layer, sizes in found.items()]
+
+
+def actions_of(rows: list[LayerRow]) -> list[str]:
+    """The actions that occur, the usual ones first; keeping and recomputing are always among them."""
+    present = {action for row in rows for action in row.bytes} | {"keep", "recompute"}
+    return [action for action in ACTIONS if action in present] + sorted(present - set(ACTIONS))
+
+
+PREDICTED, MEASURED = "predicted", "measured"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the summary: what it is, how it was come by, and what to compare it with."""
+
+    name: str
+    number: str
+    source: str
+    beside: str = ""
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1: `1536` is `1.50 KiB`."""
+    number, unit = in_bytes_unit(num_bytes)
+    return f"{number:.0f} B" if unit == "B" else f"{_three(number)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that reads best: `0.0042` is `4.20 ms`."""
+    number, unit = in_seconds_unit(seconds)
+    return f"{_three(number)} {unit}" if seconds else "0 s"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _three(number: float) -> str:
+    return f"{number:.2f}" if abs(number) < 9.995 else f"{number:.1f}" if abs(number) < 99.95 else f"{number:.0f}"
+
+
+def verdict(facts: ReportFacts) -> str:
+    """The report in one line."""
+    return "".join(verdict_parts(facts))
+
+
+def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
+    """Whether it fits, and the rest of the line."""
+    plan, peak = facts.plan, size(facts.planned.peak_bytes)
+    if not facts.budget_bytes:
+        head = "No budget given"
+    elif not facts.fits:
+        head = f"Over the budget of {size(facts.budget_bytes)}"
+    else:
+        head = f"Fits in {size(facts.budget_bytes)}"
+    saved = 1 - facts.planned.peak_bytes / facts.plain.peak_bytes if facts.plain.peak_bytes else 0.0
+    less = f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the plain step"
+    if plan.is_plain:
+        head, less = f"{head} as it is: nothing to do", ""
+    if facts.measured_peak_bytes is None:
+        rest = f": peak {peak} predicted{less}"
+    else:
+        rest = f": peak {size(facts.measured_peak_bytes)} measured (predicted: {peak}{less})"
+    if plan.is_plain:
+        return head, f"{rest}."
+    slower = f"{percent(facts.slowdown)} slower predicted"
+    if facts.measured_slowdown is not None:
+        slower = f"{percent(facts.measured_slowdown)} slower measured (predicted: {percent(facts.slowdown)})"
+    gap = f", at most {percent(plan.gap)} of a step from the fastest plan there can be" if facts.budget_bytes else ""
+    return head, f"{rest}; {slower}{gap}."
+
+
+def figures(facts: ReportFacts) -> list[Figure]:
+    """The numbers of the verdict one by one, each with its source."""
+    plan, graph = facts.plan, facts.graph
+    plain = f"{size(facts.plain.peak_bytes)} without a plan"
+    predicted = size(facts.planned.peak_bytes)
+    if facts.measured_peak_bytes is None:
+        found = [Figure("Peak", predicted, PREDICTED, plain)]
+    else:
+        found = [Figure("Peak", size(facts.measured_peak_bytes), MEASURED, f"predicted: {predicted}, and {plain}")]
+    if facts.budget_bytes:
+        used, source = facts.planned.peak_bytes, PREDICTED
+        if facts.measured_peak_bytes is not None:
+            used, source = facts.measured_peak_bytes, MEASURED
+        beside = f"{percent(used / facts.budget_bytes)} of it used, {source}"
+        found.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
+    step = f"{duration(graph.step_s)} {MEASURED if graph.is_measured else PREDICTED}"
+    if facts.measured_slowdown is not None and facts.measured_step_s is not None:
+        beside = f"{duration(facts.measured_step_s)} after {step}; {percent(facts.slowdown)} predicted"
+        found.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
+    else:
+        beside = f"{duration(facts.planned.extra_s)} on top of {step}"
+        if facts.measured_step_s is not None:
+            beside += f"; the planned step took {duration(facts.measured_step_s)}, measured"
+        found.append(Figure("Slower", percent(facts.slowdown), PREDICTED, beside))
+    if facts.budget_bytes:
+        bound = f"no plan adds less than {duration(plan.lower_bound_s)}"
+        found.append(Figure("Gap to the bound", percent(plan.gap), PREDICTED, bound))
+    return found
+
+
+def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
+    """What the numbers rest on."""
+    graph, hardware = facts.graph, facts.graph.hardware
+    found = [
+        (
+            "Peaks",
+            "are bytes of live tensors and workspaces at every op; the allocator's fragmentation is not modelled.",
+        ),
+        (
+            "Times",
+            f"the plain step takes {duration(graph.step_s)} ({MEASURED if graph.is_measured else PREDICTED}); what the "
+            "plan adds to it is predicted from the ops that run again and the copies that are waited for.",
+        ),
+        ("Hardware", _hardware(facts)),
+        ("Engine", f"{facts.plan.engine}; {len(graph.ops)} ops, {len(graph.calls)} module calls"),
+    ]
+    if hardware.link_bytes_per_s and facts.planned.copies:
+        found.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
+    found += [("Note", note) for note in (*graph.notes, *facts.notes)]
+    versions = {"lowtide": own_version(), **graph.versions}
+    found.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    found.append(("Graph", graph.fingerprint))
+    return found
+
+
+def _hardware(facts: ReportFacts) -> str:
+    hardware = facts.graph.hardware
+    parts = [hardware.name]
+    if hardware.memory_bytes:
+        parts.append(f"{size(hardware.memory_bytes)} of memory")
+    if hardware.link_bytes_per_s:
+        parts.append(f"{hardware.link_bytes_per_s / 1e9:.1f} GB/s to the host, each way")
+    return ", ".join(parts)
+
+
+_ESCAPES = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", **{character: f"\\{character}" for character in "\\`*_[]|~#"}}
+)
+
+
+def to_markdown(facts: ReportFacts) -> str:
+    """The verdict, its numbers, the alternatives, what fills the peak, and what the plan costs."""
+    others = [("this plan", facts.planned.peak_bytes, facts.slowdown)]
+    step_s = facts.graph.step_s or 1.0
+    others += [(other.name, other.peak_bytes, other.extra_s / step_s) for other in facts.alternatives]
+    peak, costs = peak_rows(facts), cost_rows(facts)
+    parts = [
+        verdict(facts),
+        markdown_table(["", "", "source", ""], [(f.name, f.number, f.source, f.beside) for f in figures(facts)]),
+        "**Beside it** (predicted)",
+        markdown_table(
+            ["", "peak", "slower"], [(name, size(peak), percent(slower)) for name, peak, slower in others], "lrr"
+        ),
+        "**What fills the peak** (predicted)",
+        markdown_table(
+            ["what", "where", "bytes"],
+            [
+                *((row.what, row.where, size(row.bytes)) for row in peak),
+                ("total", "", size(sum(row.bytes for row in peak))),
+            ],
+            "llr",
+        ),
+    ]
+    if facts.candidates:
+        parts += [
+            "**Candidates tried** (as marked)",
+            markdown_table(HEAD, [trial.cells for trial in facts.candidates], "lrrrrl"),
+        ]
+    if costs:
+        rows = [(row.what, str(row.num_calls or ""), size(row.bytes), duration(row.seconds)) for row in costs]
+        total = "total", "", size(sum(row.bytes for row in costs)), duration(sum(row.seconds for row in costs))
+        parts += ["**What the plan costs** (predicted)"]
+        parts += [markdown_table(["what", "calls", "bytes not held", "seconds"], [*rows, total], "lrrr")]
+    parts.append("\n".join(f"- {escaped(name)}: {escaped(text)}" for name, text in assumptions(facts)))
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str = "") -> str:
+    """A Markdown table; `alignment` has a letter per column, l or r."""
+    rules = ["---:" if letter == "r" else "---" for letter in alignment.ljust(len(head), "l")]
+    lines = [head, rules, *([escaped(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is: names of modules may hold anything."""
+    return " ".join(text.translate(_ESCAPES).split())
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written: where, how large, how long it took, and what it says in one line."""
+
+    path: Path
+    num_bytes: int
+    seconds: float
+    verdict: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.path} ({size(self.num_bytes)}, made in {self.seconds:.1f} s)", f"  {self.verdict}"]
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

@@ -1,0 +1,455 @@
+"""The regions of an eager plan on a graph: which saves each drops, where its replay ends, and when it is left.
+
+A step as the eager engine runs it, played op by op.
+
+A region's saves are dropped in the forward and its inputs held until autograd lets go of the last of its saves. The
+first time the backward asks for a dropped save the region is replayed, up to the last of them, each op allocating anew;
+regions inside of it from inside its replay. Saves that carry a retained output are not dropped: they hold it as saves
+outside of regions do, and the region holds it besides, until its replay has ended. Saved values that move leave on one
+copy engine and return on another, in the order the backward asks; retained outputs are back when the replay begins.
+
+A value with a codec is encoded when it is first saved, on the compute's own time, and saves hold what was encoded. Each
+read decodes it anew, for as long as the reader needs it; a replay's decoded inputs live as long as the replay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.time_lines import EngineHostCosts, StepLines, step_seconds
+from lowtide.plans.step_plan import Plan
+from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, PassingStates, largest
+
+
+class PlannedRegions:
+    """By call, the regions of `plan` on `graph`, which has the plan's segments.
+
+    `save_owner[i]` is the region that drops save `i`, -1 for none; `stops` the position at which each replay ends, for
+    regions with saves; `ends` when autograd lets go of the last save of a region and `last_reads` when it reads one.
+    """
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph, self.regions = graph, plan.calls(graph)
+        self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
+        self.retained = self._find_retained()
+        self.save_owner = [-1 if i in self.retained else self.owner[s.call] for i, s in enumerate(graph.saves)]
+        self.stops = self._find_stops()
+        self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
+        self.ends, self.last_reads = self._find_ends()
+
+    def _find_retained(self) -> set[int]:
+        """The saves that are not dropped, as they carry an output that their region retains."""
+        graph, regions = self.graph, self.regions.items()
+        kept = {(call, graph.calls[call].first + op) for call, region in regions for op in region.keep_ops}
+        makers = [(self.owner[save.call], graph.values[save.value].born) for save in graph.saves]
+        return {index for index, maker in enumerate(makers) if maker in kept}
+
+    def _find_stops(self) -> dict[int, int]:
+        """The position up to which each region with saves is replayed: its last dropped one, or last inner region."""
+        calls = self.graph.calls
+        stops = {r: calls[r].first for r in {self.owner[save.call] for save in self.graph.saves} if r >= 0}
+        for save, region in zip(self.graph.saves, self.save_owner, strict=True):
+            if region >= 0:
+                stops[region] = max(stops[region], save.made)
+        for call in sorted(self.regions, reverse=True):  # inner ones first
+            outer = self.owner[self.graph.calls[call].parent]
+            if outer >= 0 and call in stops:
+                stops[outer] = max(stops.get(outer, calls[outer].first), calls[call].first)
+        return stops
+
+    def _find_ends(self) -> tuple[dict[int, int], dict[int, int]]:
+        """When autograd lets go of the last save of each region, inner ones included, and when it last reads one."""
+        ends: dict[int, int] = {}
+        last_reads: dict[int, int] = {}
+        for save in self.graph.saves:
+            for region in self.around(save.call):
+                ends[region] = max(ends.get(region, 0), save.released)
+                last_reads[region] = max(last_reads.get(region, 0), save.read)
+        return ends, last_reads
+
+    def engine_fees(self) -> EngineHostCosts:
+        """What the engine does on the host for these regions."""
+        kept = {call: region.keep_ops for call, region in self.regions.items()}
+        num_saves = Counter(owner for save in self.graph.saves if (owner := self.owner[save.call]) >= 0)
+        read = [save.call for save, by in zip(self.graph.saves, self.save_owner, strict=True) if by >= 0 <= save.read]
+        replayed = {region for call in read for region in self.around(call)}
+        return EngineHostCosts(self.graph, kept, self.stops, num_saves, replayed)
+
+    def around(self, call: int) -> Iterator[int]:
+        """The regions that a call is or lies in, from the inside out."""
+        while (region := self.owner[call]) >= 0:
+            yield region
+            call = self.graph.calls[region].parent
+
+
+class _Enough(Exception):
+    """The event asked for has been reached."""
+
+
+class EagerEvents:
+    """One step under an eager plan, played event by event."""
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph, self.plan = (graph := plan.segmented(graph)), plan
+        self.planned = planned = PlannedRegions(graph, plan)
+        self.regions, self.owner, self.outermost = planned.regions, planned.owner, planned.outermost
+        self.retained, self.save_owner, self.stops = planned.retained, planned.save_owner, planned.stops
+        self.left: set[int] = set()
+        self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
+        self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
+        self.leaving = {value for values in self.moved_outputs.values() for value in values}
+        self.handed_over: set[int] = set()  # those of them that were saved, so that the region too holds them elsewhere
+        self._index()
+        self.ledger = Ledger()
+        self.passing = PassingStates(graph, {call: region.keep_ops for call, region in self.regions.items()})
+        self.static = graph.optimizer_state_bytes + graph.other_bytes
+        self.static += sum(v.bytes for v in graph.values if v.born < 0 and v.kind not in ("gradient", "elsewhere"))
+        self.ledger.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
+        self.lives: dict[int, Lifetime] = {}
+        self.scopes: dict[int, dict[int, Lifetime]] = {}  # by replayed region
+        self.attached: dict[int, Lifetime] = {}  # by save
+        self.released: set[int] = set()  # saves
+        self.region_holds: dict[int, list[Lifetime]] = {}
+        self.encoded: dict[int, Lifetime] = {}  # by value
+        self.decoded: dict[int, Lifetime] = {}  # by save
+        self.copies = CopyEngines(graph, self.moves, self.forms, plan.in_flight_bytes)
+        self.events: list[tuple[int, int, int, int, int, int]] = []
+        self.starts: list[float] = []
+        self.clock = self.replayed_s = self.coded_s = 0.0  # the device's: never behind the host's
+        self.host = self._due_s = 0.0
+        self.row: list[list[float]] = []  # host seconds, device seconds, and whether the host waits
+        self.fees = planned.engine_fees()
+        self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
+        self._wanted: frozenset[int] = frozenset()
+        self._last_wanted = -1
+        self._most: int | None = None
+
+    def _index(self) -> None:
+        graph = self.graph
+        self.saves_at, self.reads_at = defaultdict(list), defaultdict(list)
+        self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
+        self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
+        self.uses_at: defaultdict[int, list[int]] = defaultdict(list)
+        moved = {value for value, move in self.moves.items() if move.to != "device"}
+        for index, save in enumerate(graph.saves):
+            self.saves_at[save.made].append(index)
+            done = save.released if save.used < 0 else save.used
+            is_retained = index in self.retained
+            moves = save.value in self.leaving if is_retained else save.value in moved and save.value not in self.forms
+            if self.save_owner[index] >= 0 or moves:
+                self.releases_at[done].append(index)  # of what came back
+            else:
+                self.releases_at[save.released].append(index)
+                if save.value in self.forms and not is_retained:
+                    self.uses_at[done].append(index)
+            if save.read >= 0:
+                self.reads_at[save.read].append(index)
+        self.ends_at: defaultdict[int, list[int]] = defaultdict(list)
+        for call in sorted(self.regions):
+            if call in self.stops:  # a region without saves has nothing to replay
+                self.entries_at[graph.calls[call].first].append(call)
+                self.ends_at[self.planned.ends[call]].append(call)
+        end = len(graph.ops)
+        for index, value in enumerate(graph.values):
+            if value.born >= 0 and value.dropped < end:
+                self.drops_at[value.dropped].append(index)
+
+    def _find(self, value: int, region: int) -> Lifetime | None:
+        """The life of a value as seen from inside a region's replay (-1: the forward), None where it is over.
+
+        So it can be where a region reads what it was not given, and then it has to find it elsewhere.
+        """
+        life = self.lives.get(value)
+        for outer in self.planned.around(region):
+            if value in self.scopes[outer]:
+                life = self.scopes[outer][value]
+                break
+        return None if life is None or life.is_over else life
+
+    # Playing.
+
+    def play(self) -> None:
+        graph = self.graph
+        try:
+            for op in range(graph.num_forward):
+                self._settle(op, -1, self.lives)
+                self._run(op, 0, self.lives)
+            self._settle(graph.num_forward, -1, self.lives)
+            fetches_at = self._fetches_at()
+            for position in range(graph.num_forward, len(graph.ops)):
+                if position == fetches_at:
+                    self._begin_fetching()
+                self._backward_position(position)
+                self._run(position, 2, self.lives)
+            self._backward_position(len(graph.ops))
+            self._emit(-1, 3, graph.optimizer_workspace_bytes)
+        except _Enough:
+            pass
+
+    def record_at(self, events: Iterable[int], most: int | None) -> None:
+        """Play up to the last of `events`, and write down what lives at each: all of it, or the `most` largest."""
+        self._wanted, self._most = frozenset(events), most
+        self._last_wanted = max(self._wanted, default=-1)
+        if self._wanted:
+            self.play()
+
+    def _host_works(self, seconds: float) -> None:
+        """The host's line goes on; what comes next is issued no earlier."""
+        if self.graph.has_host_line:
+            self.host += seconds
+            self._due_s += seconds
+            self.clock = max(self.clock, self.host)
+
+    def _wait_for(self, life: Lifetime) -> None:
+        """The device waits until a moved value is back, if it is away."""
+        before, self.clock = self.clock, self.copies.read(life, self.clock)
+        if self.clock > before:
+            self._add_to_row(self.clock - before)
+
+    def _add_to_row(self, device_s: float) -> None:
+        self.row.append([self._due_s, device_s, 0.0])
+        self._due_s = 0.0
+
+    def _settle(self, position: int, region: int, scope: dict[int, Lifetime]) -> None:
+        """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
+        first = self.graph.calls[region].first if region >= 0 else 0
+        for index in self.saves_at.get(position, ()):
+            save = self.graph.saves[index]
+            if self.save_owner[index] != region or index in self.released:  # the latter never read, replayed late
+                continue
+            if (life := self._find(save.value, region)) is not None:
+                is_retained = index in self.retained
+                self.attached[index] = self._retain(life) if is_retained else self._hold(life, position, region)
+        for call in self.entries_at.get(position, ()):
+            if self.owner[self.graph.calls[call].parent] == region and call not in self.left:
+                lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
+                self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
+            if region < 0:
+                self._host_works(self.fees.forward_s.get(call, 0.0))
+        self.ledger.kept += self.graph.arrays.captured_bytes(self.entries_at.get(position, ()), region)
+        for value in self.drops_at.get(position, ()):
+            if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
+                self.ledger.drop(scope[value])
+
+    def _hold(self, life: Lifetime, position: int, region: int) -> Lifetime:
+        """Hold a value for the backward: itself, or outside of regions what its codec makes of it."""
+        form = self.forms.get(life.value) if region < 0 else None
+        if form is not None:
+            if life.value not in self.encoded:
+                self.encoded[life.value] = self.ledger.encode(life.value, form.bytes)
+                self._code(position - 1, 4, form.encode_bytes, form.encode_s)
+            life = self.encoded[life.value]
+        self.ledger.hold(life)
+        if form is not None and life.python:
+            self.ledger.drop(life)
+        if region < 0:
+            self.copies.saved(life, self.clock)
+        return life
+
+    def _retain(self, life: Lifetime) -> Lifetime:
+        """Hold a retained output for a save, as it is: on the device, or on its way, for the region as well."""
+        self.ledger.hold(life)
+        if life.value in self.leaving:
+            self.copies.saved(life, self.clock)
+            if life.value not in self.handed_over:
+                self.handed_over.add(life.value)
+                self.copies.saved(life, self.clock)
+        return life
+
+    def _read(self, held: Lifetime, op: int, decoded: dict[int, Lifetime], key: int) -> None:
+        """Wait for what is held of a value; where that was encoded, decode it: a new life, which Python holds."""
+        self._wait_for(held)
+        form = self.forms.get(held.value)
+        if form is not None and key not in decoded:
+            decoded[key] = self.ledger.add(held.value, self.graph.values[held.value])
+            self._code(min(op, len(self.graph.ops) - 1), 5, form.decode_bytes, form.decode_s)
+
+    def _code(self, op: int, phase: int, workspace: int, seconds: float) -> None:
+        self.copies.advance(self.clock)
+        self._emit(op, phase, workspace)
+        self.clock += seconds
+        self.row[-1][1] += seconds
+        self.coded_s += seconds
+
+    def _fetches_at(self) -> int:
+        """Where moved values start on their way back: at the model's outputs, or the first that is read before."""
+        reads = [save.read for save in self.graph.saves if self.copies.moves(save.value) and save.read >= 0]
+        return min([self.graph.reaches_model, *reads])
+
+    def _begin_fetching(self) -> None:
+        if self.plan.moves:
+            saves = self.graph.saves
+            reads = sorted((i for i, save in enumerate(saves) if save.read >= 0), key=lambda i: saves[i].read)
+            order: list[int] = []
+            for index in reads:
+                region = -1 if index in self.retained else self.outermost[saves[index].call]
+                order += self._held_outputs(region)
+                order += self.graph.calls[region].inputs if region >= 0 else [saves[index].value]
+            self.copies.begin_fetching(order, self.clock)
+
+    def _held_outputs(self, region: int) -> tuple[int, ...]:
+        """Outputs held elsewhere than on the device, as they come back: the last first, like all that left."""
+        return self.moved_outputs.get(region, ())[::-1]
+
+    def _backward_position(self, position: int) -> None:
+        saves = self.graph.saves
+        releases, uses = self.releases_at.get(position, ()), self.uses_at.get(position, ())
+        for index in releases:
+            if saves[index].read < position:
+                self._release(index)
+        for index in uses:
+            if saves[index].read < position and index in self.decoded:
+                self.ledger.unhold(self.decoded.pop(index))
+        self._end_regions(position, is_read_here=False)
+        if position > self.graph.num_forward:
+            for value in self.drops_at.get(position, ()):
+                if value in self.lives:
+                    self.ledger.drop(self.lives[value])
+        for index in self.reads_at.get(position, ()):
+            region = self.save_owner[index]
+            if region >= 0:
+                self._ensure(region)
+            elif index in self.retained:
+                self._wait_for(self.lives[saves[index].value])
+            elif index in self.attached:
+                self._read(self.attached[index], position, self.decoded, index)
+                if index in self.decoded:
+                    self.ledger.hold(self.decoded[index])
+                    self.ledger.drop(self.decoded[index])
+        for index in releases:
+            if saves[index].read >= position:
+                self._release(index)
+        for index in uses:
+            if saves[index].read >= position and index in self.decoded:
+                self.ledger.unhold(self.decoded.pop(index))
+        self._end_regions(position, is_read_here=True)
+
+    def _end_regions(self, position: int, is_read_here: bool) -> None:
+        """Autograd lets go of the last save of a region: its inputs, held for another replay, go too."""
+        for region in self.ends_at.get(position, ()):
+            if (self.planned.last_reads[region] == position) == is_read_here:
+                self._leave(region)
+
+    def _release(self, index: int) -> None:
+        self.released.add(index)
+        life = self.attached.pop(index, None)
+        if life is not None:
+            if self.save_owner[index] < 0 and (index not in self.retained or life.value in self.leaving):
+                self.copies.released(life)
+            self.ledger.unhold(life)
+
+    def _ensure(self, region: int) -> None:
+        if region in self.scopes:
+            return
+        outer = self.owner[self.graph.calls[region].parent]
+        if outer >= 0:
+            self._ensure(outer)
+        self._replay(region)
+
+    def _replay(self, region: int) -> None:
+        scope: dict[int, Lifetime] = {}
+        self.scopes[region] = scope
+        first, stop = self.graph.calls[region].first, self.stops[region]
+        kept = set(self.regions[region].keep_ops)
+        if self.owner[self.graph.calls[region].parent] < 0:
+            for value in self._held_outputs(region):
+                self._wait_for(self.lives[value])
+            for held in self.region_holds.get(region, ()):
+                self._read(held, first, scope, held.value)
+        self.ledger.kept += int(self.graph.arrays.replay_bytes[region])
+        self._host_works(self.fees.replay_s.get(region, 0.0))
+        for op in range(first, stop):
+            self._settle(op, region, scope)
+            if op - first not in kept:  # else the forward's own output is found
+                self._run(op, 1, scope, self.passing.not_replayed[region])
+        self._settle(stop, region, scope)
+        entered = [call for at in range(first, stop + 1) for call in self.entries_at.get(at, ())]
+        self.ledger.kept -= self.graph.arrays.captured_bytes(entered, region)
+        self.ledger.kept -= int(self.graph.arrays.replay_bytes[region])
+        for life in scope.values():
+            self.ledger.drop(life)
+        self._forget_kept(region)
+
+    def _leave(self, region: int) -> None:
+        """Let go of what was held for a region's replay."""
+        self.left.add(region)
+        call = self.graph.calls[region]
+        self.ledger.kept -= int(self.graph.arrays.frame_bytes[region])
+        if region not in self.scopes:  # nothing was ever read, so it was not replayed
+            self._forget_kept(region)
+        for life in self.region_holds.pop(region, ()):
+            if self.owner[call.parent] < 0:
+                self.copies.released(life)
+            self.ledger.unhold(life)
+
+    def _forget_kept(self, region: int) -> None:
+        for op in set(self.regions[region].keep_ops):
+            for value in self.graph.ops[self.graph.calls[region].first + op].outputs:
+                if value in self.leaving:
+                    self.copies.released(self.lives[value])
+                self.ledger.unhold(self.lives[value])
+
+    def _run(self, index: int, phase: int, scope: dict[int, Lifetime], outside: int = 0) -> None:
+        """Run an op: an event. `outside` are bytes of states that pass around the region that is replayed."""
+        op = self.graph.ops[index]
+        for value in op.outputs:
+            scope[value] = self.ledger.add(value, self.graph.values[value])
+            if phase == 0 and index in self.planned.kept_ops:
+                self.ledger.hold(scope[value])
+        self._host_works(op.host_s + self.copies.take_num_calls() * self.graph.hardware.move_s / 2)
+        self.copies.advance(self.clock)
+        self._emit(index, phase, op.workspace_bytes + (int(self.passing.forward[index]) if phase < 2 else 0) - outside)
+        self.clock += op.seconds
+        self.row[-1][1] += op.seconds
+        if "sync" in op.flags:
+            self.host, self.row[-1][2] = self.clock, 1.0
+        if phase == 1:
+            self.replayed_s += op.seconds
+
+    def _emit(self, op: int, phase: int, workspace: int) -> None:
+        books, copies = self.ledger, self.copies
+        kept, transient = books.kept - copies.bytes_away, books.transient + workspace
+        self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
+        self.starts.append(self.clock)
+        self._add_to_row(0.0)
+        event = len(self.events) - 1
+        if event in self._wanted:
+            sizes: dict[int, int] = {}
+            for life in self.ledger.alive():
+                if not self.copies.is_away(life):
+                    sizes[life.value] = sizes.get(life.value, 0) + life.bytes
+            self.snapshots[event] = sizes if self._most is None else largest(sizes, self._most)
+            if event == self._last_wanted:
+                raise _Enough
+
+    def columns(self) -> dict[str, Any]:
+        """What a timeline is made of."""
+        table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
+        static = np.full((len(table), 1), self.static, dtype=np.int64)
+        copies = self.copies
+        watched_s = self.fees.total_s + copies.num_calls * self.graph.hardware.move_s / 2
+        host_s, device_s, waits = np.array(self.row).reshape(-1, 3).T
+        busy_s = float(device_s.sum()) - copies.stalled_s
+        lines = StepLines(float(host_s.sum()), busy_s, step_seconds(host_s, device_s, waits > 0))
+        if not self.graph.has_host_line:
+            lines = StepLines(0.0, self.clock + watched_s, self.clock + watched_s)
+        return {
+            "live_bytes": np.hstack([static, table[:, 2:]]),
+            "ops": table[:, 0],
+            "phases": table[:, 1],
+            "starts_s": np.array(self.starts),
+            "replayed_s": self.replayed_s,
+            "stalled_s": self.copies.stalled_s,
+            "watched_s": watched_s,
+            "lines": lines,
+            "host_bytes": self.copies.most_host_bytes,
+            "copied_out_s": self.copies.out_s,
+            "copied_in_s": self.copies.in_s,
+            "copies": tuple(self.copies.log),
+            "coded_s": self.coded_s,
+        }

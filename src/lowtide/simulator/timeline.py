@@ -1,0 +1,183 @@
+"""`simulate`: what a plan costs, event by event. The one referee of plans.
+
+`eagerlives` plays module regions that are replayed and `eagerstep` moves beside them; `compiledstep` plays the values
+of a compiled graph that are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.time_lines import StepLines
+from lowtide.plans.step_plan import Plan
+from lowtide.simulator import compiled_intervals as compiledstep
+from lowtide.simulator.eager_events import EagerEvents
+from lowtide.simulator.eager_intervals import EagerIntervals
+from lowtide.simulator.lifetimes import Copy
+from lowtide.units import format_bytes, format_seconds
+
+KINDS = ("static", "kept", "transient", "gradients", "in flight")
+PHASES = ("forward", "replay", "backward", "optimizer", "compression", "decompression")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bytes that live while each event of a step runs, as simulated: one event per op run, replayed ones included.
+
+    Encoding and decoding a value are events too, of the op that it is saved after or decoded for.
+    `live_bytes[e]` are the bytes at event `e` for each of `lowtide.simulator.KINDS`; `ops[e]` is the op it runs (-1:
+    the optimizer's step), `phases[e]` an index into `lowtide.simulator.PHASES`, `starts_s[e]` when it starts.
+
+    `lines` are the two time lines: seconds in which the host issues ops and does the engine's work, seconds in which
+    the device runs ops, and the step, as long as the later of both. On the CPU there is one: the device's.
+    """
+
+    graph: StepGraph
+    plan: Plan
+    live_bytes: np.ndarray
+    ops: np.ndarray
+    phases: np.ndarray
+    starts_s: np.ndarray
+    replayed_s: float
+    stalled_s: float
+    watched_s: float
+    host_bytes: int
+    copied_out_s: float
+    copied_in_s: float
+    lines: StepLines
+    copies: tuple[Copy, ...] = ()
+    coded_s: float = 0.0
+
+    @cached_property
+    def total_bytes(self) -> np.ndarray:
+        return self.live_bytes.sum(axis=1)
+
+    @property
+    def peak_event(self) -> int:
+        return int(self.total_bytes.argmax()) if len(self.ops) else -1
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at any event."""
+        return int(self.total_bytes.max()) if len(self.ops) else 0
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds that the plan adds to the plain step: replays, waiting for copies, the host's work, and codecs.
+
+        With two lines that is the difference of two simulated steps: work that fits beside the other line adds nothing.
+        """
+        if self.has_two_lines:
+            return max(0.0, self.lines.step_s - self.graph.lines.step_s)
+        return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s
+
+    @property
+    def has_two_lines(self) -> bool:
+        """Whether host and device are simulated apart: not on the CPU, nor for the compiled engine."""
+        return self.graph.has_host_line and (self.plan.engine != "compiled" or self.plan.is_plain)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that the host works: 0 where there is one line."""
+        return self.lines.host_s
+
+    @property
+    def device_s(self) -> float:
+        """Seconds that the device works."""
+        return self.lines.device_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, as simulated."""
+        return self.lines.step_s
+
+    def limiting_s(self, op: int) -> float:
+        """Seconds that a forward op takes where it runs again, on the line that limits the step."""
+        if self.has_two_lines and self.lines.limit == "host":
+            return self.graph.ops[op].host_s
+        return self.recomputed_s(op)
+
+    def recomputed_s(self, op: int) -> float:
+        """Seconds that a forward op takes where it runs again."""
+        if self.plan.engine == "compiled":
+            return float(self.graph.needs.seconds[op])
+        return self.graph.ops[op].seconds
+
+    @property
+    def peak_path(self) -> str:
+        """The module in which the peak is."""
+        op = int(self.ops[self.peak_event]) if len(self.ops) else -1
+        return self.graph.path_of(op) if op >= 0 else ""
+
+    @property
+    def peak_phase(self) -> str:
+        return PHASES[int(self.phases[self.peak_event])] if len(self.ops) else ""
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak is made of."""
+        if not len(self.ops):
+            return dict.fromkeys(KINDS, 0)
+        return dict(zip(KINDS, map(int, self.live_bytes[self.peak_event]), strict=True))
+
+    def live_at(self, event: int) -> dict[int, int]:
+        """Bytes of each value (activations and gradients) that lives at an event; played again up to there."""
+        return self.live_at_each([event])[0]
+
+    def live_at_each(self, events: Sequence[int], *, most: int | None = None) -> list[dict[int, int]]:
+        """For each of `events`, what `live_at` says, or the `most` largest of it; the step is played once for all."""
+        if self.plan.engine == "compiled" and not self.plan.is_plain:
+            compiled = compiledstep.play_compiled(self.graph, self.plan.kept_ops(self.graph))
+            return [compiled.live_at(event, most) for event in events]
+        if not self.plan.moves:
+            lives = _lives(self.graph, self.plan)
+            return [lives.live_at(event, most) for event in events]
+        step = EagerEvents(self.graph, self.plan)
+        step.record_at(events, most)
+        return [step.snapshots.get(event, {}) for event in events]
+
+    def __str__(self) -> str:
+        op = int(self.ops[self.peak_event]) if len(self.ops) else -1
+        name = self.graph.ops[op].name if op >= 0 else "the optimizer's step"
+        where = f" of {self.peak_path}" if self.peak_path else ""
+        lines = [f"peak {format_bytes(self.peak_bytes)} predicted, in the {self.peak_phase}{where} ({name})"]
+        lines += [f"  {kind:<10} {format_bytes(size)}" for kind, size in self.peak_by_kind.items() if size]
+        coded = f", {format_seconds(self.coded_s)} in codecs" if self.coded_s else ""
+        if self.has_two_lines:
+            host, device = format_seconds(self.host_s), format_seconds(self.device_s)
+            lines.append(
+                f"  {format_seconds(self.step_s)}, limited by the {self.lines.limit} (host {host}, device {device})"
+            )
+        lines.append(
+            f"  {format_seconds(self.replayed_s)} replayed, {format_seconds(self.stalled_s)} waited for copies{coded}"
+        )
+        return "\n".join(lines)
+
+
+def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
+    """The timeline of live bytes when `graph`'s step runs under `plan` (None: the plain step). Uses no torch.
+
+    Predicted, not measured: docs/trace.md says how close to the allocator's own peak.
+    """
+    if not isinstance(graph, StepGraph):
+        raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
+    if plan.engine == "compiled" and not plan.is_plain:
+        return Timeline(graph, plan, **compiledstep.play_compiled(graph, plan.kept_ops(graph)).columns())
+    if not plan.moves:
+        return Timeline(graph, plan, **_lives(graph, plan).columns())
+    step = EagerEvents(graph, plan)
+    step.play()
+    return Timeline(graph, plan, **step.columns())
+
+
+def _lives(graph: StepGraph, plan: Plan) -> EagerIntervals:
+    segmented = plan.segmented(graph)
+    return EagerIntervals(segmented, plan.held_ops(segmented))

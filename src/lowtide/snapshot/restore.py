@@ -1,0 +1,356 @@
+"""What lies in objects: attributes and containers, remembered as they are and put back as they were.
+
+A step that leaves no trace: whatever it changes of a model and its surroundings is put back, to the bit.
+
+What a step changes, put back to the bit if it fails: gradients, buffers, random states, attributes, variables.
+
+Gradients that are there before a step are copied to the host, beside its forward, as a backward adds to them in place.
+The alternatives are worse: copies on the device take memory where it is short; fresh gradients that are added to the
+old ones at the end take as much; and what a backward has added cannot be subtracted again, as floating-point sums
+round. A step that begins without gradients, as after `zero_grad()`, copies none. On the CPU the copies are in the same
+memory as the rest, and come on top of the step.
+
+Small buffers are copied where they are. Larger ones go to the host until a step has shown that it leaves them alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.replay.arguments import tensors_in
+from lowtide.replay.function_state import CapturedState
+
+# What a cache may be wrapped in; further away from a module lie things that are not its own.
+_DEEPEST = 6
+_LONGEST = 10_000  # what is longer is data
+_LEFT_ALONE = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, str, bytes)
+
+
+class ObjectSnapshot:
+    """The content of `roots` and of the lists, dicts, sets and attributes in them; not that of tensors and modules."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        level = list(roots)
+        for _ in range(_DEEPEST):
+            following: list[Any] = []
+            for container in level:
+                if id(container) not in seen:
+                    seen.add(id(container))
+                    if not isinstance(container, tuple):
+                        self._contents.append((container, container.copy()))
+                    if len(container) <= _LONGEST:
+                        following += containers(container.values() if isinstance(container, dict) else container)
+            level = following
+
+    def restore(self) -> None:
+        """Put back what was changed."""
+        for container, content in self._contents:
+            if isinstance(container, dict):
+                if not _same(container, content) or not _same(container.values(), content.values()):
+                    container.clear()
+                    container.update(content)
+            elif not _same(container, content):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(content)
+
+
+def containers(items: Iterable[Any]) -> list[Any]:
+    """Those items that hold other things, and the attributes of those that have any."""
+    found = []
+    for item in items:
+        if isinstance(item, types.MethodType):
+            item = item.__self__
+        if isinstance(item, dict | list | set | deque | tuple):
+            found.append(item)
+        elif not isinstance(item, _LEFT_ALONE) and not getattr(type(item), "hidden_from_replay", False):
+            attributes = getattr(item, "__dict__", None)
+            if isinstance(attributes, dict):
+                found.append(attributes)
+    return found
+
+
+def _same(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
+
+
+_noted: ContextVar[list[torch.Generator] | None] = ContextVar("generators of traced steps", default=None)
+
+
+@contextlib.contextmanager
+def noted_generators() -> Iterator[list[torch.Generator]]:
+    """The generators of someone's own that steps traced inside the block draw from.
+
+    A step that nobody watches cannot tell: whoever runs one saves their states beforehand.
+    """
+    found: list[torch.Generator] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+class Restorer:
+    """Take it before the step, call `restore()` after. Contents are copied only when something is about to write them.
+    With `copies_on_host`, copies take no memory of the device: for a step whose peak is measured.
+
+    Modules get back their attributes, among them training flags, hooks and caches, with what lies in those. Leaves get
+    back their gradients, random generators their states, optimizers that a hook steps in the backward theirs. So do
+    variables and objects that `loss_fn` names: counters, lists of losses, a gradient scaler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        *,
+        copies_on_host: bool = False,
+    ) -> None:
+        self._copies_on_host = copies_on_host
+        reach = CapturedState(loss_fn)
+        self._cells, self._globals = reach.cells, reach.globals
+        modules = [part for module in (model, *reach.modules) for part in _compat.submodules(module)]
+        named = [contents for _, contents in reach.cells] + [value for *_, value in reach.globals]
+        self._attributes = ObjectSnapshot(
+            [*(vars(module) for module in modules), *containers(named), *containers([loss_fn])]
+        )
+        self._optimizers: dict[int, ObjectSnapshot] = {}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._seen: set[int] = set()
+        given = [*model.parameters(), *tensors]
+        self.add_leaves(given)
+        self._data = [(tensor, tensor.detach()) for tensor in [*given, *model.buffers()] if _compat.is_plain(tensor)]
+        self._versions = [(tensor, _compat.version_of(tensor)) for tensor, _ in self._data]
+        self._device = device if device.type not in ("cpu", "meta") and _compat.accelerator() is not None else None
+        self._generators = generator_states(self._device)
+        self._own_generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        for item in (*reach.generators, *(item for module in modules for item in vars(module).values())):
+            if isinstance(item, torch.Generator):  # now, as a step may seed it before it draws
+                self.before_write(item)
+        self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
+        self._hook = _compat.register_optimizer_step_pre_hook(self._before_optimizer_step)
+
+    def add_leaves(self, tensors: Iterable[Tensor]) -> None:
+        """Leaves whose gradients belong to someone."""
+        for tensor in tensors:
+            if tensor.is_leaf and id(tensor) not in self._seen:
+                self._seen.add(id(tensor))
+                self._gradients.append((tensor, tensor.grad))
+
+    def before_write(self, target: Tensor | torch.Generator) -> None:
+        """An op is about to write to a tensor that was there before the step, or to draw from a generator."""
+        if isinstance(target, torch.Generator):
+            if _compat.generator_id(target) not in self._own_generators:
+                self._own_generators[_compat.generator_id(target)] = target, target.get_state()
+                noted = _noted.get()
+                if noted is not None:
+                    noted.append(target)
+            return
+        with _compat.without_modes(), torch.no_grad():
+            for tensor in _compat.inner_tensors(target):
+                key = _compat.storage_id(tensor)
+                if key not in self._copies and not _compat.is_fake(tensor) and not tensor.is_meta:
+                    everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                    everything.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+                    kept = everything.to("cpu", copy=True) if self._copies_on_host else everything.clone()
+                    self._copies[key] = tensor, everything, kept, _compat.version_of(tensor)
+
+    def reset_gradients(self) -> None:
+        """The gradients there were, as objects; their content comes with `restore`."""
+        for leaf, gradient in self._gradients:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+
+    def restore(self) -> None:
+        self._hook.remove()
+        self.reset_gradients()
+        for cell, contents in self._cells:
+            cell.cell_contents = contents
+        for namespace, name, value in self._globals:
+            namespace[name] = value
+        for snapshot in (self._attributes, *self._optimizers.values()):
+            snapshot.restore()
+        for tensor, data in self._data:
+            if _compat.storage_id(tensor) != _compat.storage_id(data):
+                tensor.data = data
+        for tensor, everything, copy, version in self._copies.values():
+            with torch.no_grad():
+                everything.copy_(copy)
+            _compat.set_version(tensor, version)
+        for tensor, version in self._versions:
+            if _compat.version_of(tensor) != version:
+                _compat.set_version(tensor, version)
+        for held in (self._copies, self._gradients, self._data, self._versions):
+            held.clear()  # type: ignore[attr-defined]
+        for generator, state in self._own_generators.values():
+            generator.set_state(state)
+        set_generator_states(self._generators, self._device)
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = ObjectSnapshot([vars(optimizer)])
+
+
+def generator_states(device: torch.device | None) -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if device is not None:
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def set_generator_states(states: dict[str, Any], device: torch.device | None) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["random"])
+    if device is not None:
+        torch.get_device_module(device).set_rng_state(states["device"], device)
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+_SMALL_BYTES = 256 * 1024
+
+
+class SnapshotBuffers:
+    """What is kept from one step to the next: which large buffers a step writes, and host memory for gradients."""
+
+    def __init__(self) -> None:
+        self.is_written: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
+        self._pinned: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
+        self._stream: Any = None
+
+    def copied_to_host(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Copies of the leaves' gradients; on an accelerator they may still be under way, see `wait`."""
+        on_device = [leaf for leaf in leaves if _is_staged(leaf)]
+        if on_device:
+            module = torch.get_device_module(on_device[0].device)
+            if self._stream is None:
+                self._stream = module.Stream(on_device[0].device)
+            self._stream.wait_stream(module.current_stream(on_device[0].device))
+            with module.stream(self._stream), torch.no_grad():
+                for leaf in on_device:
+                    self._staging(leaf).copy_(leaf.grad, non_blocking=True)  # type: ignore[arg-type]
+        return [self._staging(leaf) if _is_staged(leaf) else leaf.grad.detach().clone() for leaf in leaves]  # type: ignore[union-attr]
+
+    def wait(self, device: torch.device | None) -> None:
+        """What comes next on the device comes after the copies."""
+        if self._stream is not None and device is not None:
+            torch.get_device_module(device).current_stream(device).wait_stream(self._stream)
+
+    def _staging(self, leaf: Tensor) -> Tensor:
+        gradient, found = leaf.grad, self._pinned.get(leaf)
+        assert gradient is not None
+        if found is None or found.shape != gradient.shape or found.dtype != gradient.dtype:
+            # Pinned once: pinning takes longer than the copy.
+            found = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+            self._pinned[leaf] = found
+        return found
+
+
+def _is_staged(leaf: Tensor) -> bool:
+    gradient = leaf.grad
+    return gradient is not None and gradient.device.type != "cpu" and type(gradient) in _compat.PLAIN_TYPES
+
+
+class StepUndo:
+    """Make it before a step. `restore()` puts everything back, as often as needed; `done()` if all went well."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], args: Any, books: SnapshotBuffers) -> None:
+        reach = CapturedState(loss_fn)
+        self._buffers = books
+        self._cells, self._globals = reach.cells, reach.globals
+        modules = list({part: None for root in (model, *reach.modules) for part in _compat.submodules(root)})
+        self._attributes = [(vars(m), dict(vars(m))) for m in modules if not type(m).__module__.startswith("torch.nn.")]
+        self._slots = [(slots, dict(slots)) for m in modules for slots in _compat.module_tensors(m)]
+        self._add_generators(reach)
+        parameters, buffers = ([t for *_, s in self._slots[n::2] for t in s.values() if t is not None] for n in (0, 1))
+        self._weights = list({id(tensor): tensor for tensor in parameters}.values())
+        self._device = next((t.device for t in self._weights if t.device.type != "cpu"), None)
+        self._add_buffers(list({id(tensor): tensor for tensor in buffers}.values()))
+        leaves = [*self._weights, *(t for t in (*tensors_in(args), *reach.tensors) if t.is_leaf)]
+        self._gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
+        self._with_gradient = [leaf for leaf, gradient in self._gradients if gradient is not None]
+        self._gradient_copies = books.copied_to_host(self._with_gradient)
+        self._versions = _compat.versions_of(self._weights)
+        self._random = generator_states(self._device)
+
+    def _add_generators(self, reach: CapturedState) -> None:
+        own = [value for _, content in self._attributes for value in content.values() if type(value) is torch.Generator]
+        self._generators = [(generator, generator.get_state()) for generator in (*reach.generators, *own)]
+
+    def _add_buffers(self, buffers: list[Tensor]) -> None:
+        self._small = [b for b in buffers if b.nbytes <= _SMALL_BYTES]
+        large = [b for b in buffers if b.nbytes > _SMALL_BYTES]
+        self._large = [b for b in large if self._buffers.is_written.get(b, True)]
+        self._trusted = [b for b in large if not self._buffers.is_written.get(b, True)]
+        self._small_copies = _compat.clone_all(self._small)
+        self._large_copies = [b.detach().to("cpu", copy=True) for b in self._large]
+        self._buffer_versions = [_compat.versions_of(b) for b in (self._small, self._large, self._trusted)]
+
+    def before_backward(self) -> None:
+        """The backward adds to gradients: their copies have to be there."""
+        self._buffers.wait(self._device)
+
+    def done(self) -> None:
+        """Learn which large buffers such a step leaves alone."""
+        for tensors, versions in ((self._large, self._buffer_versions[1]), (self._trusted, self._buffer_versions[2])):
+            for buffer, now, then in zip(tensors, _compat.versions_of(tensors), versions, strict=True):
+                self._buffers.is_written[buffer] = now != then
+
+    def what_cannot_be_put_back(self) -> str | None:
+        """In words, what the step has changed that no copy was made of; None if there is nothing."""
+        if _compat.versions_of(self._weights) != self._versions:
+            return "the step changes parameters itself (an optimizer in the backward, or max_norm)"
+        if _compat.versions_of(self._trusted) != self._buffer_versions[2]:
+            return f"the step wrote to a buffer of more than {_SMALL_BYTES >> 10} KiB that it used to leave alone"
+        return None
+
+    def restore(self) -> None:
+        """Everything as it was before the step."""
+        self._buffers.wait(self._device)
+        for slots, content in self._slots:
+            _rebind(slots, content)
+        for attributes, content in self._attributes:
+            _rebind(attributes, content, but="forward")  # a plan for larger inputs may have been taken up meanwhile
+        for cell, contents in self._cells:
+            cell.cell_contents = contents
+        for namespace, name, value in self._globals:
+            namespace[name] = value
+        with torch.no_grad():
+            for leaf, gradient in self._gradients:
+                if leaf.grad is not gradient:
+                    leaf.grad = gradient
+            for leaf, copy in zip(self._with_gradient, self._gradient_copies, strict=True):
+                leaf.grad.copy_(copy)  # type: ignore[union-attr]
+        _compat.overwrite_all(self._small, self._small_copies, self._buffer_versions[0])
+        _compat.overwrite_all(self._large, self._large_copies, self._buffer_versions[1])
+        for generator, state in self._generators:
+            generator.set_state(state)
+        set_generator_states(self._random, self._device)
+
+
+def _rebind(place: dict[str, Any], content: dict[str, Any], but: str = "") -> None:
+    """Names bound to what they were bound to; what is in it is not looked at."""
+    if place.keys() == content.keys() and all(place[name] is content[name] for name in content):
+        return
+    kept = {but: place[but]} if but in place else {}
+    place.clear()
+    place.update({name: value for name, value in content.items() if name != but} | kept)

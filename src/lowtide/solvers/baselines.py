@@ -1,0 +1,113 @@
+"""What people use today, as plans: to see where a plan stands.
+
+Plans that are always considered: what people do by hand, and regions at every range of depths.
+
+Most are never simulated: what a plan replays is known beforehand, and one that is slower than a plan that fits is of no
+use.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from lowtide.graph.segments import all_blocks, block_calls
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Plan, Recompute
+from lowtide.solvers.candidate import Regions
+from lowtide.solvers.nesting import Nesting
+
+
+def reference_plans(graph: StepGraph) -> dict[str, Plan]:
+    """Nothing, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products.
+
+    Of the latter those that autograd saves: no plan can retain the others.
+    """
+    blocks = block_calls(graph)
+    found = {"nothing": Plan()}
+    if blocks:
+        found["a checkpoint per block"] = _plan(graph, dict.fromkeys(blocks, ()))
+        found["every second block"] = _plan(graph, dict.fromkeys(blocks[::2], ()))
+        found["selective, all matmuls kept"] = _plan(graph, {call: _products(graph, call) for call in blocks})
+    return found
+
+
+def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
+    return Plan(regions=recomputes(graph, regions))
+
+
+def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
+    """Regions given by call numbers, as a plan names them."""
+    names = {call: graph.names_of(call) for call in sorted(regions)}
+    return tuple(Recompute(*each[0], regions[call], each[1:]) for call, each in names.items())
+
+
+def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
+    first, end, depth = graph.calls[call].first, graph.calls[call].end, graph.depths[call]
+    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.retainable.depths[op] >= depth)
+
+
+_MOST_DEPTHS = 6
+_MOST_SUBSETS = 6  # blocks of which every subset is considered
+_MOST_CUTS = 8
+
+
+def baseline_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
+    """Plans and the seconds they replay, the fastest first."""
+    plans = [*reference_plans(graph).values(), *_some_blocks(graph)]
+    last = min(max(graph.depths, default=0), _MOST_DEPTHS)
+    plans += [_at_depths(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
+    found: dict[tuple[object, ...], tuple[float, Regions]] = {}
+    for plan in plans:
+        regions = nesting.without_redundant(plan.held_ops(graph))
+        if regions:
+            found.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
+    return sorted(found.values(), key=lambda pair: pair[0])
+
+
+def _at_depths(graph: StepGraph, depths: range) -> Plan:
+    """Every module call at these depths of the module tree."""
+    calls = [
+        index
+        for index, call in enumerate(graph.calls)
+        if graph.depths[index] in depths and call.end > call.first and index not in graph.unreplayable
+    ]
+    return Plan(regions=recomputes(graph, dict.fromkeys(calls, ())))
+
+
+def _some_blocks(graph: StepGraph) -> list[Plan]:
+    """A checkpoint on some blocks: on every subset of a few, and on the first or the last of many."""
+    blocks = all_blocks(graph)
+    if len(blocks) <= _MOST_SUBSETS:
+        sizes = range(1, len(blocks) + 1)
+        chosen = [subset for size in sizes for subset in combinations(blocks, size)]
+    else:
+        step = -(-len(blocks) // _MOST_CUTS)
+        cuts = range(step, len(blocks) + 1, step)
+        chosen = [tuple(part) for cut in cuts for part in (blocks[:cut], blocks[-cut:])]
+    return [Plan(regions=recomputes(graph, dict.fromkeys(calls, ()))) for calls in chosen]
+
+
+def replayed_s(graph: StepGraph, regions: Regions) -> float:
+    """The seconds that a plan without moves replays; what the host does comes on top."""
+    owner = graph.innermost(regions)
+    stops: dict[int, int] = {}
+    is_read: set[int] = set()
+    for save in graph.saves:
+        region, born = owner[save.call], graph.values[save.value].born
+        if region >= 0 and born - graph.calls[region].first not in regions[region]:
+            stops[region] = max(stops.get(region, 0), save.made)
+            is_read |= {region} if save.read >= 0 else set()
+    for inner in sorted(regions, reverse=True):
+        outer = owner[graph.calls[inner].parent]
+        if outer >= 0 and inner in stops:
+            stops[outer] = max(stops.get(outer, 0), graph.calls[inner].first)
+            is_read |= {outer} if inner in is_read else set()
+    sums = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops[: graph.num_forward]])])
+    total = 0.0
+    for region in sorted(is_read):
+        first, stop = graph.calls[region].first, stops[region]
+        retained_s = sum(graph.ops[first + op].seconds for op in regions[region] if first + op < stop)
+        total += max(0.0, float(sums[stop] - sums[first]) - retained_s)
+    return total

@@ -1,0 +1,240 @@
+"""Minimum cuts in small networks, by scipy.
+
+The best values to save for a price: `seconds recomputed + price * bytes saved`, exactly, as a minimum cut.
+
+Bytes are those that live at one moment, while op `at` runs. Whatever a plan did before it, at that moment some values
+live, and everything that the backward reads later is among them or is recomputed from them later. So the best choice
+of values to live and ops to recompute *after* the moment is no dearer than any plan, and the least `seconds + price *
+bytes` over all such choices, less `price * bytes allowed`, bounds from below what every plan within the budget costs.
+(For a moment in the forward: what lives was made by then, and all that is made later may be saved for nothing.)
+
+The cut has a node X for each op (on the source's side: recomputed) and Y for each value (needed later). Edges:
+X -> sink with the op's seconds; Y_v -> X_op(v) with price * bytes; X_op -> Y_u without limit, for each input u; and the
+source stands for all Y that the backward reads itself. Values that live at the moment in every plan, and static ones,
+are there for nothing and have no nodes. An op that cannot be recomputed is the sink itself.
+
+Capacities are integers of 32 bits in scipy, and larger ones wrap around in silence. So one unit is a 2**30th of the
+cost of a choice that is known (see `_unit`), and an edge that costs more than all of that choice is as good as one
+without limit. Rounding is downwards: a cut of n edges is short by less than n units, so `dual_s` is never above the
+truth, and for 10^4 ops below it by less than 10^-5 of that cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
+
+from lowtide.graph.step_graph import StepGraph
+
+
+def minimum_cut(num_nodes: int, tails: np.ndarray, heads: np.ndarray, capacities: np.ndarray) -> tuple[int, list[int]]:
+    """The value of a minimum cut between nodes 0 and 1, and the nodes on the side of 0.
+
+    One entry for each pair of nodes, in the order of a sparse matrix; capacities are integers of 32 bits.
+    """
+    starts = np.searchsorted(tails, np.arange(num_nodes + 1)).astype(np.int32)
+    network = csr_array((capacities, heads.astype(np.int32), starts), shape=(num_nodes, num_nodes))
+    found = maximum_flow(network, 0, 1)
+    left = network - found.flow
+    left.data = np.maximum(left.data, 0)
+    left.eliminate_zeros()
+    reached = breadth_first_order(left, 0, directed=True, return_predecessors=False).tolist()
+    return int(found.flow_value), reached
+
+
+_UNITS = 1 << 30
+_DEAREST = 1024  # the last price of a hull: all bytes of it cost so many times all its seconds
+_ROUNDING = 1e-14
+_GAIN = 1e-6  # of a hull's seconds: less is no corner
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Ops that are recomputed, everything else saved: seconds, and bytes that live at the moment.
+
+    No choice has less `seconds + price * bytes` than `dual_s`.
+    """
+
+    price: float
+    seconds: float
+    bytes: int
+    dual_s: float
+    recomputed: frozenset[int]
+
+
+class CutProblem:
+    """What is to be decided for the moment at which op `at` runs, or with `is_over` has just run and nothing does.
+
+    `anchors` are ops whose outputs are saved anyway.
+    """
+
+    def __init__(self, graph: StepGraph, at: int, anchors: Container[int] = (), *, is_over: bool = False) -> None:
+        self.graph, self.at, self._is_over = graph, at, is_over
+        self._needs = graph.needs
+        needed_later, self.base_bytes, lives_anyway = self._at_the_moment()
+        born_late = [value.born > at for value in graph.values]
+        self._charge = [
+            0 if born_late[index] or lives_anyway[index] or value.born in anchors else value.bytes
+            for index, value in enumerate(graph.values)
+        ]
+        self._reads = sorted(value for value in needed_later if self._charge[value])
+        self._build()
+
+    def _at_the_moment(self) -> tuple[set[int], int, list[bool]]:
+        """Values that the backward reads later; bytes that live in every plan; which values are there for nothing."""
+        graph, at, needs = self.graph, self.at, self._needs
+        reads = zip(needs.value_of.tolist(), needs.read_at.tolist(), needs.used_at.tolist(), strict=True)
+        in_use: set[int] = set()
+        needed: set[int] = set()
+        for value, read, end in reads:
+            if read > at:
+                needed.add(value)
+            elif at < end:
+                in_use.add(value)
+        last = at + 1 if self._is_over else at
+        base = graph.optimizer_state_bytes + graph.other_bytes
+        base += 0 if self._is_over else graph.ops[at].workspace_bytes
+        free, facts = list(needs.is_free), needs.facts
+        for index, value in enumerate(graph.values):
+            if value.kind == "elsewhere":
+                free[index] = True
+                continue
+            lives = value.born < 0 or (value.born <= at and last < value.dropped and facts.has_bytes[index])
+            if (
+                lives
+                or (index in in_use and facts.has_bytes_again[index])
+                or (free[index] and index in needed and value.born <= at)
+            ):
+                base += value.bytes
+                free[index] = True
+            free[index] = free[index] or value.kind != "activation"
+        return needed, base, free
+
+    def _build(self) -> None:
+        """Number the nodes that matter (source 0, sink 1), and list the edges by what they cost."""
+        needs = self._needs
+        node_of_op: dict[int, int] = {}
+        node_of_value: dict[int, int] = {}
+        is_read = set(self._reads)
+        pending = list(self._reads)
+        self._fixed_bytes = 0  # read by the backward and not to be recomputed: saved by every choice
+        self._may_fix_bytes = 0  # not to be recomputed, and needed by some choices
+        seconds: list[tuple[int, int, float]] = []
+        sized: list[tuple[int, int, int]] = []
+        endless: list[tuple[int, int]] = []
+        while pending:
+            value = pending.pop()
+            op, size = self.graph.values[value].born, self._charge[value]
+            tail = 0 if value in is_read else node_of_value[value]
+            if not needs.recomputable[op]:
+                if tail:
+                    sized.append((tail, 1, size))
+                    self._may_fix_bytes += size
+                else:
+                    self._fixed_bytes += size
+                continue
+            if op not in node_of_op:
+                head = node_of_op[op] = 2 + len(node_of_op) + len(node_of_value)
+                seconds.append((head, 1, needs.seconds[op]))
+                for read in needs.inputs[op]:
+                    if not self._charge[read] or read in is_read:
+                        continue
+                    if read not in node_of_value:
+                        node_of_value[read] = 2 + len(node_of_op) + len(node_of_value)
+                        pending.append(read)
+                    endless.append((head, node_of_value[read]))
+            sized.append((tail, node_of_op[op], size))
+        self._ops = node_of_op
+        self._num_nodes = 2 + len(node_of_op) + len(node_of_value)
+        self._seconds = np.array([s for _, _, s in seconds])
+        self._sizes = np.array([size for _, _, size in sized], dtype=np.float64)
+        edges = [(a, b) for a, b, _ in seconds] + [(a, b) for a, b, _ in sized] + endless
+        pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
+        # One entry per pair of nodes, in the order of a sparse matrix; parallel edges add up.
+        keys, self._slot = np.unique(pairs[:, 0] * self._num_nodes + pairs[:, 1], return_inverse=True)
+        self._tails, self._heads = keys // self._num_nodes, keys % self._num_nodes
+        self._num_endless = len(endless)
+        self._most_s = float(self._seconds.sum())
+        self._read_bytes = sum(self._charge[value] for value in self._reads)
+        self._ops_of_nodes = {node: op for op, node in node_of_op.items()}
+
+    @property
+    def dearest(self) -> float:
+        """A price at which hardly anything but bytes counts."""
+        return _DEAREST * self._most_s / max(self._read_bytes, 1)
+
+    def best(self, price: float) -> Cut:
+        """The choice that minimises seconds plus `price` times bytes; of several, that which recomputes fewest ops."""
+        recomputed: frozenset[int] = frozenset()
+        dual_s = 0.0
+        unit = self._unit(price)
+        if unit > 0.0 and len(self._tails):
+            flow_units, recomputed = self._cut(price, unit)
+            dual_s = flow_units * unit
+        seconds = sum(self._needs.seconds[op] for op in sorted(recomputed))
+        return Cut(price, seconds, self._bytes(recomputed), dual_s + price * self._fixed_bytes, recomputed)
+
+    def _unit(self, price: float) -> float:
+        """Seconds per unit: the cheaper of saving all that is read and recomputing all that can be, over 2**30."""
+        saving = price * (self._read_bytes - self._fixed_bytes)
+        recomputing = self._most_s + price * self._may_fix_bytes
+        return min(saving, recomputing) / _UNITS
+
+    def _cut(self, price: float, unit: float) -> tuple[int, frozenset[int]]:
+        endless = np.full(self._num_endless, _UNITS + 1.0)
+        costs = np.concatenate([self._seconds / unit, price * self._sizes / unit, endless])
+        # In slots and then rounded: what is parallel is one edge.
+        totals = np.bincount(self._slot, weights=costs, minlength=len(self._tails))
+        capacities = np.minimum(np.floor(totals), _UNITS + 1).astype(np.int32)
+        flow_units, reached = minimum_cut(self._num_nodes, self._tails, self._heads, capacities)
+        names = self._ops_of_nodes
+        return flow_units, frozenset(names[node] for node in reached if node in names)
+
+    def _bytes(self, recomputed: frozenset[int]) -> int:
+        values = self.graph.values
+        needed = {value for op in recomputed for value in self._needs.inputs[op] if self._charge[value]}
+        return sum(self._charge[v] for v in needed.union(self._reads) if values[v].born not in recomputed)
+
+    @cached_property
+    def hull(self) -> list[Cut]:
+        """The choices on the lower convex hull of seconds over bytes, from everything saved to as little as can be."""
+        self._asked: list[Cut] = []
+        return self._hull()
+
+    def _hull(self, most: int = 48) -> list[Cut]:
+        ends = self.best(0.0), self.best(self.dearest)
+        self._asked += ends
+        found = [*ends]
+        numbers = iter(range(1 << 30))
+        pending = [(0.0, next(numbers), *ends)]
+        while pending and len(self._asked) < most:
+            _, _, low, high = heapq.heappop(pending)
+            if low.bytes <= high.bytes or high.seconds <= low.seconds:
+                continue
+            price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
+            choice = self.best(price)
+            self._asked.append(choice)
+            gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
+            if gain > _GAIN * high.seconds and high.bytes < choice.bytes < low.bytes:
+                found.append(choice)
+                for a, b in ((low, choice), (choice, high)):  # the largest triangles first
+                    heapq.heappush(pending, ((a.bytes - b.bytes) * (a.seconds - b.seconds), next(numbers), a, b))
+        return sorted(found, key=lambda choice: (choice.seconds, -choice.bytes))
+
+    def lower_bound_s(self, budget: int) -> float:
+        """Seconds that every plan adds whose bytes at this moment are at most `budget`: the best of all prices asked.
+
+        Proven by each price on its own, so it holds however few were asked.
+        """
+        allowed = budget - self.base_bytes
+        bounds = [0.0]
+        for choice in [*self.hull, *self._asked]:
+            dual_s, charge_s = choice.dual_s, choice.price * allowed
+            bounds.append(dual_s - charge_s - _ROUNDING * (dual_s + abs(charge_s)))  # for the subtraction itself
+        return max(bounds)

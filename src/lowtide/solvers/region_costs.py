@@ -1,0 +1,282 @@
+"""Which outputs a region retains at a price per byte, and what that costs at the least.
+
+A replay ends at the last save that is dropped, so what is retained also decides which ops run again. For each position
+at which a replay may end: ops before it run again, or their outputs are retained, whichever is cheaper; of ops behind
+it, all outputs that are saved are retained. The best position is somewhere from the last save that no plan can retain
+(`least`) to the last save.
+
+What a step holds at one moment, whatever the plan: surely, and on whose account the rest.
+
+The moment is that at which op `at` of the plain step runs. Every plan holds then what the plain step holds, but for
+values that only saves keep alive; a plan holds such a value too, unless the save lies in a replayed region that makes
+it anew. What may be gone in some plan is not counted here: a save that is never read is never brought back, and what
+was brought back goes once its reader is done with it. Nor is anything that a replay before the moment has let go of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lowtide.graph.step_graph import Save, StepGraph
+from lowtide.simulator.timeline import Timeline
+
+
+class RegionCosts:
+    """What each call costs as a region that retains outputs, at the least, whatever regions are inside it.
+
+    `may_keep[depth]` are the ops whose outputs regions at that depth may retain, and `held[depth]` the bytes that each
+    takes then. `stops` are the positions at which replays end if nothing is retained. Calls that are not `allowed` to
+    be regions cost inf. What is made from `run_firsts` on may be retained for a call.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        stops: list[int],
+        may_keep: Mapping[int, np.ndarray],
+        held: Mapping[int, np.ndarray],
+        allowed: np.ndarray,
+        run_firsts: Sequence[int],
+    ) -> None:
+        self._graph, self._may_keep, self._held = graph, may_keep, held
+        self._seconds, self._substituted_s = graph.arrays.seconds[: graph.num_forward], graph.retainable.substituted_s
+        is_saved, unread = np.zeros(graph.num_forward, dtype=bool), np.zeros(graph.num_forward, dtype=bool)
+        for save in graph.saves:
+            born = graph.values[save.value].born
+            if 0 <= born < graph.num_forward:
+                is_saved[born], unread[born] = True, unread[born] or save.read < 0
+        self._is_read = is_saved & ~unread  # a region that could retain the output brings it back, or does retain it
+        first, end = graph.arrays.first, np.array([call.end for call in graph.calls], dtype=np.int64)
+        least, entries = _least_stops(graph, may_keep, run_firsts)
+        self._spans = first, least, np.maximum(least, np.array(stops, dtype=np.int64)), end
+        # With a region inside, the replay around it may end where that begins.
+        inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
+        num_allowed = prefix_sums(allowed)
+        has_inner = num_allowed[graph.arrays.after] > num_allowed[1:]
+        self._inner_s = np.where(has_inner, inner_s, np.inf)
+        self._allowed, depths = allowed, np.array(graph.depths, dtype=np.int64)
+        self._calls_at = {depth: np.flatnonzero((depths == depth) & allowed) for depth in held}
+
+    def costs(self, price: float) -> np.ndarray:
+        """What each call costs as a region that retains what it best does at a price, less what its inputs cost."""
+        dispatch_s = self._graph.hardware.dispatch_s
+        costs = np.full(len(self._allowed), np.inf)
+        for depth, calls in self._calls_at.items():
+            first, least, stop, _ = (span[calls] for span in self._spans)
+            before, behind = (prefix_sums(each) for each in self._choices(depth, price))
+            ends = np.stack([least, stop + 1], axis=1).ravel()
+            at_end = np.append(before - behind, np.inf)
+            alone_s, inside_s = (
+                np.minimum.reduceat(each, ends)[::2] if len(calls) else np.zeros(0)
+                for each in (at_end + dispatch_s * np.arange(len(at_end)), at_end)
+            )
+            best = np.minimum(alone_s - dispatch_s * first, inside_s + self._inner_s[calls])
+            costs[calls] = best - before[first] + behind[stop]
+        return costs
+
+    def _choices(self, depth: int, price: float) -> tuple[np.ndarray, np.ndarray]:
+        """What each op costs in regions of a depth, before the end of a replay and behind it."""
+        may_keep, kept = self._may_keep[depth], price * self._held[depth]
+        before = np.where(may_keep, np.minimum(self._seconds, kept + self._substituted_s), self._seconds)
+        return before, np.where(may_keep & self._is_read, kept, 0.0)
+
+    def kept(self, index: int, price: float) -> list[int]:
+        """The ops of a call, counted from its first, whose outputs it best retains at a price."""
+        first, least, stop, end = (int(span[index]) for span in self._spans)
+        depth = self._graph.depths[index]
+        before, behind = (each[first:stop] for each in self._choices(depth, price))
+        costs = prefix_sums(before)[least - first :] + behind.sum() - prefix_sums(behind)[least - first :]
+        at = least + int(np.argmin(costs + [self._fee_s(index, position) for position in range(least, stop + 1)]))
+        may_keep, gained_s = self._may_keep[depth], self._seconds - self._substituted_s
+        is_kept = np.zeros(end - first, dtype=bool)
+        is_kept[: at - first] |= may_keep[first:at] & (price * self._held[depth][first:at] < gained_s[first:at])
+        is_kept[at - first : stop - first] |= (may_keep & self._is_read)[at:stop]
+        return [int(op) for op in np.flatnonzero(is_kept)]
+
+    def seconds(self, index: int, kept: Sequence[int]) -> float:
+        """What a call takes at the least as a region that retains the outputs of some ops, counted from its first."""
+        first, least, stop, end = (int(span[index]) for span in self._spans)
+        is_kept = np.zeros(end - first, dtype=bool)
+        is_kept[list(kept)] = True
+        may_keep = self._may_keep[self._graph.depths[index]]
+        dropped = np.flatnonzero((may_keep & self._is_read)[least:stop] & ~is_kept[least - first : stop - first])
+        at = least + int(dropped[-1]) + 1 if len(dropped) else least
+        runs = np.where(is_kept[: at - first], self._substituted_s[first:at], self._seconds[first:at])
+        return self._fee_s(index, at) + float(runs.sum())
+
+    def _fee_s(self, index: int, stop: int) -> float:
+        """The dispatch of a call's replay that ends at `stop`, or earlier with regions inside."""
+        alone_s = self._graph.hardware.dispatch_s * (stop - self._graph.calls[index].first)
+        return min(alone_s, float(self._inner_s[index]))
+
+
+def prefix_sums(items: np.ndarray) -> np.ndarray:
+    """The sums of the first items: of none, of one, and so on."""
+    return np.concatenate([[0], np.cumsum(items)])
+
+
+def _least_stops(
+    graph: StepGraph, may_keep: Mapping[int, np.ndarray], run_firsts: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The earliest positions at which replays of calls can end: at the last save that is read and cannot be retained.
+
+    And with regions inside: for a save in a call inside, where that call begins.
+    """
+    least, entries = graph.arrays.first.copy(), graph.arrays.first.copy()
+    for save in graph.saves:
+        call, reached, born = save.call, save.made, graph.values[save.value].born
+        while save.read >= 0 and call >= 0:
+            is_inside = run_firsts[call] <= born < graph.num_forward
+            if not (is_inside and may_keep[graph.depths[call]][born]):
+                least[call], entries[call] = max(least[call], save.made), max(entries[call], reached)
+            call, reached = graph.calls[call].parent, graph.calls[call].first
+    return least, entries
+
+
+class HeldValues:
+    """Who pays for each value that is held while op `at` runs, so that none is paid for twice.
+
+    - `homes`: for each value that saves hold and the backward has yet to read, the call of the last of them. It is held
+      if that call is in no region, or in one that does not make the value anew.
+    - `passed`: for each value that no save holds, and that a region would hold as its input, the innermost call that it
+      goes to first.
+    - `has_begun`: for each call, whether the backward has asked for one of its saves: as a region it may have been
+      replayed by now, and its inputs let go.
+    - `base_bytes`: what every plan holds besides.
+    """
+
+    def __init__(self, graph: StepGraph, plain: Timeline, at: int) -> None:
+        self._graph = graph
+        self._given = [frozenset(call.inputs) for call in graph.calls]
+        in_use: set[int] = set()
+        by_saves: set[int] = set()
+        self.homes: dict[int, int] = {}
+        for save in sorted(graph.saves, key=lambda save: save.made):
+            value = graph.values[save.value]
+            if not (save.made <= at < save.released and 0 <= value.born and value.dropped <= at):
+                continue
+            by_saves.add(save.value)
+            if save.read < 0 or value.dropped < save.made or not self._comes_back(save):
+                continue
+            if at < save.read:
+                if value.kind == "activation" and value.bytes:
+                    self.homes[save.value] = save.call  # the last: a region around an earlier one does not free it
+            elif at < (save.released if save.used < 0 else save.used):
+                in_use.add(save.value)
+        self.homes = {value: home for value, home in self.homes.items() if value not in in_use}
+        loose_bytes = sum(graph.values[value].bytes for value in by_saves - in_use)
+        self.base_bytes = int(plain.total_bytes[at]) - loose_bytes
+        self.in_use = in_use
+        self.has_begun = self._begun(at)
+        self.passed = self._passed(at)
+
+    def _comes_back(self, save: Save) -> bool:
+        """Whether regions around a save have its value in their replays: it is made there, or they were given it."""
+        call, born = save.call, self._graph.values[save.value].born
+        while call >= 0 and born < self._graph.calls[call].first:
+            if save.value not in self._given[call]:
+                return False
+            call = self._graph.calls[call].parent
+        return True
+
+    def takers(self, value: int, payer: int) -> list[int]:
+        """The calls from `payer` outwards that would hold a value as their input, if they were regions."""
+        found, born = [], self._graph.values[value].born
+        while payer >= 0 and born < self._graph.calls[payer].first:
+            if value in self._given[payer]:
+                found.append(payer)
+            payer = self._graph.calls[payer].parent
+        return found
+
+    def _begun(self, at: int) -> list[bool]:
+        begun = [False] * len(self._graph.calls)
+        for save in self._graph.saves:
+            call = save.call
+            while 0 <= save.read <= at and call >= 0 and not begun[call]:
+                begun[call] = True
+                call = self._graph.calls[call].parent
+        return begun
+
+    def _passed(self, at: int) -> dict[int, int]:
+        graph = self._graph
+        saved = {save.value for save in graph.saves}
+        passed: dict[int, int] = {}
+        for index, call in enumerate(graph.calls):
+            if call.first > at:
+                continue
+            for value in call.inputs:
+                facts = graph.values[value]
+                if facts.born < 0 or facts.kind != "activation" or facts.dropped > at or value in saved:
+                    continue
+                if value not in passed or self._is_inside(index, passed[value]):
+                    passed[value] = index
+        return passed
+
+    def _is_inside(self, call: int, outer: int) -> bool:
+        return call > outer and self._graph.calls[call].end <= self._graph.calls[outer].end
+
+
+def keepable(graph: StepGraph) -> np.ndarray:
+    """For each forward op, whether a region may retain what it makes.
+
+    What an op changes in place, and what is changed after, would not be what it was. Choices ("index") are kept by the
+    engine in any case (`lowtide.replay.index_choices`).
+    """
+    may = np.zeros(graph.num_forward, dtype=bool)
+    mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        makes = any(graph.values[value].kind == "activation" for value in op.outputs)
+        is_changed = bool(op.mutates) or "mutates" in op.flags or not mutated.isdisjoint(op.outputs)
+        may[index] = makes and not is_changed and "index" not in op.flags
+    return may
+
+
+def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
+    """For each call whether it can be a region: a module of the model, with ops to replay and none that cannot be."""
+    return [
+        stop > call.first and bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
+        for index, (call, stop) in enumerate(zip(graph.calls, stops, strict=True))
+    ]
+
+
+def contains_layers(graph: StepGraph) -> list[bool]:
+    """For each call, whether several calls of one class are in it that have calls inside themselves."""
+    has_inner = [False] * len(graph.calls)
+    for call in graph.calls:
+        if call.parent >= 0 and call.end > call.first:
+            has_inner[call.parent] = True
+    kinds: list[set[str]] = [set() for _ in graph.calls]
+    found = [False] * len(graph.calls)
+    for index in range(len(graph.calls) - 1, -1, -1):
+        call = graph.calls[index]
+        if call.parent >= 0:
+            if has_inner[index]:
+                found[call.parent] |= call.kind in kinds[call.parent]
+                kinds[call.parent].add(call.kind)
+            found[call.parent] |= found[index]
+    return found
+
+
+def saves_inside(graph: StepGraph) -> np.ndarray:
+    """For each call, how many tensors are saved in it and in calls inside it."""
+    found = [0] * len(graph.calls)
+    for save in graph.saves:
+        if save.call >= 0:
+            found[save.call] += 1
+    for index in range(len(graph.calls) - 1, -1, -1):
+        if graph.calls[index].parent >= 0:
+            found[graph.calls[index].parent] += found[index]
+    return np.array(found, dtype=np.int64)
+
+
+def stops_of(graph: StepGraph) -> list[int]:
+    """The position up to which each call is replayed as a region that retains nothing: its last save that is read."""
+    stops = [0] * len(graph.calls)
+    for save in graph.saves:
+        call = save.call
+        while save.read >= 0 and call >= 0 and stops[call] < save.made:
+            stops[call] = save.made
+            call = graph.calls[call].parent
+    return stops

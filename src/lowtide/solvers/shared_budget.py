@@ -1,0 +1,298 @@
+"""Compiled graphs that share one budget: which variant each of them runs.
+
+A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
+the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
+graph's fastest. What an instance saves is held from its forward to its backward. From everything saved, the step that
+gives bytes *at the peak* for the least seconds each is taken next, by early instances first. Of the choices along the
+way, the fastest is taken with which the whole chain fits at each of its moments. They do not depend on the budget: a
+larger one never ends at a slower choice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Plan
+from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.solvers import min_cut as cutting
+
+SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a compiled graph: which ops' outputs it keeps (None: as torch's own partitioner decides).
+
+    `saved_bytes` are held from its forward to its backward; `movable` are the sizes of those worth a copy, largest
+    first; `forward_bytes` and `backward_bytes` are the most that its two directions need on top, what it hands out left
+    aside.
+    """
+
+    keeps: tuple[int, ...] | None
+    saved_bytes: int
+    movable: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+    extra_s: float
+
+
+def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ...]:
+    """The variants of a graph worth running, each smaller and slower than the one before.
+
+    The first is `default`, the ops whose outputs torch's own partitioner saves; nothing counts as faster than it. The
+    others are the best choices for all prices of a byte.
+    """
+    needs = graph.needs
+    default_s = needs.seconds_of(needs.derive(frozenset(default)))
+    best = [variant_of(graph, None, default, default_s)]
+    if graph.num_forward < len(graph.ops):
+        every = frozenset(range(graph.num_forward))
+        points = (
+            needs.derive(every - choice.recomputed)
+            for choice in cutting.CutProblem(graph, graph.num_forward - 1, is_over=True).hull
+        )
+        found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
+        for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
+            if variant.saved_bytes < best[-1].saved_bytes:
+                best.append(variant)
+    return _convex(best)
+
+
+def variant_of(graph: StepGraph, keeps: tuple[int, ...] | None, saved: tuple[int, ...], default_s: float) -> Variant:
+    """The variant that saves the outputs of the ops `saved`, against one that takes `default_s` to recompute."""
+    timeline = simulate(graph, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+    derived = graph.needs.derive(frozenset(saved))
+    sizes = [graph.values[value].bytes for value in derived.saved]
+    saved_bytes = sum(sizes)
+    return Variant(
+        keeps,
+        saved_bytes,
+        tuple(sorted((size for size in sizes if size >= SMALLEST_MOVED), reverse=True)),
+        max(0, _most(timeline, (0,)) - saved_bytes),
+        max(0, _most(timeline, (1, 2)) - saved_bytes - graph.handed_out_bytes),
+        max(0.0, graph.needs.seconds_of(derived) - default_s),
+    )
+
+
+def _most(timeline: Timeline, phases: tuple[int, ...]) -> int:
+    events = np.isin(timeline.phases, phases)
+    return int(timeline.total_bytes[events].max()) if events.any() else 0
+
+
+def _convex(variants: list[Variant]) -> tuple[Variant, ...]:
+    """Those on the lower convex hull of seconds over saved bytes."""
+    found: list[Variant] = []
+    for variant in variants:
+        while len(found) > 1 and _price(found[-2], found[-1]) >= _price(found[-1], variant):
+            found.pop()
+        found.append(variant)
+    return tuple(found)
+
+
+def _price(fast: Variant, small: Variant) -> float:
+    """Seconds per saved byte from one variant to a smaller one."""
+    return (small.extra_s - fast.extra_s) / (fast.saved_bytes - small.saved_bytes)
+
+
+@dataclass(frozen=True)
+class OtherMemory:
+    """Bytes that are there whatever the instances save: when each one's forward and backward begins, and the most in
+    between (the loss) and elsewhere (the optimizer's step). Inputs of instances, which are held too, count here.
+    """
+
+    forward_bytes: tuple[int, ...]
+    between_bytes: int
+    backward_bytes: tuple[int, ...]
+    elsewhere_bytes: int = 0
+
+    @staticmethod
+    def flat(num_instances: int, base_bytes: int) -> OtherMemory:
+        """The same bytes at all times."""
+        return OtherMemory((base_bytes,) * num_instances, base_bytes, (base_bytes,) * num_instances, base_bytes)
+
+
+@dataclass(frozen=True)
+class PeakPosition:
+    """When a step peaks: so many instances hold what they save; the one with this index runs, if any (else -1)."""
+
+    num_held: int
+    index: int = -1
+    is_backward: bool = False
+
+
+_ELSEWHERE = PeakPosition(num_held=0)
+
+
+@dataclass(frozen=True)
+class SharedChoice:
+    """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds.
+
+    `in_flight_bytes` of what is moved may be on the device, each way.
+    """
+
+    chosen: tuple[int, ...]
+    moved: tuple[tuple[int, ...], ...]
+    in_flight_bytes: int
+    peak_bytes: int
+    extra_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class SharedBudget:
+    """Instances in the order of the forward, each with its variants, and what surrounds them.
+
+    `quotas` are bytes that the link carries to the host while the instance *after* each one runs; of the last one,
+    whose values are needed again at once, none. All copies out have ended when the last forward has. Of what is moved,
+    `in_flight_bytes` may be on the device too, each way: on its way out, or back ahead of its use. A byte that is moved
+    adds `moved_byte_s` to the compute beside it.
+    """
+
+    instances: Sequence[tuple[Variant, ...]]
+    surroundings: OtherMemory
+    quotas: tuple[int, ...] = ()
+    moved_byte_s: float = 0.0
+
+    def choose(self, budget: int) -> SharedChoice | None:
+        """The fastest choice along the steps whose peak fits; None where none does."""
+        fitting = [chosen for chosen, peak_bytes in self._path if peak_bytes <= budget]
+        return self._shared(min(fitting, key=self._seconds), budget) if fitting else None
+
+    @property
+    def floor(self) -> SharedChoice:
+        """The choice along the steps with the smallest peak."""
+        return self._shared(*min(self._path, key=lambda each: each[1]))
+
+    @functools.cached_property
+    def _path(self) -> list[tuple[tuple[int, ...], int]]:
+        """Choices from everything saved, step by step, each with another instance at a smaller variant; and peaks.
+
+        What counts are the bytes that are there when the step peaks: what the link takes away is free, and so is what
+        comes later. Peaks need not fall along the path: what is not saved is held while it is recomputed.
+        """
+        chosen, found = [0] * len(self.instances), []
+        step: tuple[int, int] | None = (0, 0)
+        while step is not None:
+            chosen[step[0]] = step[1]
+            peak_bytes, moment = self.peak(chosen)
+            found.append((tuple(chosen), peak_bytes))
+            step = self._next_step(chosen, moment)
+        return found
+
+    def _next_step(self, chosen: list[int], peak: PeakPosition) -> tuple[int, int] | None:
+        """Which instance takes which variant next, to have bytes at the peak for the least seconds each."""
+        # Of instances that are alike, the first will do.
+        alike = {(self._kinds[index], chosen[index]): index for index in reversed(range(peak.num_held))}
+        cheapest: tuple[float, int, int] | None = None
+        for index in {*alike.values(), peak.index} - {-1}:
+            number, variants = chosen[index], self.instances[index]
+            size = self._bytes_at(peak, index, number)
+            for smaller in range(number + 1, len(variants)):
+                spared = size - self._bytes_at(peak, index, smaller)
+                if spared > 0:
+                    step = (variants[smaller].extra_s - variants[number].extra_s) / spared, index, smaller
+                    cheapest = min(cheapest or step, step)
+        return None if cheapest is None else cheapest[1:]
+
+    @functools.cached_property
+    def _kinds(self) -> list[Hashable]:
+        """What makes instances alike: their variants, and the link's time."""
+        return [
+            (id(variants), self._quota(index), self._quota(index + 1)) for index, variants in enumerate(self.instances)
+        ]
+
+    def _bytes_at(self, moment: PeakPosition, index: int, number: int) -> int:
+        """Bytes of an instance that are there at a moment, had it the link to itself."""
+        variant = self.instances[index][number]
+        if index == moment.index:
+            return variant.saved_bytes + (variant.backward_bytes if moment.is_backward else variant.forward_bytes)
+        return variant.saved_bytes - sum(self._fitting(index, variant, 0))
+
+    def peak_bytes(self, chosen: Sequence[int]) -> int:
+        """The most bytes at any moment of the step."""
+        return self.peak(chosen)[0]
+
+    def peak(self, chosen: Sequence[int]) -> tuple[int, PeakPosition]:
+        """The most bytes at any moment of the step, and when that is."""
+        running, moved = self._running(chosen), self.moved(chosen)
+        around, in_flight = self.surroundings, self.in_flight_bytes(moved)
+        away = [0, *accumulate(map(sum, moved))]  # by instances before the i-th
+        held = [0, *accumulate(variant.saved_bytes - sum(sizes) for variant, sizes in zip(running, moved, strict=True))]
+        moments = [
+            (around.elsewhere_bytes, _ELSEWHERE),
+            (around.between_bytes + held[-1], PeakPosition(num_held=len(running))),
+        ]
+        for index, variant in enumerate(running):
+            here = held[index] + min(away[index], in_flight) + variant.saved_bytes
+            forward = around.forward_bytes[index] + here + variant.forward_bytes
+            backward = around.backward_bytes[index] + here + variant.backward_bytes
+            moments.append((forward, PeakPosition(index + 1, index)))
+            moments.append((backward, PeakPosition(index + 1, index, is_backward=True)))
+        return max(moments, key=lambda each: each[0])
+
+    def moved(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
+        """The sizes of what each instance moves: the largest that the link has time for, and so on."""
+        found, behind = [], 0
+        for index, variant in enumerate(self._running(chosen)):
+            sizes = self._fitting(index, variant, behind)
+            found.append(sizes)
+            behind = max(0, behind + sum(sizes) - self._quota(index))
+        return found
+
+    def _fitting(self, index: int, variant: Variant, behind: int) -> tuple[int, ...]:
+        """What an instance can move with so many bytes still to be copied before: within its quota, but for one value
+        that may take up the next one's too.
+        """
+        room, sizes = self._quota(index) - behind, list[int]()
+        most = room + self._quota(index + 1)
+        for size in variant.movable:
+            if size <= room or (not sizes and size <= most):
+                sizes.append(size)
+                room -= size
+        return tuple(sizes)
+
+    def _quota(self, index: int) -> int:
+        return self.quotas[index] if index < len(self.quotas) else 0
+
+    def in_flight_bytes(self, moved: Sequence[Sequence[int]]) -> int:
+        """Bytes that are on their way to the host when an instance has ended, at most: a value is there until all of
+        it is copied.
+        """
+        under_way, copied, most = deque[int](), 0, 0  # in the order of their copies; of those, what is copied by now
+        for index, sizes in enumerate(moved):
+            under_way.extend(sizes)
+            most = max(most, sum(under_way))
+            copied += self._quota(index)
+            while under_way and under_way[0] <= copied:
+                copied -= under_way.popleft()
+            copied = copied if under_way else 0
+        return most
+
+    def _running(self, chosen: Sequence[int]) -> list[Variant]:
+        return [variants[number] for variants, number in zip(self.instances, chosen, strict=True)]
+
+    def _shared(self, chosen: tuple[int, ...], budget: int) -> SharedChoice:
+        extra_s, moved = self._seconds(chosen), tuple(self.moved(chosen))
+        bound_s = min(extra_s, self.lower_bound_s(budget))
+        return SharedChoice(chosen, moved, self.in_flight_bytes(moved), self.peak_bytes(chosen), extra_s, bound_s)
+
+    def _seconds(self, chosen: Sequence[int]) -> float:
+        recomputed_s = sum(variant.extra_s for variant in self._running(chosen))
+        return recomputed_s + self.moved_byte_s * sum(map(sum, self.moved(chosen)))
+
+    def lower_bound_s(self, budget: int) -> float:
+        """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
+        allowed = budget - self.surroundings.between_bytes + sum(self.quotas)
+        prices = {_price(fast, small) for variants in set(self.instances) for fast, small in pairwise(variants)}
+        least_s = sum(variants[0].extra_s for variants in self.instances)
+        for price in prices:
+            duals = (min(v.extra_s + price * v.saved_bytes for v in variants) for variants in self.instances)
+            least_s = max(least_s, sum(duals) - price * allowed)
+        return least_s

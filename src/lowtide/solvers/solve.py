@@ -1,0 +1,302 @@
+"""`solve`: the fastest plan that fits, and how much faster any plan could be.
+
+`sweep`: the whole trade-off between memory and time, in one go.
+
+`candidates`: the best few plans for a budget that really differ, for `fit` to run and time.
+
+A prediction is not a result: what the host spends on a region, a retained output or a copy may be mispredicted several
+times over, and simulated peaks may be off by a few per cent. So `fit` is given alternatives. They are the fastest plan
+of the search; the fastest that moves nothing, where moves are allowed; what people do by hand with torch's checkpoint;
+the fastest whose regions are simple; and plans that are over the budget by so little that they may hold. A plan that
+was predicted to be slower, or not to fit, can be the best one.
+
+Cost: a second search where moves are allowed, a third of a search for a little more memory where the first plan is
+slow, and some thirty simulations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.graph.segments import all_blocks, block_calls
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import ENGINES, Frontier, Plan, Reference
+from lowtide.simulator.timeline import simulate
+from lowtide.solvers.baselines import reference_plans
+from lowtide.solvers.candidate import Candidate, Regions, faster, smaller, with_predictions
+from lowtide.solvers.compiled_search import CompiledSearch, compiled_references
+from lowtide.solvers.compression import lossy_codecs
+from lowtide.solvers.eager_search import EagerSearch, TwoLineSearch
+from lowtide.units import parse_bytes
+
+
+def solve(
+    graph: StepGraph,
+    budget: int | str,
+    *,
+    host: int | str = 0,
+    disk: int | str = 0,
+    lossy: str | tuple[str, ...] | None = None,
+    engine: str = "eager",
+    time_limit_s: float = 10.0,
+    threads: int | None = None,
+) -> Plan:
+    """The fastest plan found whose simulated peak fits in `budget`, with a bound on how much faster any plan could be.
+
+    `budget` covers the whole step, parameters and gradients included; `"80%"` is of the device the graph was traced
+    for. `host` and `disk` are bytes that values may be moved to. A budget at or above the plain peak gives a plan that
+    adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves. The same graph and
+    budget give the same plan everywhere: a search does so much work and no more, about what a core does in
+    `time_limit_s`. Only where a machine takes three times as long does the clock cut it short: then the best so far.
+
+    `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
+    them (`"int8"`, `"float8_e4m3"`, ...); **gradients are approximate then**. None compresses nothing.
+
+    `threads` is the most that the search may use. Plans do not depend on it: today one is used.
+
+    Raises `InfeasibleBudgetError`, naming the smallest budget that would do and what fills it.
+    """
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads is {threads!r}: it must be None, or a number of threads from 1 on")
+    search = search_for(graph, engine, host, disk, time_limit_s, lossy)
+    total = graph.hardware.memory_bytes or None
+    return search.plan(parse_bytes(budget, total_bytes=total))
+
+
+def search_for(
+    graph: StepGraph,
+    engine: str,
+    host: int | str,
+    disk: int | str,
+    time_limit_s: float,
+    lossy: str | tuple[str, ...] | None = None,
+) -> EagerSearch | TwoLineSearch | CompiledSearch:
+    """What finds plans for an engine."""
+    if not isinstance(graph, StepGraph):
+        raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
+    host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
+    if engine == "eager" and graph.has_host_line:
+        return TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    if engine == "eager":
+        return EagerSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    if codecs:
+        raise PlanError("plans for the compiled engine compress no values: leave out lossy, or plan eagerly")
+    if host_bytes or disk_bytes:
+        raise PlanError("plans for the compiled engine move no values yet: leave out host and disk, or plan eagerly")
+    return CompiledSearch(graph, time_limit_s)
+
+
+_NUM_BUDGETS = 16
+
+
+def sweep(
+    graph: StepGraph,
+    budgets: Sequence[int | str] | None = None,
+    *,
+    host: int | str = 0,
+    disk: int | str = 0,
+    lossy: str | tuple[str, ...] | None = None,
+    engine: str = "eager",
+    time_limit_s: float = 60.0,
+) -> Frontier:
+    """Plans for many budgets (default: sixteen from the floor to the plain peak), sharing all work between them.
+
+    Budgets below the floor are left out. The alternatives shown beside them are simulated on the same graph: nothing, a
+    checkpoint per block, every second block, and selective checkpointing that keeps all matrix products.
+    """
+    search = search_for(graph, engine, host, disk, time_limit_s, lossy)
+    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+    if budgets is None:
+        steps = range(_NUM_BUDGETS)
+        wanted = sorted({floor + (plain - floor) * step // (_NUM_BUDGETS - 1) for step in steps})
+    else:
+        total = graph.hardware.memory_bytes or None
+        wanted = sorted(parse_bytes(budget, total_bytes=total) for budget in budgets)
+    plans = []
+    for budget in wanted:
+        try:
+            plans.append(search.plan(budget))
+        except InfeasibleBudgetError:
+            continue
+    return Frontier(tuple(plans), alternatives(graph, engine), graph.step_s, floor, plain)
+
+
+def alternatives(graph: StepGraph, engine: str) -> tuple[Reference, ...]:
+    """What people use today, and what it costs on this graph."""
+    known = compiled_references(graph) if engine == "compiled" else reference_plans(graph)
+    timelines = {name: simulate(graph, plan) for name, plan in known.items()}
+    return tuple(Reference(name, t.peak_bytes, t.extra_s) for name, t in timelines.items())
+
+
+# How far over the budget a plan may be by simulation and still be run: simulated peaks are within 4 % of measured ones
+# in the tests. A larger number costs real steps, a smaller one misses plans that hold.
+NEARLY = 0.05
+_SEARCHED_NEARLY = 0.02  # of the search's own plans: there is always one that is exactly so much over
+_NOTICEABLE = 0.02  # of the step: a plan that nearly fits is of use only if it is faster by more than noise
+_MOST = 8
+
+SEARCHED, UNMOVED, SIMPLE = "fastest that fits", "fastest without moves", "fastest with simple regions"
+LARGER, SMALLEST, REMEMBERED = "fastest for 2 % more memory", "smallest peak", "kept before"
+
+
+@dataclass(frozen=True)
+class ShortlistedPlan:
+    """A plan, with its predicted peak and seconds, and where it comes from.
+
+    `is_essential` says that a promise depends on it: the search's own plan, the one without moves, and the best of
+    torch's own ways.
+    """
+
+    name: str
+    plan: Plan
+    is_essential: bool = False
+
+
+def shortlist(
+    graph: StepGraph,
+    budget: int,
+    *,
+    host: int | str = 0,
+    disk: int | str = 0,
+    lossy: str | tuple[str, ...] | None = None,
+    time_limit_s: float = 10.0,
+) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+    """Plans for `budget` bytes, the fastest predicted first; one alone where a plain step fits.
+
+    Each search takes at most `time_limit_s`. Some plans are over the budget by up to 5 % as simulated. Where all are,
+    or there is none, the error says why.
+    """
+    host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
+    search, by_regions = _searches(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    found: list[ShortlistedPlan] = []
+    error: InfeasibleBudgetError | None = None
+    try:
+        found.append(ShortlistedPlan(SEARCHED, search.plan(budget), is_essential=True))
+    except InfeasibleBudgetError as raised:
+        error = raised
+    if found and found[0].plan.is_plain:
+        return found, None
+    if host_bytes or disk_bytes:
+        unmoved, by_regions = _searches(graph, 0, 0, time_limit_s, codecs)
+        if not found or any(move.to != "device" for move in found[0].plan.moves):
+            with contextlib.suppress(InfeasibleBudgetError):
+                found.append(ShortlistedPlan(UNMOVED, unmoved.plan(budget), is_essential=True))
+    found += by_regions.by_hand(budget)
+    found += _nearly(search, budget, found[0].plan if error is None else None)
+    found += by_regions.simple(budget)
+    different: dict[object, ShortlistedPlan] = {}
+    for candidate in found:
+        different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
+    ranked = sorted(different.values(), key=lambda each: (not each.is_essential, each.plan.extra_s))[:_MOST]
+    return sorted(ranked, key=lambda each: each.plan.extra_s), error
+
+
+def _searches(
+    graph: StepGraph, host_bytes: int, disk_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
+) -> tuple[EagerSearch | TwoLineSearch, _ShortlistSearch]:
+    """The search for a step, and the one that tells of plans by their regions: for two lines, that of the slower."""
+    if graph.has_host_line:
+        both = TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs, _ShortlistSearch)
+        assert isinstance(both.limiting, _ShortlistSearch)
+        return both, both.limiting
+    search = _ShortlistSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    return search, search
+
+
+def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
+    """The search's plan for a little more memory, if it is noticeably faster; its smallest, if none fits."""
+    if fastest is None:
+        if search.floor.peak_bytes > (1 + NEARLY) * budget:
+            return []
+        return [ShortlistedPlan(SMALLEST, with_predictions(search.graph, search.floor, search.plain, budget, 0.0))]
+    plan = search.plan(int((1 + _SEARCHED_NEARLY) * budget))
+    if fastest.extra_s - plan.extra_s < _NOTICEABLE * (search.graph.step_s + fastest.extra_s):
+        return []
+    bound_s = min(search.lower_bound_s(budget), plan.extra_s)
+    return [ShortlistedPlan(LARGER, replace(plan, budget_bytes=budget, lower_bound_s=bound_s))]
+
+
+class _ShortlistSearch(EagerSearch):
+    """A search that also tells of plans other than the fastest that fits."""
+
+    def simple(self, budget: int) -> list[ShortlistedPlan]:
+        """Of the plans that were simulated and fit, the fastest without regions in regions and retained outputs."""
+        fitting = [found for found in self._candidates.values() if found.peak_bytes <= budget]
+        ranked = sorted(fitting, key=lambda found: (found.extra_s, found.peak_bytes))
+        best = next(filter(self._is_simple, ranked), None)
+        return [] if best is None else [ShortlistedPlan(SIMPLE, self._plan_of(best, budget))]
+
+    def by_hand(self, budget: int) -> list[ShortlistedPlan]:
+        """What people do with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
+
+        Selective checkpoints and chains in parts are chosen for themselves, as what they cost the host is of another
+        kind.
+        """
+        ways = {name: self._cost(regions, 0.0) for name, regions in self._ways_by_hand(budget) if regions}
+        in_parts = {} if self._segmenting is None else self._segmenting.by_hand()
+        in_parts = {name: self._judged(way) for name, way in in_parts.items()}
+        selective = {name: way for name, way in ways.items() if name.startswith("selective")}
+        of_blocks = {name: way for name, way in ways.items() if name not in selective}
+        ways |= in_parts
+        chosen: dict[str, bool] = {}
+        for of_kind in (of_blocks, in_parts, selective):
+            fitting = faster(*(way for way in of_kind.values() if way.peak_bytes <= budget))
+            limit_s = fitting.extra_s - _NOTICEABLE * self.graph.step_s if fitting is not None else float("inf")
+            near = [w for w in of_kind.values() if budget < w.peak_bytes <= (1 + NEARLY) * budget]
+            near = [way for way in near if way.extra_s < limit_s]
+            wanted = [fitting, smaller(*near), faster(*near)]
+            names = [name for name, way in of_kind.items() if any(way is each for each in wanted)]
+            chosen |= dict.fromkeys(names, of_kind is not selective)
+        found = [
+            ShortlistedPlan(name, self._plan_of(ways[name], budget), is_essential)
+            for name, is_essential in chosen.items()
+        ]
+        if self.plain.peak_bytes <= (1 + NEARLY) * budget:
+            found.append(
+                ShortlistedPlan("nothing", with_predictions(self.graph, self.plain, self.plain, budget, 0.0), True)
+            )
+        return found
+
+    def _ways_by_hand(self, budget: int) -> Iterator[tuple[str, Regions]]:
+        if not self._critical_points:
+            return
+        graph, blocks = self.graph, block_calls(self.graph)
+        yield "a checkpoint per block", self._tidied(blocks)
+        for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
+            yield f"every {nth} block", self._tidied(blocks[::step])
+        every = all_blocks(graph)
+        if every != blocks:
+            yield "a checkpoint per block of every stack", self._tidied(every)
+        for limit in (budget, int((1 + NEARLY) * budget)):
+            for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):
+                # The more blocks are recomputed, the lower the peak.
+                number = bisect_left(
+                    range(len(every) + 1), -limit, key=lambda n: -self._cost(self._tidied(part(n)), 0.0).peak_bytes
+                )
+                if number <= len(every):
+                    yield f"the {name} {number} blocks", self._tidied(part(number))
+        for name, plan in reference_plans(graph).items():
+            if name.startswith("selective"):
+                held = plan.held_ops(graph)
+                yield name, self._nesting.without_redundant(held)
+                halved = {call: ops[1::2] for call, ops in held.items()}
+                yield "selective, every other matmul kept", self._nesting.without_redundant(halved)
+
+    def _tidied(self, calls: list[int]) -> Regions:
+        return self._nesting.without_redundant(dict.fromkeys(calls, ()))
+
+    def _is_simple(self, found: Candidate) -> bool:
+        if found.share or found.codecs or not found.regions or any(found.regions.values()):
+            return False
+        calls = [self.graph.calls[call] for call in sorted(found.regions)]
+        return all(one.end <= other.first for one, other in pairwise(calls))
+
+    def _plan_of(self, found: Candidate, budget: int) -> Plan:
+        return with_predictions(self.graph, self.timeline_of(found), self.plain, budget, self.lower_bound_s(budget))

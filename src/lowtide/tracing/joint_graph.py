@@ -1,0 +1,412 @@
+"""Module calls, from the module stacks that Dynamo notes on each node of a graph.
+
+AOTAutograd's joint graph, forward and backward in one, as a `StepGraph`.
+
+Only what the graph itself makes is counted: its inputs (parameters, the batch, what other graphs made) are held by
+someone else and have no bytes here. Views are the values they look at. The forward ends where the first node that needs
+an incoming gradient stands; whatever comes later runs in the backward, and reads what the forward must provide.
+
+Seconds per node of a joint graph: kernels of their own measured where there is a device, the rest foretold.
+
+Matrix products, convolutions and attention run alone, on numbers like those of a step, once per shape and process.
+Pointwise ops are fused with their neighbours, so timing them alone would say nothing: bytes and bandwidth do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lowtide import _compat
+from lowtide.graph.arrays import inlined, is_own_kernel, recompute_s
+from lowtide.graph.segments import with_structures
+from lowtide.graph.step_graph import Call, Hardware, Op, Save, StepGraph, Value
+from lowtide.replay.op_facts import facts_of
+from lowtide.tracing.devices import MEMORY_EFFICIENCY
+from lowtide.tracing.op_times import clock_for, predicted_s
+from lowtide.tracing.trace_records import RawOp
+
+
+class ModuleStacks:
+    """Calls that are open while the nodes of a forward go by, and those that were.
+
+    A node without a stack belongs to the call that is open.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._open: list[tuple[str, int]] = []  # the stack's key, and the call
+
+    def enter(self, node: Any, op: int) -> int:
+        """The call in which op `op`, a node's, runs."""
+        stack = _compat.module_stack(node)
+        if stack:
+            keys = list(stack)
+            shared = 0
+            while shared < min(len(keys), len(self._open)) and self._open[shared][0] == keys[shared]:
+                shared += 1
+            self._close_to(shared, op)
+            for key in keys[shared:]:
+                path, kind = stack[key]
+                parent = self._open[-1][1] if self._open else -1
+                self._open.append((key, len(self.calls)))
+                name = kind if isinstance(kind, str) else kind.__name__
+                self.calls.append(Call(_compat.clean_path(str(path)), name.rsplit(".", 1)[-1], parent, op, op, (), ()))
+        return self._open[-1][1] if self._open else -1
+
+    def close(self, op: int) -> None:
+        """The forward has ended before op `op`."""
+        self._close_to(0, op)
+
+    def _close_to(self, depth: int, op: int) -> None:
+        while len(self._open) > depth:
+            _, call = self._open.pop()
+            opened = self.calls[call]
+            self.calls[call] = Call(opened.path, opened.kind, opened.parent, opened.first, op, (), ())
+
+
+# Views by what they do, though not by their schemas.
+_UNSAID_VIEWS = ("aten._unsafe_view.default",)
+# They draw the numbers that all random ops of a compiled graph start from.
+_SEEDS = ("prims.inductor_seeds.default", "prims.inductor_seed.default")
+_OWN_KERNELS = ("flex_attention",)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What the price of one node depends on; sizes are hints where they are symbolic.
+
+    `moved_bytes` are those that it moves to and from memory: with the flag "fused", not what stays in registers.
+    """
+
+    node: fx.Node
+    flags: tuple[str, ...]
+    flops: int
+    moved_bytes: int
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class JointStep:
+    """A joint graph as a step: `nodes[i]` is the node of forward op `i`, and `parts[i]` those of its single outputs.
+
+    `views` are the forward's views of what it makes. `makers` tells which op made what a node, by its name, stands for.
+    """
+
+    graph: StepGraph
+    nodes: tuple[fx.Node, ...]
+    parts: tuple[tuple[fx.Node, ...], ...]
+    views: tuple[fx.Node, ...]
+    makers: dict[str, int]
+
+
+def joint_step(
+    joint: fx.Graph,
+    hardware: Hardware,
+    seconds_of: Callable[[NodeFacts], float],
+    is_parameter: Callable[[int], bool] = lambda position: False,
+) -> JointStep:
+    """The step of a joint graph. `is_parameter` says which of the graph's own inputs, by position, are parameters."""
+    return _Reader(joint, hardware, seconds_of, is_parameter).step()
+
+
+class _Reader:
+    def __init__(
+        self,
+        joint: fx.Graph,
+        hardware: Hardware,
+        seconds_of: Callable[[NodeFacts], float],
+        is_parameter: Callable[[int], bool],
+    ) -> None:
+        self._hardware, self._seconds_of, self._is_parameter = hardware, seconds_of, is_parameter
+        self._ops: list[Op] = []
+        self._nodes: list[fx.Node] = []
+        self._parts: list[tuple[fx.Node, ...]] = []
+        self._views: list[fx.Node] = []
+        self._values: list[Value] = []
+        self._value_of: dict[tuple[fx.Node, int | None], int] = {}
+        self._stacks = ModuleStacks()
+        nodes = list(joint.nodes)
+        self._inputs = [node for node in nodes if node.op == "placeholder"]
+        self._output = nodes[-1]
+        self._written = set(_compat.written_inputs(joint))
+        self._called = [node for node in nodes if node.op == "call_function"]
+        self._is_backward = _downstream([node for node in self._inputs if "tangents" in str(node.target)])
+
+    def step(self) -> JointStep:
+        for node in self._inputs:
+            if _compat.is_tensor_value(_compat.value_of(node)):
+                self._new_value(node, None, -1, "elsewhere")
+        self._written_values = {self._value_of[node, None] for node in self._written}
+        num_forward = -1
+        for node in self._called:
+            if num_forward < 0 and node in self._is_backward:
+                num_forward = len(self._ops)
+                self._stacks.close(num_forward)
+            self._read(node, num_forward < 0)
+        num_forward = len(self._ops) if num_forward < 0 else num_forward
+        self._stacks.close(num_forward)
+        self._set_ends(num_forward)
+        self._set_seconds(num_forward)
+        saves = self._saves(num_forward)
+        calls = self._calls(num_forward)
+        graph = StepGraph(
+            ops=tuple(self._ops),
+            num_forward=num_forward,
+            values=tuple(self._values),
+            saves=tuple(saves),
+            calls=tuple(with_structures(self._ops[:num_forward], calls, self._values, saves)),
+            hardware=self._hardware,
+            step_s=sum(map(recompute_s, self._ops)),
+            versions={"torch": torch.__version__},
+        )
+        makers = {node.name: self._values[value].born for (node, _), value in self._value_of.items()}
+        makers = {name: born for name, born in makers.items() if 0 <= born < num_forward}
+        nodes, parts = tuple(self._nodes[:num_forward]), tuple(self._parts[:num_forward])
+        return JointStep(graph, nodes, parts, tuple(self._views), makers)
+
+    # Nodes.
+
+    def _read(self, node: fx.Node, is_forward: bool) -> None:
+        if node.target is operator.getitem:
+            self._share(node, (node.args[0], node.args[1]))
+            return
+        if not any(True for _ in _tensor_values(node)):
+            return  # sizes, assertions
+        flags = _flags(node)
+        if "view" in flags:
+            source = self._first_tensor(node)
+            self._share(node, (source, None))
+            if is_forward and self._values[self._value_of.get((node, None), 0)].born >= 0:
+                self._views.append(node)
+            return
+        index = len(self._ops)
+        parts = tuple(user for user in node.users if user.target is operator.getitem)
+        inputs = tuple(dict.fromkeys(self._values_read(node)))
+        outputs = tuple(self._new_value(node, part, index, "activation") for part in _parts_of(node))
+        name, flops = str(node.target), _compat.node_flops(node)
+        if not is_own_kernel(name, flops, flags):
+            flags = (*flags, "fused")
+        call = self._stacks.enter(node, index) if is_forward else -1
+        # Whoever reads what the forward changes, reads it before: BatchNorm its running statistics, say.
+        mutates = tuple(value for value in inputs if value in self._written_values)
+        self._ops.append(Op(name, call, 0.0, flops, inputs, outputs, mutates, flags=flags))
+        self._nodes.append(node)
+        self._parts.append(parts)
+
+    def _first_tensor(self, node: fx.Node) -> fx.Node:
+        return next(each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each)))
+
+    def _share(self, node: fx.Node, source: tuple[Any, Any]) -> None:
+        """A view, or one of an op's outputs: no value of its own."""
+        owner, part = source
+        for key in ((owner, part), (owner, None)):
+            if key in self._value_of:
+                self._value_of[node, None] = self._value_of[key]
+                return
+
+    def _values_read(self, node: fx.Node) -> Iterator[int]:
+        for each in node.all_input_nodes:
+            if (each, None) in self._value_of:
+                yield self._value_of[each, None]
+            else:  # all outputs of an op at once
+                yield from (value for (owner, _), value in self._value_of.items() if owner is each)
+
+    def _new_value(self, node: fx.Node, part: int | None, born: int, kind: str) -> int:
+        value = _compat.value_of(node)
+        value = value if part is None else value[part]
+        self._value_of[node, part] = len(self._values)
+        self._values.append(Value(_bytes(value), kind, str(node.target) if born >= 0 else node.name, born, born + 1))
+        return len(self._values) - 1
+
+    # Lives.
+
+    def _set_ends(self, num_forward: int) -> None:
+        """When each value is let go: after its last use in its own direction, or never if the graph hands it out."""
+        last_use: dict[int, int] = {}
+        for index, op in enumerate(self._ops):
+            for value in op.inputs:
+                if index < num_forward or self._values[value].born >= num_forward:
+                    last_use[value] = index
+        handed_out = self._handed_out()
+        for number, facts in enumerate(self._values):
+            end = len(self._ops) if number in handed_out or facts.born < 0 else last_use.get(number, facts.born) + 1
+            kind = handed_out.get(number, facts.kind)
+            self._values[number] = replace(facts, dropped=max(end, facts.born + 1), kind=kind)
+
+    def _set_seconds(self, num_forward: int) -> None:
+        """Prices. What a fused op reads or leaves in registers costs nothing."""
+        is_inline, _ = inlined(self._ops, self._values, num_forward)
+        for index, (op, node) in enumerate(zip(self._ops, self._nodes, strict=True)):
+            touched = {*op.inputs, *op.outputs}
+            if "fused" in op.flags:
+                moved = sum(self._values[value].bytes for value in touched if not is_inline[value])
+            else:
+                moved = sum(_bytes(value) for each in (*node.all_input_nodes, node) for value in _tensor_values(each))
+            dtype = next((value.dtype for value in _tensor_values(node)), None)
+            seconds = self._seconds_of(NodeFacts(node, op.flags, op.flops, moved, dtype))
+            self._ops[index] = replace(op, seconds=seconds)
+
+    def _handed_out(self) -> dict[int, str]:
+        """Values that leave the graph; the backward's outputs are gradients of its inputs, in their order."""
+        results = list(_flat(self._output.args))
+        num_inputs = sum("tangents" not in str(node.target) for node in self._inputs)
+        first_gradient = len(results) - num_inputs
+        found: dict[int, str] = {}
+        for position, node in enumerate(results):
+            value = self._value_of.get((node, None), -1)
+            if value >= 0 and self._values[value].born >= 0:
+                is_gradient = position >= first_gradient and self._is_parameter(position - first_gradient)
+                found[value] = "gradient" if is_gradient else found.get(value, "activation")
+        return found
+
+    def _saves(self, num_forward: int) -> list[Save]:
+        reads: dict[int, list[int]] = {}
+        for index, op in enumerate(self._ops[num_forward:], num_forward):
+            for value in op.inputs:
+                if 0 <= self._values[value].born < num_forward:
+                    reads.setdefault(value, []).append(index)
+        found = []
+        for value, readers in sorted(reads.items()):
+            born = self._values[value].born
+            found.append(Save(value, self._ops[born].call, born + 1, readers[0], readers[-1] + 1))
+        return found
+
+    def _calls(self, num_forward: int) -> list[Call]:
+        found = []
+        for call in self._stacks.calls:
+            inside = self._ops[call.first : call.end]
+            made = {value for op in inside for value in op.outputs}
+            read = dict.fromkeys(value for op in inside for value in op.inputs if value not in made)
+            later = {value for op in self._ops[call.end : num_forward] for value in op.inputs}
+            later |= {value for value in made if self._values[value].dropped > num_forward}
+            inputs = tuple(value for value in read if self._values[value].born >= 0)
+            found.append(replace(call, inputs=inputs, outputs=tuple(sorted(made & later))))
+        return found
+
+
+def _downstream(sources: list[fx.Node]) -> set[fx.Node]:
+    found, pending = set(sources), list(sources)
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _flags(node: fx.Node) -> tuple[str, ...]:
+    name = str(node.target)
+    if name in _UNSAID_VIEWS:
+        return ("view",)
+    if name in _SEEDS:
+        return ("random",)
+    if not _compat.is_op_overload(node.target):
+        return ("custom",) if any(kernel in name for kernel in _OWN_KERNELS) else ("opaque",)
+    flags = facts_of(node.target).flags
+    if "random" in flags and _compat.node_argument(node, "dropout_p") == 0.0:
+        return tuple(flag for flag in flags if flag != "random")  # attention that draws nothing
+    return flags
+
+
+def _tensor_values(node: fx.Node) -> Iterator[Any]:
+    """What a node gives, as fake tensors."""
+    value = _compat.value_of(node)
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if _compat.is_tensor_value(item):
+            yield item
+
+
+def _parts_of(node: fx.Node) -> Iterator[int | None]:
+    value = _compat.value_of(node)
+    if not isinstance(value, tuple | list):
+        yield None
+        return
+    for index, item in enumerate(value):
+        if _compat.is_tensor_value(item):
+            yield index
+
+
+def _bytes(value: Any) -> int:
+    return _compat.hinted_numel(value) * value.element_size()
+
+
+def _flat(item: Any) -> Iterator[Any]:
+    if isinstance(item, tuple | list):
+        for each in item:
+            yield from _flat(each)
+    else:
+        yield item
+
+
+_ROUNDS = 5
+_measured: dict[tuple[str, ...], float | None] = {}
+
+
+def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts], float]:
+    """Seconds of a node on a device."""
+
+    def seconds(facts: NodeFacts) -> float:
+        if "fused" in facts.flags:
+            return facts.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        if device.type != "cpu" and not {"random", "opaque", "collective"} & set(facts.flags):
+            found = _measured_s(facts, device)
+            if found is not None:
+                return found
+        return predicted_s(_as_op(facts), hardware)
+
+    return seconds
+
+
+def _as_op(facts: NodeFacts) -> RawOp:
+    name = str(facts.node.target)
+    return RawOp(name, None, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
+
+
+def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:
+    """A node's seconds, or None where it cannot run on its own, for lack of memory say."""
+    parts = (facts.node.target, device, *_compat.node_arguments(facts.node, _described))
+    key = tuple(map(str, parts))
+    if key not in _measured:
+        try:
+            with _compat.without_fake_mode(), torch.random.fork_rng([device], device_type=device.type), torch.no_grad():
+                _measured[key] = _run(facts, device)
+        except (RuntimeError, TypeError, ValueError):  # the first also for lack of memory, or of a kernel
+            _measured[key] = None
+    return _measured[key]
+
+
+def _run(facts: NodeFacts, device: torch.device) -> float:
+    args, kwargs = _compat.node_arguments(facts.node, lambda value: _filled(value, device))
+    target: Any = facts.node.target
+    clock = clock_for(device)
+    target(*args, **kwargs)
+    marks = []
+    for _ in range(_ROUNDS):
+        before = clock.mark()
+        target(*args, **kwargs)
+        marks.append((before, clock.mark()))
+    return median(clock.seconds(marks))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(map(_compat.hint, value.shape)), tuple(map(_compat.hint, value.stride()))
+    return _compat.hint(value)
+
+
+def _filled(value: Any, device: torch.device) -> Any:
+    """A tensor of a node's shape: numbers around zero, or indices of the first entry."""
+    if not isinstance(value, Tensor):
+        return _compat.hint(value)
+    if value.device.type == "cpu":
+        device = value.device
+    shape, strides = list(map(_compat.hint, value.shape)), list(map(_compat.hint, value.stride()))
+    made = torch.empty_strided(shape, strides, dtype=value.dtype, device=device)
+    return made.normal_() if value.is_floating_point() else made.zero_()

@@ -1,0 +1,227 @@
+"""What a step must be to be traced, and what to say where it is not.
+
+One lock for whatever watches or changes the whole process.
+
+Traces and measurements register hooks of all modules, start torch's profiler, of which a process has one, and put back
+random states that all threads share. Two of them at once would record each other's ops, so calls from several threads
+run one after the other.
+
+Hugging Face's key/value cache, off while a model is traced or trained under a plan.
+
+With `config.use_cache` at its default, every forward makes a cache, and each layer appends to it. No layer could be
+recomputed, as it would append once more. A training step has no use for the cache, so Hugging Face's own gradient
+checkpointing and its Trainer switch it off; so does lowtide, by the same switch. `use_cache=True` given to the model
+itself overrides the switch, as always; layers are then left out of plans (`StepGraph.unreplayable`). `generate()` gives
+it by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.errors import TraceError
+from lowtide.replay.arguments import tensors_in
+from lowtide.tracing.recorder import Recorder
+
+
+def module(model: object) -> nn.Module:
+    """The model, if it is one whose modules can be seen to run."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"model is a {type(model).__name__}, which runs no Python: give the nn.Module it was made from")
+    return model
+
+
+def arguments(model: object, loss_fn: object, mode: object) -> None:
+    checked = module(model)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a function of the batch that returns the loss, not {type(loss_fn).__name__}")
+    if mode not in ("auto", "real", "fake"):
+        raise ValueError(f"mode is 'auto', 'real' or 'fake', not {mode!r}")
+    lazy = [name for name, parameter in _named_tensors(checked) if _compat.is_uninitialized(parameter)]
+    if lazy:
+        raise TraceError(f"{lazy[0]} is not initialised yet: run the model once before tracing it")
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def device_of(model: nn.Module, args: Any) -> torch.device:
+    """The device the model is on; a model on several is refused."""
+    found = {parameter.device for _, parameter in _named_tensors(model) if parameter.numel() > 1}
+    accelerated = {device for device in found if device.type != "cpu"}
+    if len(accelerated) > 1:
+        raise TraceError(
+            f"the model is on several devices ({', '.join(sorted(map(str, accelerated)))}). "
+            "A trace is of one device: trace each stage on its own."
+        )
+    if accelerated:
+        return accelerated.pop()
+    if found:
+        return found.pop()
+    return next((tensor.device for tensor in tensors_in(args)), torch.device("cpu"))
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
+    """The loss; where devices are mixed up, an error that says which."""
+    try:
+        return loss_fn(*args)
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if "device" not in text or isinstance(error, _compat.fake_errors()):
+            raise
+        batch = sorted({str(tensor.device) for tensor in tensors_in(args)})
+        model_devices = sorted({str(tensor.device) for _, tensor in _named_tensors(model)})
+        if set(batch) <= set(model_devices):
+            raise
+        raise TraceError(
+            f"the batch is on {', '.join(batch)} and the model on {', '.join(model_devices)}: "
+            f"move the batch to the model's device, or let loss_fn do so. ({text.splitlines()[0][:200]})"
+        ) from error
+
+
+def loss(found: object) -> None:
+    if not isinstance(found, Tensor):
+        hint = " (of a Hugging Face model, return `.loss`)" if hasattr(found, "loss") else ""
+        raise TraceError(f"loss_fn returned {type(found).__name__}, not a tensor: let it return the loss{hint}")
+    if found.numel() != 1:
+        raise TraceError(
+            f"loss_fn returned a tensor of shape {tuple(found.shape)}, not a scalar: reduce it, say by `.mean()`"
+        )
+    if not found.requires_grad:
+        raise TraceError(
+            "the loss needs no gradient: is it computed under no_grad, detached, or are all parameters frozen?"
+        )
+
+
+def touched(names: Collection[str]) -> None:
+    """Raise unless parameters got gradients: `names` are those that did."""
+    if not names:
+        raise TraceError(
+            "no parameter of the model got a gradient: loss_fn computes its loss from something else. "
+            "Let it use the model given to trace, not a copy or a wrapper of it."
+        )
+
+
+def same_step(recorders: list[Recorder]) -> list[Recorder]:
+    """The recordings of the step as it is time and again, without a first one that built caches.
+
+    Raises unless those did the same. Only forwards count: gradients are copied or not as references happen to be.
+    """
+    found = recorders[1:] if is_only_warming_up(recorders) else recorders
+    for other in found[1:]:
+        difference = _difference(found[0], other)
+        if difference is not None:
+            raise TraceError(
+                f"the step is another each time it runs: {difference}. A plan holds for one step: make choices that "
+                "vary (layer drop, random depth or length, caches that grow) the same for every step while planning."
+            )
+    return found
+
+
+def is_only_warming_up(recorders: list[Recorder]) -> bool:
+    """Whether the first step differs from the second: it may have built caches, so that one more is needed."""
+    return len(recorders) > 1 and _difference(recorders[0], recorders[1]) is not None
+
+
+def _difference(first: Recorder, other: Recorder) -> str | None:
+    """What two steps do differently, in words. Sizes that follow from numbers in tensors may differ."""
+    depends_on_data = False
+    pairs = zip(first.ops[: first.num_forward], other.ops[: other.num_forward], strict=False)
+    for number, (a, b) in enumerate(pairs):
+        where, now = (recorder.path_of(op.call) or "the model" for recorder, op in ((first, a), (other, b)))
+        if a.name != b.name or where != now:
+            return f"op {number} was {a.name} in {where} and is now {b.name} in {now}"
+        depends_on_data = depends_on_data or a.has_dynamic_shape
+        if a.moved_bytes != b.moved_bytes and not depends_on_data:
+            return f"op {number}, {a.name} in {where}, worked on {a.moved_bytes} bytes and now on {b.moved_bytes}"
+    if first.num_forward != other.num_forward:
+        return f"it had {first.num_forward} forward ops, and then {other.num_forward}"
+    return None
+
+
+def nothing_kept(recorders: list[Recorder]) -> None:
+    """Note in the last recording which fake tensors outlived theirs: someone will take them for real ones."""
+    if not any(recorder.survivors() for recorder in recorders):
+        return
+    gc.collect()  # cycles of autograd's, most often
+    for op in dict.fromkeys(op for recorder in recorders for op in recorder.survivors()):
+        recorders[-1].notes.append(
+            f"what {op} gave in the trace on fake tensors is still held outside of the model, and has no numbers: "
+            "empty the list or cache it is in, or use mode='real'"
+        )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_lock = threading.RLock()
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which waits until no other thread is in any function decorated so. Calls may nest."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return alone
+
+
+logger = logging.getLogger("lowtide")
+
+NOTE = "use_cache is off in this step, as in training under a plan: layers that append to a cache cannot be recomputed"
+
+_said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class CacheOff:
+    """Switches `use_cache` off in the configurations of a model and of its parts, until `restore()`."""
+
+    hidden_from_replay = True
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+        self._configs: list[Any] = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+        self.was_on = bool(self._configs)
+        for config in self._configs:
+            config.use_cache = False
+
+    def say_once(self, model: nn.Module) -> None:
+        """Log that the cache is off; once for each model."""
+        if self.was_on and model not in _said:
+            _said.add(model)
+            logger.warning(
+                "%s: use_cache is switched off until handle.remove(), as by Hugging Face's gradient checkpointing: "
+                "layers that append to a cache cannot be recomputed. Pass use_cache=True to the model to keep it on.",
+                type(model).__name__,
+            )
+
+    def restore(self) -> None:
+        """Switch it on again where it was."""
+        for config in self._configs:
+            config.use_cache = True
+        self._configs = []
+
+    def __enter__(self) -> CacheOff:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()

@@ -1,0 +1,325 @@
+"""What an optimizer will hold and need, found by running its step on tensors without bytes.
+
+What kernels allocate inside, where nothing can be measured: rules read off kernels as they are today.
+
+Real traces measure this. Fake tensors have no kernels, so the reordered copies that oneDNN's convolutions and recurrent
+layers make on the CPU, and the buffers of CUDA's reductions and attention, are foretold here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.errors import LowtideError
+from lowtide.replay.arguments import map_tensors, tensors_in
+from lowtide.snapshot.restore import ObjectSnapshot
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.trace_records import Layout, RawOp
+
+_META = torch.device("meta")
+_MOST_WRAPPERS = 8  # around one optimizer
+
+
+def plain_optimizer(optimizer: Any, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
+    """The `torch.optim.Optimizer` that holds the state: `optimizer` itself, or what a wrapper keeps as `.optimizer`.
+
+    A wrapper, such as accelerate's, is no optimizer, or one whose `param_groups` or `state` are properties. Raises for
+    anything else, and with a `model` for an optimizer that has none of its parameters.
+    """
+    if optimizer is None:
+        return None
+    found = optimizer
+    for _ in range(_MOST_WRAPPERS):
+        if not _is_plain(found):
+            found = getattr(found, "optimizer", None)
+    if not _is_plain(found):
+        raise TypeError(
+            "optimizer is a torch.optim.Optimizer, or a wrapper with one as its `.optimizer`, not "
+            f"{optimizer!r:.80} of type {type(optimizer).__name__}"
+        )
+    if model is not None and not _updates(found, model):
+        raise ValueError(
+            f"this {type(found).__name__} has no parameter of the {type(model).__name__} given with it: make it from "
+            "model.parameters() of this very model, not of a copy"
+        )
+    return found
+
+
+def _is_plain(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
+    """Whether this is an optimizer that holds its parameter groups and states itself."""
+    return isinstance(optimizer, torch.optim.Optimizer) and all(
+        name in vars(optimizer) and not hasattr(type(optimizer), name) for name in ("param_groups", "state")
+    )
+
+
+def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has a parameter of the model, or one over the same memory (a twin's, a flat one)."""
+
+    def memory_of(parameters: Iterable[Tensor]) -> set[int]:
+        return {_compat.storage_id(part) for parameter in parameters for part in _compat.inner_tensors(parameter)}
+
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return not given or not memory_of(given).isdisjoint(memory_of(model.parameters()))
+
+
+def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[str]]:
+    """Bytes of an optimizer's state once every state exists, the most its step allocates on top, and what to note.
+
+    State on the host (step counters, an offloaded optimizer) does not count. The optimizer itself is only read.
+    """
+    optimizer = plain_optimizer(optimizer)
+    if optimizer is None:
+        return 0, 0, []
+    try:
+        state_bytes, workspace_bytes = _run_on_meta(optimizer, block_bytes)
+    except Exception as error:  # an optimizer with kernels of its own
+        present = _bytes_of(optimizer.state, block_bytes)
+        note = (
+            f"the states of {type(optimizer).__name__} could not be foretold ({type(error).__name__}: "
+            f"{str(error)[:80]}); its present {present} bytes are counted. Trace after its first step."
+        )
+        return present, 0, [note]
+    return state_bytes, workspace_bytes, []
+
+
+def present_state_bytes(optimizer: Any, device: torch.device) -> int:
+    """Bytes of the states that an optimizer (None: none) has on a device by now."""
+    plain = plain_optimizer(optimizer)
+    states = plain.state.values() if plain is not None else ()
+    return sum(tensor.nbytes for state in states for tensor in tensors_in(state) if tensor.device == device)
+
+
+def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[int, int]:
+    snapshot, twins = ObjectSnapshot([vars(optimizer)]), _MetaCopies()
+    try:
+        twin = twins.of(optimizer)
+        before = _bytes_of(twin.state, block_bytes)
+        recorder = Recorder(_META, {}, before_write=twins.before_write, block_bytes=block_bytes)
+        with torch.no_grad(), _AnyNumber(), recorder:
+            type(optimizer).step(twin)
+    finally:
+        twins.restore()
+        snapshot.restore()  # objects and queues in attributes are shared by the twin
+    recorder.finish()
+    after = _bytes_of(twin.state, block_bytes)
+    return after, max(0, _most_live(recorder) - (after - before))
+
+
+class _MetaCopies:
+    """Optimizers as they are, with tensors on the meta device: the step of a twin reaches nothing of the original."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        self._numbers: list[tuple[Tensor, Tensor]] = []
+        self._uses_foreach = _compat.foreach_rule()
+
+    def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        twin = object.__new__(type(optimizer))
+        own = vars(twin)
+        for name, item in vars(optimizer).items():
+            if _compat.holds_hooks(name):
+                own[name] = OrderedDict()
+            elif name == "state":
+                own[name] = defaultdict(dict)
+            elif isinstance(item, torch.optim.Optimizer):  # one that this one steps, as Lookahead does
+                own[name] = self.of(item)
+            elif name not in ("step", "param_groups"):  # a scheduler's `step` is bound to the original
+                own[name] = map_tensors(self._on_meta, item)
+        own["param_groups"] = [self._group(group) for group in optimizer.param_groups]
+        for parameter, state in optimizer.state.items():
+            twin.state[self._on_meta(parameter)] = map_tensors(self._on_meta, state)
+        return twin
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        copied: dict[str, Any] = map_tensors(self._on_meta, group)
+        if "foreach" in group:
+            copied["foreach"] = self._uses_foreach(group, group["params"])
+        if "fused" in group:
+            copied["fused"] = None if copied.get("foreach") else False
+        if group.get("capturable"):
+            copied["capturable"] = False
+        for parameter in copied["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        return copied
+
+    def before_write(self, target: Tensor | torch.Generator) -> None:
+        """An op is about to write to something that was there before the step: put back a number, refuse the rest."""
+        if not isinstance(target, Tensor) or (not target.is_meta and target.numel() > 1):
+            raise LowtideError("its step writes to something that is not in its param_groups, state or attributes")
+        if not target.is_meta:
+            with _compat.without_modes():
+                self._numbers.append((target, target.detach().clone()))
+
+    def restore(self) -> None:
+        """Put back numbers of the original, such as step counters of an optimizer that it keeps in a list."""
+        for target, number in reversed(self._numbers):
+            target.copy_(number)
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._tensors:
+            if tensor.numel() == 1 and tensor.device.type == "cpu":
+                self._tensors[id(tensor)] = tensor.clone()  # a step counter: its value is read
+            else:
+                bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                self._tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        return self._tensors[id(tensor)]
+
+
+class _AnyNumber(_compat.PlainDispatchMode):
+    """Answers a step that asks its tensors for a number (a norm, to scale by): no size depends on which."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 1.0 if _compat.returns_number(func) else func(*args, **(kwargs or {}))
+
+
+def _bytes_of(states: Any, block_bytes: int) -> int:
+    sizes: dict[int, int] = {}
+    for state in states.values():
+        for item in state.values() if isinstance(state, dict) else ():
+            for tensor in item if isinstance(item, list | tuple) else [item]:
+                if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+                    for part in _compat.inner_tensors(tensor):
+                        size = part.untyped_storage().nbytes()
+                        sizes[_compat.storage_id(part)] = -(-size // block_bytes) * block_bytes
+    return sum(sizes.values())
+
+
+def _most_live(recorder: Recorder) -> int:
+    """The most bytes that ops had made and Python still held at one time."""
+    changes = [0] * (len(recorder.ops) + 2)
+    for value in recorder.values:
+        if value.born >= 0:
+            changes[value.born] += value.bytes
+            changes[max(value.dropped, value.born + 1)] -= value.bytes
+    most = live = 0
+    for change in changes:
+        live += change
+        most = max(most, live)
+    return most
+
+
+_Rule = Callable[[tuple[Layout, ...], list[int]], int]  # from what an op is given and the bytes of what it makes
+
+# Of an LSTM or GRU layer: its saved workspace per byte of output, and what it allocates per byte of one weight.
+_RNN_SAVED_PER_OUTPUT = 15.6
+_RNN_INSIDE_PER_WEIGHT = 3.1
+
+
+# Of CUDA's reductions and attention: bytes per element or per byte of output, as seen on an H200.
+_SUM_BYTES_PER_ELEMENT, _SUM_MOST_BYTES_PER_SM = 8, 1 << 20
+_ATTENTION_BACKWARD_PER_OUTPUT = 2.0
+
+
+def predict_workspaces(recorder: Recorder) -> None:
+    """Give each op of a recording on fake tensors the bytes it would allocate inside."""
+    rule = {"cpu": _on_cpu, "cuda": _on_cuda}.get(recorder.device.type)
+    if rule is not None:
+        for op in recorder.ops:
+            op.workspace_bytes = rule(op, recorder)
+
+
+def _on_cuda(op: RawOp, recorder: Recorder) -> int:
+    if op.name == "aten.sum.dim_IntList":
+        most = torch.cuda.get_device_properties(recorder.device).multi_processor_count * _SUM_MOST_BYTES_PER_SM
+        size = op.dtype.itemsize if op.dtype is not None else 4
+        return min(most, _SUM_BYTES_PER_ELEMENT * op.moved_bytes // size)
+    if "attention_backward" in op.name and op.outputs:
+        return int(_ATTENTION_BACKWARD_PER_OUTPUT * recorder.values[op.outputs[0]].bytes)
+    if op.name.startswith("aten.convolution"):  # copies with channels last, of all it reads and writes
+        sizes = [recorder.values[value].bytes for value in (*op.inputs[:2], *op.outputs[:1])]
+        return sum(sizes) if "backward" not in op.name else sum(sizes[:2])
+    return 0
+
+
+def _on_cpu(op: RawOp, recorder: Recorder) -> int:
+    inputs = [recorder.values[value].bytes for value in op.inputs]
+    outputs = [recorder.values[value].bytes for value in op.outputs]
+    if not inputs or not outputs:
+        return 0
+    if op.name in _SHAPED:
+        return _SHAPED[op.name](op.layouts, outputs)
+    if op.name == "aten.convolution.default":
+        return max(outputs[0], sum(inputs[:2]))
+    if op.name == "aten.convolution_backward.default":
+        gives_input_gradient = len(inputs) > 1 and outputs[0] >= inputs[1]
+        return inputs[0] + (inputs[1] if gives_input_gradient else 0)
+    if op.name.startswith("aten.upsample_"):
+        return outputs[0] + inputs[0] if "backward" not in op.name else inputs[0]
+    if op.name == "aten.mkldnn_rnn_layer.default":
+        saved = recorder.values[op.outputs[-1]]
+        saved.bytes = saved.bytes or int(_RNN_SAVED_PER_OUTPUT * outputs[0])  # fakes make it empty
+        return int(_RNN_INSIDE_PER_WEIGHT * inputs[1])
+    if op.name == "aten.mkldnn_rnn_layer_backward.default":
+        return int(_RNN_INSIDE_PER_WEIGHT * inputs[1])
+    return 0
+
+
+def _attention(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
+    """Of each thread, a tile of scores, and of its rows the maxima, the sums and the output."""
+    rows, columns, width = _tile(layouts[0], layouts[1])
+    return torch.get_num_threads() * _FLOAT_BYTES * rows * (columns + 2 + width)
+
+
+def _attention_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
+    """Of each thread, two tiles; and a copy of the gradient, unless it lies as the output does."""
+    gradient, query, key, *_ = layouts
+    rows, columns, _ = _tile(query, key)
+    copied = 0 if gradient.is_contiguous(0, 2, 1, 3) else gradient.bytes
+    return _FLOAT_BYTES * rows * (2 * columns * torch.get_num_threads() + 1) + copied
+
+
+def _tile(query: Layout, key: Layout) -> tuple[int, int, int]:
+    """Rows and columns of the scores that one thread computes at a time, and the width of a head."""
+    num_rows, num_columns = query.shape[-2], key.shape[-2]
+    most = 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
+    return min(num_rows, most), min(num_columns, 512), query.shape[-1]
+
+
+def _layer_norm_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
+    """Of each thread, sums for the weight and for the bias."""
+    gradient, given, mean = layouts[:3]
+    width = math.prod(given.shape) // max(math.prod(mean.shape), 1)
+    return 2 * _FLOAT_BYTES * width * torch.get_num_threads() + _copied(gradient, given)
+
+
+def _batch_norm_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
+    """Another gradient of the input, if there is a fast path: gradient and input both contiguous or channels last."""
+    for order in ((), (0, *range(2, len(layouts[0].shape)), 1)):
+        if all(layout.is_contiguous(*order) for layout in layouts[:2]) and not (order and len(order) == 3):
+            return outputs[0]
+    return outputs[-1]
+
+
+def _copied(*layouts: Layout) -> int:
+    """Kernels that read contiguous tensors only copy others."""
+    return sum(layout.bytes for layout in layouts if not layout.is_contiguous())
+
+
+def _copies(num: int) -> _Rule:
+    return lambda layouts, outputs: _copied(*layouts[:num])
+
+
+_FLOAT_BYTES = 4
+_SHAPED: dict[str, _Rule] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+    "aten.native_layer_norm.default": _copies(1),
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten.logsumexp.default": lambda layouts, outputs: layouts[0].bytes + outputs[0],
+    "aten._softmax.default": _copies(1),
+    "aten._log_softmax.default": _copies(1),
+    "aten._softmax_backward_data.default": _copies(2),
+    "aten._log_softmax_backward_data.default": _copies(2),
+    "aten.nll_loss_forward.default": _copies(1),
+    "aten.embedding_dense_backward.default": _copies(1),
+}

@@ -1,0 +1,599 @@
+"""`fit` goes by what it measures: candidates on real steps, a clock of our own, and nothing left of them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.api import fit as fitting
+from lowtide.api import measure, tuner
+from lowtide.api.tuner import FitCache
+from lowtide.eager.moves import Moves
+from lowtide.eager.replanning import Limits
+from lowtide.solvers import placement
+from lowtide.solvers.solve import SEARCHED, UNMOVED, ShortlistedPlan, shortlist
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PER_BLOCK = "a checkpoint per block"
+NUM_LAYERS = 4
+
+
+class Clock:
+    """Seconds that pass only where a test says so."""
+
+    now = 0.0
+    part_s = 0.0  # for each run of a part that is patched: a host that regions on small modules cost dearly
+    moved_s = 0.0  # for each value that is moved
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
+    monkeypatch.setattr(measure, "perf_counter", lambda: Clock.now)
+    Clock.part_s = Clock.moved_s = 0.0
+    yield Clock
+    Clock.part_s = Clock.moved_s = 0.0
+
+
+class Part(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Clock.now += Clock.part_s if "forward" in vars(self) else 0.0
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    """A factor without a gradient takes most of its time, and its parts save most of its bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = Part(width), Part(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Clock.now += 1.0
+        some = x.detach()[:64]
+        for _ in range(8):
+            some = (some @ (some.t() @ some)).tanh()
+        return x + self.second(torch.tanh(self.first(x * some.mean().sigmoid())))
+
+
+class Model(nn.Module):
+    """Layers, and all kinds of state that a step changes."""
+
+    def __init__(self, width: int = 16, num_layers: int = NUM_LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.norm, self.noise = nn.BatchNorm1d(width), torch.Generator().manual_seed(3)
+        self.seen: list[int] = []
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.seen.append(self.num_calls)
+        for layer in self.layers:
+            x = layer(x)
+        x = torch.nn.functional.dropout(self.norm(x), 0.1, self.training)
+        return x + torch.rand(x.shape, generator=self.noise)
+
+
+def trace(*args: Any, **options: Any) -> lowtide.StepGraph:
+    """With times that are the same each time, as if they were measured."""
+    return replace(lowtide.trace(*args, **{**options, "mode": "fake"}), is_measured=True)
+
+
+class Job:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.batch = Model(), torch.randn(512, 16)
+
+    def loss_fn(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+    @property
+    def graph(self) -> lowtide.StepGraph:
+        return known()[0]
+
+    @property
+    def floor(self) -> int:
+        return known()[1].floor_bytes
+
+    def peak_of(self, name: str) -> int:
+        """The simulated peak of one of torch's ways."""
+        return {each.name: each.peak_bytes for each in known()[1].references}[name]
+
+    def budget(self, share: float) -> int:
+        return int(self.floor + share * (known()[1].plain_peak_bytes - self.floor))
+
+    def fit(self, budget: int, **options: Any) -> Any:
+        return lowtide.fit(self.model, self.loss_fn, self.batch, budget=budget, **options)
+
+    def untouched(self) -> bool:
+        return all("forward" not in vars(module) for module in self.model.modules())
+
+
+@functools.cache
+def known() -> tuple[lowtide.StepGraph, lowtide.Frontier]:
+    job = Job()
+    graph = trace(job.model, job.loss_fn, job.batch)
+    return graph, lowtide.sweep(graph, [])
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> Job:
+    monkeypatch.setattr(fitting, "trace", trace)
+    return Job()
+
+
+def outcome(handle: Any, name: str) -> str:
+    return next(trial.outcome for trial in handle.candidates if trial.name == name)
+
+
+# Which candidate is kept.
+
+
+def has_parts(plan: lowtide.Plan) -> bool:
+    return any(".first" in region.name or ".second" in region.name for region in plan.regions)
+
+
+def test_the_measured_fastest_is_kept_not_the_predicted(job: Job, clock: type[Clock]) -> None:
+    budget = job.budget(0.5)
+    with job.fit(budget, tune_s=0) as trusting:
+        assert has_parts(trusting.plan)
+        assert [trial.name for trial in trusting.candidates if trial.outcome == "kept"] == [SEARCHED]
+    clock.part_s = 10.0
+    with job.fit(budget) as handle:
+        measured = {trial.name: trial.measured_step_s for trial in handle.candidates if trial.measured_step_s}
+        (kept,) = (trial for trial in handle.candidates if trial.outcome == "kept")
+        assert kept.name != SEARCHED and "slower than the one kept" in outcome(handle, SEARCHED)
+        assert kept.measured_step_s == min(measured.values()) == handle.plan.measured_step_s
+        assert not has_parts(handle.plan)
+        # Layers run once, those that are recomputed twice.
+        assert handle.plan.measured_slowdown == pytest.approx(len(handle.plan.regions) / NUM_LAYERS)
+        assert handle.measured_slowdown == handle.plan.measured_slowdown
+        assert handle.measured_peak_bytes <= budget and handle.plan.measured_peak_bytes == handle.measured_peak_bytes
+    assert job.untouched()
+
+
+@pytest.mark.parametrize("tune_s", [0.0, 10.0])
+def test_torchs_way_is_used_where_it_holds_by_measurement(
+    job: Job, clock: type[Clock], monkeypatch: pytest.MonkeyPatch, tune_s: float
+) -> None:
+    """By simulation a checkpoint per block is 1 % over the budget, and what fits is slow."""
+    clock.part_s, honest = 10.0, measure._whole_peak
+    budget = int(job.peak_of(PER_BLOCK) / 1.01)
+    monkeypatch.setattr(measure, "_whole_peak", lambda *args: int(honest(*args) / 1.02))
+    with job.fit(budget, tune_s=tune_s) as handle:
+        assert handle.measured_peak_bytes <= budget
+        if tune_s:
+            assert "over the budget" not in outcome(handle, PER_BLOCK)
+            assert handle.plan.measured_step_s <= 2 * NUM_LAYERS  # as each layer recomputed
+            assert handle.plan.peak_bytes > budget
+            assert lowtide.Plan.from_json(handle.plan.to_json()) == handle.plan  # although it is over by prediction
+
+
+def test_what_holds_by_measurement_is_not_infeasible(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan fits by simulation."""
+    honest, share, budget = measure._whole_peak, 1.05, int(0.97 * job.floor)
+    monkeypatch.setattr(measure, "_whole_peak", lambda *args: int(share * honest(*args)))
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.solve(job.graph, budget)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"floor of(.|\n)*the smallest peak measured is"):
+        job.fit(budget)
+    assert job.untouched()
+    share = 0.95
+    for tune_s in (0.0, 10.0):
+        with job.fit(budget, tune_s=tune_s) as handle:
+            assert handle.measured_peak_bytes <= budget < handle.plan.peak_bytes
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="is below this step's floor"):
+        job.fit(budget, verify=False)
+
+
+def test_candidates_that_run_out_of_memory(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Part.forward
+
+    def full(self: Part, x: Tensor) -> Tensor:
+        if "forward" in vars(self):  # a region of its own
+            raise torch.OutOfMemoryError("out of memory, for the test")
+        return forward(self, x)
+
+    budget = job.budget(0.5)
+    monkeypatch.setattr(Part, "forward", full)
+    with job.fit(budget) as handle:
+        assert "out of memory" in [trial.outcome for trial in handle.candidates if trial.name == SEARCHED]
+        assert not has_parts(handle.plan)
+        assert handle.measured_peak_bytes <= budget
+    assert job.untouched()
+
+
+def test_a_plain_step_that_runs_out_of_memory(job: Job, clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = measure.RealSteps.timed
+
+    def full(self: measure.RealSteps) -> float:
+        if all("forward" not in vars(module) for module in self.model.modules()):
+            raise torch.OutOfMemoryError("out of memory, for the test")
+        return timed(self)
+
+    monkeypatch.setattr(measure.RealSteps, "timed", full)
+    with job.fit(job.budget(0.5)) as handle:
+        assert not handle.plan.is_plain and handle.plan.measured_plain_s == handle.plan.step_s  # as traced
+
+
+def test_host_memory_never_makes_a_step_slower(job: Job, clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link is predicted to be fast, and is slow."""
+    budget, keep = job.budget(0.5), Moves.keep
+
+    def slow(self: Moves, *args: Any, **options: Any) -> Any:
+        Clock.now += Clock.moved_s
+        return keep(self, *args, **options)
+
+    def linked(*args: Any, **options: Any) -> lowtide.StepGraph:
+        graph = trace(*args, **options)
+        return replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
+
+    monkeypatch.setattr(fitting, "trace", linked)
+    monkeypatch.setattr(placement, "_SMALLEST", 1)
+    monkeypatch.setattr(Moves, "keep", slow)
+    monkeypatch.setattr(measure, "_whole_peak", lambda *args: budget)  # on the CPU no move frees anything
+    with job.fit(budget, host="1GiB") as handle:
+        assert handle.plan.moves and outcome(handle, SEARCHED) == "kept"
+    clock.moved_s = 10.0
+    with job.fit(budget, host="1GiB") as handle:
+        assert not handle.plan.moves and handle.plan.regions
+        assert "slower than the one kept" in outcome(handle, SEARCHED)
+        assert UNMOVED in [trial.name for trial in handle.candidates]
+    with job.fit(budget) as without:
+        assert handle.plan.measured_step_s <= without.plan.measured_step_s
+
+
+# Few steps, and nothing left of them.
+
+
+def count_steps(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found, forward = [0], Model.forward
+
+    def counted(self: Model, x: Tensor) -> Tensor:
+        found[0] += 1
+        return forward(self, x)
+
+    monkeypatch.setattr(Model, "forward", counted)
+    return found
+
+
+def test_no_step_is_run_that_decides_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, some = 2 * job.budget(1.0), job.budget(0.5)
+    steps, timed = count_steps(job, monkeypatch), [0]
+    turn = measure.RealSteps.timed
+
+    def counted(self: measure.RealSteps) -> float:
+        timed[0] += 1
+        return turn(self)
+
+    monkeypatch.setattr(measure.RealSteps, "timed", counted)
+
+    def num_of(call: Callable[[], Any]) -> int:
+        steps[0] = timed[0] = 0
+        result = call()
+        if isinstance(result, lowtide.Applied):
+            result.remove()
+        return steps[0]
+
+    traced = num_of(lambda: trace(job.model, job.loss_fn, job.batch))
+    assert num_of(lambda: job.fit(plain)) == traced + 3 and timed == [0]  # two measured, one timed
+    assert num_of(lambda: job.fit(some, verify=False)) == traced
+    assert num_of(lambda: job.fit(some, tune_s=0)) >= traced + 3 and timed == [0]
+    monkeypatch.setattr(fitting, "why_not_single_process", lambda: "others take part")
+    assert num_of(lambda: job.fit(some)) == traced + 3 and timed == [0]  # the same steps in all processes
+
+
+def state_of(job: Job) -> list[Any]:
+    gradients = [parameter.grad for parameter in job.model.parameters()]
+    tensors = [*job.model.state_dict().values(), *(g for g in gradients if g is not None)]
+    generators = [torch.get_rng_state(), job.model.noise.get_state()]
+    copies = [tensor.clone() for tensor in (*tensors, *generators)]
+    attributes = [job.model.num_calls, list(job.model.seen), id(job.model.seen), job.model.training]
+    return [copies, [id(gradient) for gradient in gradients], attributes]
+
+
+def assert_same(before: list[Any], after: list[Any]) -> None:
+    assert before[1:] == after[1:]
+    assert all(torch.equal(one, other) for one, other in zip(before[0], after[0], strict=True))
+
+
+def test_nothing_is_left_of_the_steps(job: Job, clock: type[Clock]) -> None:
+    clock.part_s, other = 0.5, Job()
+    torch.manual_seed(0)
+    job.loss_fn(job.batch).backward()
+    before = state_of(job)
+    with job.fit(job.budget(0.4)) as handle:
+        assert sum(trial.measured_step_s is not None for trial in handle.candidates) > 1
+        assert_same(before, state_of(job))
+        torch.manual_seed(1)
+        job.loss_fn(job.batch).backward()
+    planned = state_of(job)
+    torch.manual_seed(0)
+    other.loss_fn(other.batch).backward()
+    torch.manual_seed(1)
+    other.loss_fn(other.batch).backward()
+    assert job.model.norm.running_mean.isfinite().all()
+    assert all(torch.equal(one, other) for one, other in zip(planned[0], state_of(other)[0], strict=True))
+
+
+def test_an_interruption_while_candidates_take_turns(
+    job: Job, clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.loss_fn(job.batch).backward()
+    before, budget = state_of(job), job.budget(0.4)
+    turn, forward = measure.RealSteps.timed, Model.forward
+    left = [0]
+
+    def interrupted(self: Model, x: Tensor) -> Tensor:
+        result = forward(self, x)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return result
+
+    def begun(self: measure.RealSteps) -> float:
+        num_turns[0] += 1
+        if num_turns[0] == wanted:
+            left[0] = 2
+        return turn(self)
+
+    monkeypatch.setattr(Model, "forward", interrupted)
+    monkeypatch.setattr(measure.RealSteps, "timed", begun)
+    for wanted in (1, 2):  # the plain step's, and that of a candidate
+        num_turns = [0]
+        with pytest.raises(KeyboardInterrupt):
+            job.fit(budget)
+        assert num_turns[0] == wanted
+        assert_same(before, state_of(job))
+        assert job.untouched()
+
+
+def test_a_refit_tunes_too(job: Job, clock: type[Clock]) -> None:
+    with job.fit(job.budget(0.5), tune_s=0.5) as handle:
+        same, first = handle, handle.plan
+        clock.part_s = 10.0
+        handle.refit()
+        assert handle is same and handle.enabled
+        assert handle.plan != first or not has_parts(first)
+        assert not has_parts(handle.plan) and handle.plan.measured_step_s <= 2 * NUM_LAYERS
+        assert "kept" in [trial.outcome for trial in handle.candidates]
+        job.loss_fn(job.batch).backward()
+        assert handle.stats().num_replays > 0
+    assert job.untouched()
+
+
+# Words.
+
+
+def test_what_was_tried_is_said(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lowtide"):
+        handle = job.fit(job.budget(0.4))
+    (table,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("candidates:"))
+    for text in (table, str(handle)):
+        for trial in handle.candidates:
+            assert trial.name in text and trial.outcome in text
+    assert "measured   peak " in str(handle.plan)
+    handle.report(tmp_path / "report.md")
+    handle.report(tmp_path / "report.html", time_limit_s=0.5)
+    markdown, page = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
+    assert "Candidates tried" in markdown and "Candidates tried" in page
+    for trial in handle.candidates:
+        assert trial.name in page and trial.outcome in page and trial.name in markdown
+    handle.remove()
+    handle.plan.report(tmp_path / "plan.html", time_limit_s=0.5)
+    assert "Candidates tried" not in (tmp_path / "plan.html").read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal(job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    budget = job.budget(0.4)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    job.fit(budget).remove()
+    assert terminal.getvalue() == ""  # someone has replaced stderr: that is no terminal
+    monkeypatch.setattr(sys, "__stderr__", terminal)
+    job.fit(budget).remove()
+    stages = terminal.getvalue().split("\r\x1b[2K")
+    assert stages[1] == "lowtide: tracing the step " and stages[-1] == ""  # the line is gone
+    assert any("trying candidate 1 of " in stage for stage in stages)
+    assert "\n" not in terminal.getvalue()
+    with caplog.at_level(logging.ERROR, logger="lowtide"):
+        terminal.truncate(0)
+        job.fit(budget).remove()
+        assert terminal.getvalue().strip("\0") == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"tune_s": -1}, ValueError), ({"tune_s": "a"}, TypeError), ({"cache": 3}, TypeError)]
+)
+def test_arguments_that_cannot_be_meant(job: Job, options: Any, error: Any) -> None:
+    with pytest.raises(error):
+        lowtide.fit(job.model, None, job.batch, budget="1GiB", **options)
+
+
+# The cache.
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From when it is called on, a search is an error."""
+
+    def searched(*args: Any) -> Any:
+        raise AssertionError("a search")
+
+    return lambda: monkeypatch.setattr(Limits, "candidates", searched)
+
+
+def test_the_cache_gives_the_plan_that_was_kept(
+    job: Job, tmp_path: Path, clock: type[Clock], no_search: Callable[[], None]
+) -> None:
+    clock.part_s, budget, cache = 10.0, job.budget(0.5), tmp_path / "fit.json"
+    with job.fit(budget, cache=cache) as handle:
+        kept, text = handle.plan, cache.read_text()
+    (entry,) = json.loads(text)["entries"].values()
+    assert [row["name"] for row in entry["candidates"]] == [trial.name for trial in handle.candidates]
+    no_search()
+    for path in (cache, str(cache)):
+        with job.fit(budget, cache=path) as handle:
+            assert (handle.plan.regions, handle.plan.moves) == (kept.regions, kept.moves)
+            assert [trial.name for trial in handle.candidates] == ["kept before"]
+            assert handle.measured_peak_bytes == kept.measured_peak_bytes and handle.plan.rows == kept.rows
+            assert handle.plan.peak_bytes == kept.peak_bytes and handle.plan.graph is not None
+    assert cache.read_text() == text
+    for options in ({"budget": budget + 1}, {"budget": budget, "lossy": "int8"}):
+        with pytest.raises(AssertionError, match="a search"):
+            job.fit(cache=cache, **options)
+
+
+def test_a_remembered_plan_that_no_longer_holds(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget, cache, honest = job.budget(0.6), tmp_path / "fit.json", measure._whole_peak
+    with job.fit(budget, cache=cache) as handle:
+        kept = handle.plan
+    more = 1.02 * budget / kept.measured_peak_bytes
+    monkeypatch.setattr(measure, "_whole_peak", lambda *args: int(more * honest(*args)))
+    with job.fit(budget, cache=cache) as handle:
+        assert handle.plan.regions != kept.regions and handle.measured_peak_bytes <= budget
+        learned = handle.plan
+    with job.fit(budget, cache=cache) as handle:  # which is what the cache has now
+        assert handle.plan.regions == learned.regions
+        assert [trial.name for trial in handle.candidates] == ["kept before"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": "another"}', '{"format": "lowtide fit cache"}', "\0"])
+def test_a_file_that_is_no_cache(job: Job, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = tmp_path / "fit.json"
+    cache.write_text(text)
+    job.fit(job.budget(0.6), cache=cache, tune_s=0).remove()
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert f"the cache {cache} is not used, and left as it is: it " in message
+    assert cache.read_text() == text
+
+
+def test_a_damaged_entry_and_a_folder_that_is_not_there(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget, cache = job.budget(0.6), tmp_path / "fit.json"
+    job.fit(budget, cache=cache, tune_s=0).remove()
+    whole = json.loads(cache.read_text())
+    (key,) = whole["entries"]
+    entry = whole["entries"][key]
+    for damage in (None, {}, {"plan": "{", "correction_bytes": 0}, {**entry, "correction_bytes": "1"}):
+        cache.write_text(json.dumps({**whole, "entries": {key: damage}}))
+        caplog.clear()
+        job.fit(budget, cache=cache, tune_s=0).remove()
+        (message,) = (record.getMessage() for record in caplog.records)
+        assert "has a damaged entry for this step" in message
+        assert set(json.loads(cache.read_text())["entries"][key]) == {"plan", "correction_bytes", "candidates"}
+    plan = json.loads(entry["plan"])
+    plan["regions"] = [{"path": "layers.99", "nth": 0, "keep_ops": [], "more": []}]  # of another model
+    cache.write_text(json.dumps({**whole, "entries": {key: {**entry, "plan": json.dumps(plan)}}}))
+    caplog.clear()
+    job.fit(budget, cache=cache, tune_s=0).remove()
+    assert "has a damaged entry for this step" in caplog.records[0].getMessage()
+    caplog.clear()
+    job.fit(budget, cache=tmp_path / "not there" / "fit.json", tune_s=0).remove()
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "cannot be written" in message
+
+
+def test_several_writers_leave_a_whole_file(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, plan = tmp_path / "fit.json", lowtide.solve(job.graph, job.budget(0.6))
+    done = threading.Event()
+
+    def write(number: int) -> None:
+        cache = FitCache(path, job.graph, number, Limits())
+        for _ in range(20):
+            cache.write(plan, 0, ())
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    reader = FitCache(path, job.graph, 99, Limits())
+
+    def read() -> None:
+        while not done.is_set():
+            assert reader.read() is None
+
+    watching = threading.Thread(target=read)
+    for thread in (watching, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    watching.join()
+    assert not caplog.records  # no reader has seen half a file
+    assert json.loads(path.read_text())["format"] == tuner.FORMAT
+    assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
+
+
+# Candidates.
+
+
+@pytest.mark.parametrize("share", [-1.0, 0.0, 0.3, 0.6, 0.97, 1.0])
+def test_candidates_differ_and_are_ranked(job: Job, share: float) -> None:
+    graph, budget = job.graph, job.budget(share) if share >= 0 else int(0.97 * job.floor)
+    found, error = shortlist(graph, budget)
+    assert 1 <= len(found) <= 8
+    assert len({(each.plan.regions, each.plan.moves) for each in found}) == len(found)
+    assert [each.plan.extra_s for each in found] == sorted(each.plan.extra_s for each in found)
+    for each in found:
+        timeline = lowtide.simulate(graph, each.plan)
+        assert (each.plan.peak_bytes, each.plan.extra_s) == (timeline.peak_bytes, pytest.approx(timeline.extra_s))
+        assert each.plan.peak_bytes <= 1.05 * budget and each.plan.budget_bytes == budget
+    if share < 0:
+        assert error is not None and SEARCHED not in [each.name for each in found]
+        return
+    assert error is None
+    (own,) = (each for each in found if each.name == SEARCHED)
+    assert own.plan == lowtide.solve(graph, budget) and own.is_essential
+    assert len(found) == 1 or share < 1.0  # where the plain step fits
+
+
+def test_torchs_ways_are_candidates_where_they_fit_or_nearly_do(job: Job) -> None:
+    per_block = job.peak_of(PER_BLOCK)
+
+    def by_name(budget: int) -> dict[str, ShortlistedPlan]:
+        return {each.name: each for each in shortlist(job.graph, budget)[0]}
+
+    for budget in (per_block, int(per_block / 1.01), int(per_block / 1.04)):
+        assert by_name(budget)[PER_BLOCK].is_essential
+    assert PER_BLOCK not in by_name(int(per_block / 1.06))
+    plain = lowtide.simulate(job.graph).peak_bytes
+    assert by_name(int(plain / 1.04))["nothing"].plan.is_plain
+    assert "nothing" not in by_name(int(plain / 1.06))
+    half = by_name(job.peak_of("every second block"))
+    blocks = [each.plan for name, each in half.items() if "block" in name]
+    assert min(len(plan.regions) for plan in blocks if plan.peak_bytes <= plan.budget_bytes) == NUM_LAYERS // 2
+    assert any(name.startswith("selective") for name in by_name(job.peak_of("selective, all matmuls kept")))
+
+
+def test_with_moves_the_best_plan_without_is_a_candidate(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_SMALLEST", 1)
+    graph = replace(job.graph, hardware=replace(job.graph.hardware, link_bytes_per_s=1e15))
+    budget = job.budget(0.5)
+    found = {each.name: each for each in shortlist(graph, budget, host="1GiB")[0]}
+    assert found[SEARCHED].plan.moves and found[SEARCHED].plan.extra_s < found[UNMOVED].plan.extra_s
+    assert found[UNMOVED].plan == lowtide.solve(graph, budget)

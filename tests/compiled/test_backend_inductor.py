@@ -1,0 +1,42 @@
+"""The compiled engine with inductor's own kernels: two tiny compiles."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import lowtide
+from compiled.test_backend import MLP, Stack, squared
+from kernelless import PLENTY, floor_of, running, session_of, squeeze
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # whatever inductor has to say
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+def test_kernels_at_several_budgets(regional: bool) -> None:
+    """Compiled again for other budgets, from stand-ins of the first inputs; gradients are those of the eager model."""
+    model = Stack(MLP(), MLP(), MLP())
+    eager = copy.deepcopy(model)
+    squared(eager).backward()
+    lowtide.compile(model, budget=PLENTY, regional=regional)
+    for _ in range(2):
+        model.zero_grad()
+        squared(model).backward()
+    floor, plain = floor_of(model), session_of(model)._sequence.choice.peak_bytes
+    for budget in (floor, (floor + plain) // 2):
+        squeeze(model, budget)
+        model.zero_grad()
+        squared(model).backward()
+        assert any(variant.keeps is not None for variant in running(model))
+        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)

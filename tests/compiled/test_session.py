@@ -1,0 +1,324 @@
+"""Sessions: measured peaks lead to other variants, or to an error; steps are told apart. Without compiling anything."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from itertools import accumulate, pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.compiled.session import Session
+from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.solvers.shared_budget import SharedBudget, Variant
+
+BASE = 100
+VARIANTS = (
+    Variant(None, 40, (), 0, 0, 0.0),
+    Variant((0, 1), 30, (), 0, 0, 1.0),
+    Variant((0,), 20, (), 0, 0, 3.0),
+    Variant((), 10, (), 0, 0, 9.0),
+)
+
+
+class FakeGraph:
+    """What a session sees of a compiled graph."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.variants, self.device, self.step = number, VARIANTS, torch.device("cpu"), None
+        self.step_s, self.handed_out_bytes, self.static_bytes, self.batch_bytes = 10.0, 0, 0, 0
+        self.forward_s = 1.0
+
+
+class VariantsOnly(VariantChooser):
+    """One call is chosen for as several are: there is no step to solve."""
+
+    def _single(self, graph: FakeGraph, budget_bytes: int) -> VariantChoice:
+        return self._shared([graph], budget_bytes)
+
+
+class FakeMeter:
+    def __init__(self) -> None:
+        self.measured, self.num_resets = 0, 0
+
+    def peak_bytes(self) -> int:
+        return self.measured
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+class Steps:
+    """Steps of three calls of one graph; `measured` makes a peak of the variants that ran."""
+
+    def __init__(self, budget: int, measured: Callable[[list[Variant]], int] | None, num_blocks: int = 3) -> None:
+        self.meter = FakeMeter()
+        self.session = Session(
+            budget,
+            chooser=VariantsOnly(model_bytes=BASE),
+            num_blocks=num_blocks,
+            meter_of=lambda device: self.meter if measured is not None else None,
+        )
+        self.graph, self._measured = FakeGraph(7), measured
+        self.session.first_variant(self.graph)
+        self.session.is_compiling()
+
+    def run(self, num_calls: int = 3, *, graph: FakeGraph | None = None, has_backward: bool = True) -> list[Variant]:
+        x = self.forward(num_calls, graph or self.graph)
+        if has_backward:
+            x.backward()
+        if self._measured is not None:
+            self.meter.measured = self._measured(self.ran)
+        return self.ran
+
+    def forward(self, num_calls: int, graph: FakeGraph) -> Tensor:
+        x = torch.ones(1, requires_grad=True)
+        self.ran = []
+        for _ in range(num_calls):
+            run = self.session.next_run(graph)
+            self.ran.append(run.variant)
+            x = x * 2
+            run.end((x,))
+        return x
+
+
+def saved(ran: list[Variant]) -> int:
+    return sum(variant.saved_bytes for variant in ran)
+
+
+def test_a_prediction_that_holds_settles_at_once() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + saved(ran))
+    ran = [steps.run() for _ in range(5)]
+    assert all(each == ran[0] for each in ran) and saved(ran[0]) <= 95
+    assert steps.meter.num_resets == 2, "reset when clean steps begin, left alone when settled"
+    assert "measured" in steps.session.describe()
+
+
+def test_over_the_budget_chooses_smaller_ones() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + 13 + saved(ran))
+    ran = [steps.run() for _ in range(6)]
+    assert saved(ran[0]) == saved(ran[1]) > 82
+    assert saved(ran[2]) <= 82 and ran[2] == ran[-1]
+
+
+def test_well_under_the_budget_chooses_faster_ones() -> None:
+    steps = Steps(BASE + 75, lambda ran: BASE - 30 + saved(ran))
+    ran = [steps.run() for _ in range(6)]
+    assert saved(ran[0]) <= 75 < saved(ran[-1]) <= 105
+
+
+def test_peaks_that_follow_no_rule_end_at_a_choice_that_was_seen_to_hold() -> None:
+    """Whatever is larger than the first choice measures too large, by less than was predicted."""
+    steps = Steps(BASE + 70, lambda ran: BASE + (20 if saved(ran) <= 70 else 71))
+    for _ in range(20):
+        last = steps.run()
+    course = steps.session._sequence
+    assert course.is_settled and 2 <= len(course.measured) <= 6
+    assert last in [choice.variants for choice, peak in course.measured if peak <= BASE + 70]
+
+
+def test_a_budget_that_no_choice_meets_is_an_error_in_the_end() -> None:
+    steps = Steps(BASE + 80, lambda ran: BASE + 200 + saved(ran))
+    with pytest.raises(InfeasibleBudgetError, match="measured") as caught:
+        for _ in range(20):
+            steps.run()
+    assert caught.value.floor_bytes == BASE + 200 + 30
+    assert len(steps.session._sequence.measured) <= 6
+    with pytest.raises(InfeasibleBudgetError):
+        steps.run()
+
+
+def test_without_a_meter_predictions_decide() -> None:
+    steps = Steps(BASE + 95, None)
+    assert all(saved(steps.run()) <= 95 for _ in range(3))
+    assert "measured" not in steps.session.describe()
+    hopeless = Steps(BASE + 25, None)
+    hopeless.run()  # three calls were a guess
+    with pytest.raises(InfeasibleBudgetError, match="predicted") as caught:
+        hopeless.run()
+    assert caught.value.floor_bytes == BASE + 30
+
+
+def test_calls_that_were_not_foreseen_run_the_smallest_until_they_are() -> None:
+    steps = Steps(BASE + 130, None)
+    assert steps.run(3) == [VARIANTS[0]] * 3
+    assert steps.run(4) == [*[VARIANTS[0]] * 3, VARIANTS[-1]]
+    assert saved(steps.run(4)) <= 130
+    assert saved(steps.run(3)) <= 130, "as the first three of four"
+    assert steps.run(3) == [VARIANTS[0]] * 3, "a course that is known"
+
+
+def test_several_forwards_with_one_backward_are_one_step() -> None:
+    steps = Steps(BASE + 130, None)
+    for _ in range(2):
+        first, second = steps.forward(3, steps.graph), steps.forward(3, steps.graph)
+        (first + second).backward()
+    assert len(steps.session._sequence.numbers) == 6
+    both = [*(steps.forward(3, steps.graph), steps.ran)[1]]
+    assert saved(both) <= 130
+
+
+def test_a_forward_without_a_backward_is_forgotten() -> None:
+    steps = Steps(BASE + 130, None)
+    for _ in range(5):
+        steps.run(3, has_backward=False)
+        gc.collect()
+    assert steps.run(3) == steps.run(3) == [VARIANTS[0]] * 3
+    assert steps.session._sequence.numbers == (7, 7, 7)
+
+
+def test_a_forward_that_fails_is_forgotten() -> None:
+    steps = Steps(BASE + 130, None)
+    steps.run()
+    steps.session.next_run(steps.graph)  # and nothing comes of it
+    assert steps.run() == [VARIANTS[0]] * 3
+    steps.run()
+    assert steps.session._sequence.numbers == (7, 7, 7)
+
+
+def test_graphs_that_are_gone_are_not_planned_for() -> None:
+    steps = Steps(BASE + 130, None)
+    steps.run()
+    steps.run()
+    steps.graph = FakeGraph(8)
+    gc.collect()
+    assert steps.session.graphs == []
+    steps.session.first_variant(steps.graph)
+    assert steps.run() == steps.run() == [VARIANTS[0]] * 3
+    assert list(steps.session._sequences) == [(8, 8, 8)]
+
+
+def test_two_courses_are_each_measured() -> None:
+    """Batches of two shapes, one after the other: two graphs, each with its own plan."""
+    steps = Steps(BASE + 95, lambda ran: BASE + 13 + saved(ran))
+    other = FakeGraph(9)
+    steps.run()
+    steps.session.first_variant(other)
+    for _ in range(12):
+        one, two = steps.run(), steps.run(graph=other)
+    assert saved(one) <= 82 and saved(two) <= 82
+    assert all(course.is_settled for course in steps.session._sequences.values())
+
+
+def test_what_graphs_hand_to_one_another_counts() -> None:
+    graph = FakeGraph(1)
+    graph.handed_out_bytes, graph.batch_bytes = 5, 3
+    assert VariantsOnly(model_bytes=BASE).choose([graph] * 3, 1 << 30).peak_bytes == BASE + 3 + 3 * (40 + 5)
+
+
+def test_what_a_checkpoint_may_replay_always_runs_the_same() -> None:
+    steps = Steps(BASE + 40, None)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert steps.run() == [VARIANTS[0]] * 3
+    assert steps.session._calls.numbers == ()
+
+
+def linked(host_bytes: int, link_bytes_per_s: float) -> VariantsOnly:
+    """A chooser that knows of a link, which the CPU has none of."""
+    chooser = VariantsOnly(model_bytes=BASE, host_bytes=host_bytes)
+    chooser.__dict__["_link_bytes_per_s"] = link_bytes_per_s
+    return chooser
+
+
+def test_the_floor_is_the_smallest_with_the_link_or_without_it() -> None:
+    """What is moved is on the device for a while; the least is there where little is saved, and nothing moved."""
+    graph = FakeGraph(7)
+    graph.variants = (Variant(None, 90, (90,), 0, 0, 0.0), Variant((), 10, (), 0, 0, 1.0))
+    choices = [linked(host_bytes, 100.0).choose([graph] * 3, BASE + 20) for host_bytes in (0, 1000)]
+    assert [choice.peak_bytes for choice in choices] == [BASE + 30, BASE + 30]
+    assert not any(choice.is_within for choice in choices)
+
+
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_no_choice_is_faster_than_the_bound_whatever_part_of_the_link_it_uses(seed: int) -> None:
+    rng, chooser, graphs = random.Random(seed), linked(1000, 100.0), [FakeGraph(number) for number in range(3)]
+    for graph in graphs:
+        sizes = sorted(rng.sample(range(10, 100), 3), reverse=True)
+        prices = sorted(rng.random() / 50 for _ in range(2))
+        seconds = accumulate(
+            (price * (a - b) for price, (a, b) in zip(prices, pairwise(sizes), strict=True)), initial=0
+        )
+        graph.variants = tuple(
+            Variant((size,), size, (size - 5,), rng.randrange(20), rng.randrange(20), extra_s)
+            for size, extra_s in zip(sizes, seconds, strict=True)
+        )
+    variants, around = [graph.variants for graph in graphs], chooser._around(graphs)
+    budgets = [SharedBudget(variants, around, chooser._quotas(graphs, share)) for share in (0, 0.25, 0.5, 0.75, 0.95)]
+    costs = [
+        (shared.peak_bytes(chosen), sum(each[number].extra_s for each, number in zip(variants, chosen, strict=True)))
+        for shared in budgets
+        for chosen in product(range(3), repeat=3)
+    ]
+    for budget in range(BASE + 50, BASE + 250, 10):
+        choice = chooser.choose(graphs, budget)
+        if choice.is_within:
+            assert choice.lower_bound_s <= min(extra_s for peak, extra_s in costs if peak <= budget) + 1e-9
+
+
+KIB = 1 << 10
+
+
+class Moving:
+    """Steps of three calls, of graphs that each save tensors of another size. Without the link they do not fit."""
+
+    def __init__(self, *sizes: int, host_bytes: int) -> None:
+        self.graphs = [FakeGraph(number) for number in range(len(sizes))]
+        self.sizes = dict(zip(self.graphs, sizes, strict=True))
+        chooser = linked(host_bytes, 1e9)
+        self.session = Session(BASE + 64 * KIB, chooser=chooser, num_blocks=3, meter_of=lambda device: None)
+        for graph, size in self.sizes.items():
+            graph.variants = (Variant(None, 24 * KIB, (size, size), 0, 0, 0.0), Variant((), KIB, (), 0, 0, 1.0))
+            self.session.first_variant(graph)
+            self.step(graph).backward()
+
+    def step(self, graph: FakeGraph, num_calls: int = 3) -> Tensor:
+        x = torch.ones(self.sizes[graph] // 4, requires_grad=True)
+        for _ in range(num_calls):
+            run = self.session.next_run(graph)
+            with run.context:
+                x = (x * 1.5).sin().exp()  # each saves a tensor
+            run.end((x,))
+        return x.sum()
+
+    @property
+    def held_bytes(self) -> int:
+        assert self.session._store is not None
+        return self.session._store.stats().held_bytes
+
+
+def test_courses_share_one_store() -> None:
+    """Host memory is locked once, and what may be used of it is not allowed to each."""
+    steps = Moving(4 * KIB, 8 * KIB, host_bytes=33 * KIB)
+    small, large = steps.graphs
+    waiting = steps.step(large)
+    waiting.backward(retain_graph=True)
+    store = steps.session._store
+    assert steps.held_bytes == 32 * KIB
+    steps.step(small)
+    choices = [course.choice for course in steps.session._sequences.values()]
+    assert {choice.in_flight_bytes for choice in choices} == {8 * KIB, 16 * KIB}
+    assert steps.session._store is store and steps.held_bytes == 32 * KIB, "no room for more"
+    waiting.backward()
+    assert steps.held_bytes == 0
+    loss = steps.step(small)
+    assert steps.held_bytes == 16 * KIB and store._tiers.in_flight_bytes == 8 * KIB
+    loss.backward()
+    assert steps.held_bytes == 0
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 3, 4, 6])
+def test_nothing_is_left_in_the_store_however_many_calls_a_step_makes(num_calls: int) -> None:
+    steps = Moving(8 * KIB, host_bytes=1 << 20)
+    (graph,) = steps.graphs
+    for _ in range(3):
+        steps.step(graph, num_calls).backward()
+        assert steps.held_bytes == 0
+        steps.step(graph, num_calls)  # and nothing comes of it
+        assert steps.held_bytes == 0
+        first, second = steps.step(graph), steps.step(graph, num_calls)
+        (first + second).backward()
+        assert steps.held_bytes == 0

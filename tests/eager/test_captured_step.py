@@ -1,0 +1,197 @@
+"""`handle.capture` where there is no GPU, and what a captured step goes by."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.eager import cuda_graph
+from lowtide.eager.cuda_graph import StepGuards, batch_form, changed_value
+from lowtide.plans import Plan, Recompute
+from lowtide.snapshot.restore import generator_states
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def model_of_two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+
+@without_gpu
+@pytest.mark.parametrize("what", [Plan(regions=(Recompute("0"),)), lowtide.RecomputeAll()])
+def test_without_a_gpu(what: Any) -> None:
+    model, x = model_of_two(), torch.randn(2, 4)
+    regions = {} if isinstance(what, Plan) else {"regions": "*"}
+    with lowtide.apply(model, what, **regions) as handle:
+        state = torch.get_rng_state()
+        with pytest.raises(lowtide.CaptureError, match="need a CUDA device"):
+            handle.capture(lambda x: model(x).mean(), x)
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(x).mean().backward()
+
+
+@without_gpu
+def test_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = model_of_two()
+    with lowtide.apply(model, Plan()) as handle:
+        with pytest.raises(lowtide.CaptureError, match="the model is on cpu"):
+            handle.capture(lambda x: model(x).mean(), torch.randn(2, 4))
+        with pytest.raises(ValueError, match="max_graphs"):
+            handle.capture(lambda x: model(x).mean(), torch.randn(2, 4), max_graphs=0)
+
+
+def test_the_error_is_in_the_tree() -> None:
+    assert issubclass(lowtide.CaptureError, lowtide.LowtideError)
+    assert issubclass(lowtide.CaptureError, RuntimeError)
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    scale: float = 1.0
+
+
+def test_batches_of_one_form() -> None:
+    x = torch.randn(2, 3)
+    for one, other in [
+        ((x,), (x.clone(),)),
+        ({"a": x, "b": [1, None]}, {"a": x + 1, "b": [1, None]}),
+        (Batch(x), Batch(x * 2)),
+    ]:
+        assert batch_form(one) == batch_form(other)
+        assert hash(batch_form(one)) == hash(batch_form(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64)),
+        (torch.zeros(2, 3), torch.zeros(3, 2).t()),
+        (torch.zeros(2, 3), torch.zeros(2, 3, requires_grad=True)),
+        (1, 2),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ([1], (1,)),
+        ({"a": 1}, {"b": 1}),
+        (Colour.RED, Colour.BLUE),
+        (Batch(torch.zeros(2)), Batch(torch.zeros(2), 2.0)),
+        ("a", b"a"),
+    ],
+)
+def test_batches_of_two_forms(one: Any, other: Any) -> None:
+    assert batch_form(one) != batch_form(other)
+
+
+def test_arguments_that_nobody_can_compare_are_refused() -> None:
+    with pytest.raises(lowtide.CaptureError, match="type Generator cannot be captured"):
+        batch_form((torch.zeros(2), torch.Generator()))
+    with pytest.raises(lowtide.CaptureError, match="plain tensors"):
+        batch_form(torch.eye(3).to_sparse())
+
+
+scale = 1.0
+loss = 0  # a global with the name of an attribute that the function below reads
+
+
+def test_values_that_a_step_reads() -> None:
+    model, power = model_of_two(), 2
+
+    def loss_fn(batch: Batch) -> Any:
+        return (model(batch.x) ** power).mean().loss * scale  # type: ignore[attr-defined]
+
+    facts = StepGuards(model, functools.partial(loss_fn))
+    seen = [facts.values()]
+
+    def has_changed() -> bool:
+        seen.append(facts.values())
+        return seen[-1] != seen[-2]
+
+    assert not has_changed()
+    power = 3
+    assert has_changed()
+    globals()["scale"] = 2.0
+    assert has_changed()
+    globals()["loss"] = 1
+    assert not has_changed()
+    model[1].p = 0.1
+    assert has_changed()
+    model.eval()
+    assert has_changed()
+    model(torch.randn(2, 4)).mean().backward()
+    assert not has_changed()
+
+
+def test_what_moved() -> None:
+    model = model_of_two()
+    facts = StepGuards(model, lambda x: model(x).mean())
+    assert facts.what_moved() is None
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    model.load_state_dict(model.state_dict())
+    assert facts.what_moved() is None
+    model[0].bias.requires_grad_(False)
+    assert facts.what_moved() == "0.bias became frozen"
+    model[0].bias.requires_grad_(True)
+    data = model[0].weight.data
+    model[0].weight.data = data.clone()
+    assert facts.what_moved() == "0.weight was replaced or moved"
+    model[0].weight.data = data
+    assert facts.what_moved() is None
+    model[0].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    assert facts.what_moved() == "parameters or buffers were added or removed"
+    model.append(nn.Linear(4, 4))
+    assert facts.what_moved() == "modules were added or replaced"
+
+
+def test_numbers_that_a_step_changed() -> None:
+    model = model_of_two()
+    facts = StepGuards(model, lambda x: model(x).mean())
+    before = facts.numbers()
+    assert changed_value(before, facts.numbers()) is None
+    model[1].p = 0.25
+    assert changed_value(before, facts.numbers()) == "1.p from 0.5 to 0.25"
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda: None, None),
+        (lambda: torch.rand(1), "torch's CPU generator"),
+        (lambda: random.random(), "Python's random"),
+        (lambda: pytest.importorskip("numpy").random.rand(), "numpy"),
+    ],
+)
+def test_draws_on_the_host(draw: Any, said: str | None) -> None:
+    before = generator_states(None)
+    draw()
+    assert cuda_graph._drawn_on_host(before, generator_states(None)) == said
+
+
+def test_the_users_line_is_the_innermost_outside_of_torch() -> None:
+    import traceback
+
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(3, 3)(torch.zeros(2, 2))  # this line
+    found = cuda_graph._user_line(list(traceback.walk_tb(caught.value.__traceback__)))
+    assert found is not None
+    file, line = found
+    assert file == __file__
+    with open(file) as text:
+        assert "# this line" in text.readlines()[line - 1]

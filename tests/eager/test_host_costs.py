@@ -1,0 +1,99 @@
+"""What the engine costs on the host: measured once, kept in a file, and nothing breaks without one."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.eager import host_costs
+from lowtide.tracing import devices
+from lowtide.tracing.devices import EngineCosts, cache_folder, engine_costs
+
+CPU = torch.device("cpu")
+COSTS = EngineCosts(1e-4, 1e-5, 2e-5, 3e-5, 4e-5)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How often the engine was measured."""
+    times: list[int] = []
+
+    def measure(device: torch.device) -> EngineCosts:
+        times.append(1)
+        return COSTS
+
+    monkeypatch.setattr(devices, "_measures", [measure])
+    monkeypatch.setattr(devices, "_known", {})
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "not" / "there"))
+    return times
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_known", {})
+
+
+def test_once_for_all_processes(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        assert engine_costs(CPU) == COSTS
+        forget(monkeypatch)
+    assert len(measured) == 1
+    (path,) = cache_folder().iterdir()
+    assert json.loads(path.read_text()) == COSTS._asdict()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[1]", '{"region_s": "x"}', json.dumps(COSTS._asdict() | {"save_s": -1})]
+)
+def test_a_damaged_file_is_measured_again(content: str, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_costs(CPU)
+    (path,) = cache_folder().iterdir()
+    path.write_text(content)
+    forget(monkeypatch)
+    assert engine_costs(CPU) == COSTS and len(measured) == 2
+
+
+def test_without_a_folder_to_write_to(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert engine_costs(CPU) == engine_costs(CPU) == COSTS
+    assert len(measured) == 1  # in this process
+
+
+def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LOWTIDE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lowtide"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "lowtide"
+
+
+def test_measuring_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_costs, "_BLOCKS", 2)
+    monkeypatch.setattr(host_costs, "_ROUNDS", 1)
+    state = torch.get_rng_state()
+    before = {id(each) for each in gc.get_objects() if issubclass(type(each), nn.Module | nn.Parameter)}
+    with torch.no_grad():
+        costs = host_costs.measure_engine_costs(CPU)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(0.0 <= each < 1.0 for each in costs) and costs.move_s == 0.0
+    # On a device they would count as memory of the step. A graph that nobody can reach may hold parameters alone.
+    assert {id(each) for each in gc.get_objects() if issubclass(type(each), nn.Module | nn.Parameter)} <= before
+
+
+def test_outputs_are_retained_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what returning them costs would not be in it."""
+    bench = host_costs._EngineBench(CPU)
+    names, num_saves = bench._look_into(bench._large[0])
+    gelu = names.index("gelu")
+    assert [names[gelu - 3], names[gelu - 1]] == ["native_layer_norm", "addmm"] and num_saves > 10
+    with host_costs.apply(bench._large, host_costs._recompute(bench._large, (gelu - 3, gelu - 1, gelu))) as handle:
+        for _ in range(2):
+            bench._steps(bench._large, 1)
+        assert handle.stats().num_replays >= len(bench._large)

@@ -1,0 +1,85 @@
+"""Ops of a graph found in a profiler's trace, with their seconds on the host and on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowtide.tracing.op_times import matched
+
+NAMES = ("aten.t.default", "aten.addmm.default", "aten.add.Tensor", "aten._local_scalar_dense.default")
+
+
+class Trace:
+    """Events as the profiler writes them, in microseconds."""
+
+    def __init__(self, end: float = 100.0) -> None:
+        self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
+        self.span("lowtide::step", "user_annotation", 0.0, end)
+
+    def span(self, name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: Any) -> None:
+        self.events.append({"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "tid": tid, "args": args})
+
+    def launch(self, ts: float, number: int, kernel_us: float, *, dur: float = 1.0, tid: int = 1) -> None:
+        self.span("cudaLaunchKernel", "cuda_runtime", ts, dur, tid, correlation=number)
+        self.span("some_kernel", "kernel", ts + 50, kernel_us, 7, correlation=number)
+
+
+def step() -> Trace:
+    trace = Trace()
+    trace.span("aten::linear", "cpu_op", 4.0, 16.0)  # what is made of other ops is in no graph
+    trace.span("aten::t", "cpu_op", 5.0, 5.0)
+    trace.span("aten::transpose", "cpu_op", 6.0, 3.0)
+    trace.span("aten::addmm", "cpu_op", 11.0, 9.0)
+    trace.launch(12.0, 1, 30.0)
+    trace.launch(14.0, 2, 10.0)
+    trace.span("aten::add_", "cpu_op", 40.0, 10.0, tid=2)  # by autograd, in place as nobody else holds it
+    trace.launch(42.0, 3, 5.0, tid=2)
+    trace.span("aten::_local_scalar_dense", "cpu_op", 60.0, 30.0)
+    trace.span("cudaStreamSynchronize", "cuda_runtime", 61.0, 25.0, 1, correlation=4)
+    return trace
+
+
+def test_each_op_has_the_time_since_the_one_before_it() -> None:
+    found = matched(step().events, NAMES)
+    assert found is not None
+    assert found.host_s == pytest.approx([10e-6, 10e-6, 30e-6, (50 - 25) * 1e-6])  # to the end; and without the wait
+    assert found.device_s == pytest.approx([0.0, 40e-6, 5e-6, 0.0])
+    assert found.num_kernels == [0, 2, 1, 0]
+    assert found.is_sync == [False, False, False, True]
+
+
+def test_a_launch_that_waits_for_room_in_the_queue_is_no_work() -> None:
+    trace = step()
+    trace.launch(43.0, 5, 1.0, dur=21.0)
+    found = matched(trace.events, NAMES)
+    assert found is not None and found.host_s[2] == pytest.approx(10e-6) and not found.is_sync[2]
+
+
+def test_what_runs_inside_an_op_is_not_taken_for_the_next() -> None:
+    trace = Trace(50.0)
+    trace.span("aten::add", "cpu_op", 0.0, 10.0)
+    trace.span("aten::add", "cpu_op", 2.0, 3.0)  # inside
+    trace.span("aten::add", "cpu_op", 20.0, 10.0)
+    found = matched(trace.events, ("aten.add.Tensor", "aten.add.Tensor"))
+    assert found is not None and found.host_s == pytest.approx([10e-6, 40e-6])
+
+
+def test_an_op_more_or_less_is_passed_over() -> None:
+    trace, names = Trace(1300.0), []
+    for number in range(40):
+        for name in ("mul", "add", "sum"):
+            if (number, name) != (20, "add"):
+                trace.span(f"aten::{name}", "cpu_op", 10.0 * len(names), 5.0)
+            names.append(f"aten.{name}.default")
+    names.insert(30, "aten.add.Tensor")
+    found = matched(trace.events, names)
+    assert found is not None and len(found.host_s) == 121
+    assert found.host_s[30] == 0.0 and sum(found.host_s) == pytest.approx(1300e-6)
+
+
+@pytest.mark.parametrize("names", [("aten.mul.Tensor",) * 8, ("aten.t.default", "aten.mm.default") * 4])
+def test_another_step_is_not_matched(names: tuple[str, ...]) -> None:
+    assert matched(step().events, names) is None
+    assert matched([], names) is None
