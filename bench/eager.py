@@ -293,6 +293,17 @@ def join(pages: list[Path], page: Page) -> None:
     page.add("", "## Summary", "", rows.summary(rows.read(text), text.count("failed: ")))
 
 
+def title_of(options: argparse.Namespace) -> list[str]:
+    return [
+        f"# Eager training under a budget, {device_name(options.device)}",
+        "",
+        f"{versions()}. Forward and backward. Budgets are measured peaks of torch's ways, of the whole step, or lie "
+        f"between the first two of them. The plain step, the fastest of torch's ways that hold the budget, and ours "
+        f"run in turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds; `+ %` is over the plain steps right "
+        "before, in the median. Kept: the candidate that `fit` chose.",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -306,16 +317,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    title = [
-        f"# Eager training under a budget, {device_name(options.device)}",
-        "",
-        f"{versions()}. Forward and backward. Budgets are measured peaks of torch's ways, of the whole step, or lie "
-        f"between the first two of them. The plain step, the fastest of torch's ways that hold the budget, and ours "
-        f"run in turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds; `+ %` is over the plain steps right "
-        "before, in the median. Kept: the candidate that `fit` chose.",
-    ]
-    if options.join:
-        title = options.join[-1].read_text().splitlines()[:3]
+    title = options.join[-1].read_text().splitlines()[:3] if options.join else title_of(options)
     page = Page(options.out, f"eager-{options.device}{options.suffix}.md", *title)
     if options.join:
         join(options.join, page)
