@@ -58,11 +58,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _frozen_imports() -> None:
-    """Spare the garbage collections of these tests, one for each measurement, a look at all that was there before."""
-    gc.collect()
-    gc.freeze()
+    """Spare garbage collections, one for each measurement, a look at all that was imported and cached before."""
+    if len(gc.get_objects()) > 20_000:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

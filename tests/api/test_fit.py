@@ -55,7 +55,7 @@ def budgets(graph: lowtide.StepGraph, shares: tuple[float, ...]) -> list[int]:
     return [int(low + (high - low) * share) for share in shares]
 
 
-@pytest.mark.parametrize("name", sweep(JOBS, keep=5))
+@pytest.mark.parametrize("name", sweep(JOBS, keep=4))
 def test_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     job = make(name)
     weights = copy.deepcopy(job.model.state_dict())

@@ -25,6 +25,7 @@ from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
 from lowtide.solvers import placement
 from lowtide.solvers.solve import SEARCHED, UNMOVED, ShortlistedPlan, shortlist
+from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -484,7 +485,9 @@ def test_a_remembered_plan_that_no_longer_holds(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": "another"}', '{"format": "lowtide fit cache"}', "\0"])
+@pytest.mark.parametrize(
+    "text", sweep(["{", '{"format": "another"}', '{"format": "lowtide fit cache"}', "", "[]", "3", "\0"], keep=3)
+)
 def test_a_file_that_is_no_cache(job: Job, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / "fit.json"
     cache.write_text(text)

@@ -395,8 +395,9 @@ def routed(model: nn.Module, weights: Tensor) -> None:
                 module.bias.copy_(weights)
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("kind", [Looped, Dense, Grouped])
-@pytest.mark.parametrize("preferred", [[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]])
+@pytest.mark.parametrize("preferred", sweep([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]], keep=1))
 def test_budgets_hold_when_other_experts_are_chosen_later(
     kind: type[nn.Module], preferred: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.plans import Plan, Recompute
+from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("quick_search")
 
@@ -229,7 +230,7 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, t5])
+@pytest.mark.parametrize("make", sweep([llama, t5, gpt2], keep=2))
 def test_the_cache_is_off_in_training_and_on_again_after(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = make()
     ids, larger = torch.randint(3, 64, (4, 16)), torch.randint(3, 64, (4, 40))
@@ -260,7 +261,7 @@ def test_the_cache_is_off_in_training_and_on_again_after(make: Any, caplog: pyte
     assert model(input_ids=ids, labels=ids).past_key_values is not None
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", sweep([llama, gpt2], keep=1))
 def test_a_cache_that_is_asked_for_is_left_on(make: Any) -> None:
     model: Any = make()
     ids, larger = torch.randint(3, 64, (4, 16)), torch.randint(3, 64, (4, 40))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from sweeps import sweep
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -116,7 +117,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("has_stepped", sweep([True, False], keep=1))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_optimizers_are_only_read(wrapper: str, has_stepped: bool) -> None:
     model, loss_fn, x = make()
