@@ -431,7 +431,7 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
     while True:
         Interrupted.counter = num_interrupted + 1
         try:
-            handle = lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0)  # tests/test_tuning.py interrupts the rest
+            handle = lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0)  # tests/api/test_tuner.py interrupts the rest
         except KeyboardInterrupt:
             num_interrupted += 1
         finally:
