@@ -147,7 +147,8 @@ class SavedBytes:
         self._sizes.clear()
 
 
-_MARK = "lowtide_region"
+_MARK = "lowtide_region"  # attribute of a patched forward: its handle
+_NOTE = "_lowtide_handle"  # attribute of a model on which no forward is patched
 # Keyword arguments that `checkpoint` would take for its own.
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
@@ -195,6 +196,9 @@ class Applied(Capturable, RegionRunner):
                 else:
                     region.module.forward = region.own_forward
         self.enabled, self.is_removed = False, True
+        model = getattr(self, "model", None)  # not set yet if the constructor was interrupted
+        if model is not None and _noted_on(model) is self:
+            vars(model).pop(_NOTE)
         if self._cache is not None:
             self._cache.restore()
 
@@ -202,6 +206,13 @@ class Applied(Capturable, RegionRunner):
         """Patch every layer again; `enabled` is left as it is."""
         for region in self._regions:
             self._patch(region)
+        self.note_on_model()
+
+    def note_on_model(self) -> None:
+        """Let `lowtide.handle_of` find this handle if no forward is patched, as with a plan that keeps everything."""
+        vars(self.model).pop(_NOTE, None)  # of an earlier handle
+        if not self._regions:
+            vars(self.model)[_NOTE] = HandleNote(self)
 
     def switch_cache_off(self, model: nn.Module) -> None:
         """Train without Hugging Face's cache until `remove()`."""
@@ -369,6 +380,7 @@ def apply(
     decisions = Decisions({name: {0: own} for name, own in zip(found, levels, strict=True)})
     handle = Applied(policy, chosen, decisions, store, max_checkpoints)
     handle.model = model
+    handle.note_on_model()
     handle.switch_cache_off(model)
     return handle
 
@@ -407,6 +419,30 @@ def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
 def _applied_to(module: nn.Module) -> Applied | None:
     method = vars(module).get("forward")
     return getattr(getattr(method, "__func__", None), _MARK, None)
+
+
+class HandleNote:
+    """An attribute of a model that refers to its handle. A copied model has the same one; a pickled model has None."""
+
+    hidden_from_replay = True
+
+    def __init__(self, handle: Applied) -> None:
+        self.handle = handle
+
+    def __deepcopy__(self, memo: Any) -> HandleNote:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _noted_on(model: nn.Module) -> Applied | None:
+    return getattr(vars(model).get(_NOTE), "handle", None)
+
+
+def handle_at(module: nn.Module) -> Applied | None:
+    """The handle whose patched forward, or note, this module has."""
+    return _applied_to(module) or _noted_on(module)
 
 
 def plain_forward_of(module: nn.Module) -> Any:

@@ -85,6 +85,7 @@ class AppliedPlan(Applied):
             self, PlannedInputs(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ())
         )
         self.stepper = Stepper(self)
+        self.note_on_model()
         self.switch_cache_off(model)
 
     def take_in(self, plan: Plan) -> Decisions:
