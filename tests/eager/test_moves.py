@@ -1048,7 +1048,7 @@ def test_values_for_which_there_is_no_room_stay(monkeypatch: pytest.MonkeyPatch)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     twin = copy.deepcopy(model)
     with lowtide.apply(model, Plan(moves=tuple(Move(str(index)) for index in range(4)))) as handle:
-        with pytest.warns(UserWarning, match="values stay on the device that were to be moved: no room"):
+        with pytest.warns(UserWarning, match="values that the plan moves stay on the device: no room"):
             output = model(data())
         assert handle.stats().stored_bytes == 2 * 32 * 16 * 4
         del output
