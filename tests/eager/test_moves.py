@@ -961,7 +961,7 @@ class Link:
         self.fetched.append(unit.source)
         return SimpleNamespace(wait=lambda: ())
 
-    def arrivals_limit(self) -> float:
+    def prefetch_limit(self) -> float:
         return self.limit
 
 
@@ -982,7 +982,7 @@ def test_values_are_fetched_in_the_order_of_the_backward_within_what_may_be_in_f
         arrivals.add(unit)
     arrivals.fetch_before(14, link)
     assert "".join(link.fetched) == first, "e was put later"
-    arrivals.take_in(units[3], link)
+    arrivals.receive(units[3], link)
     link.fetched.clear()
     arrivals.fetch_ahead(units[3], link)
     assert "".join(link.fetched) == then
@@ -1007,9 +1007,9 @@ def test_what_may_be_in_flight_goes_by_the_largest_value() -> None:
     with lowtide.ActivationStore(host="1MiB", in_flight=None) as store:
         store.put("small", torch.zeros(10))
         store.put("large", torch.zeros(100))
-        assert store._tiers.arrivals_limit() == 2 * 400
+        assert store._tiers.prefetch_limit() == 2 * 400
     with lowtide.ActivationStore(host="1MiB", in_flight="1KiB") as store:
-        assert store._tiers.arrivals_limit() == 1024
+        assert store._tiers.prefetch_limit() == 1024
 
 
 # Refusals, and hooks only where they are needed.
