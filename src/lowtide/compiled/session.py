@@ -220,11 +220,11 @@ class Session:
         return self._store
 
     def is_compiling(self) -> None:
-        """Ignore the peak of the step under way: compiling allocates memory that the step does not need."""
+        """Ignore the peak of the current step: compiling allocates memory that the step does not need."""
         self._is_clean = False
 
     def enable(self, enabled: bool) -> None:
-        """Switch the plan on or off. The step under way is not measured."""
+        """Switch the plan on or off. The current step is not measured."""
         self.enabled, self._is_clean = enabled, False
 
     @property

@@ -1,0 +1,11 @@
+"""Storage for activations between forward and backward: device, host and disk tiers, copies and codecs."""
+
+from lowtide.store.activation_store import ActivationStore, Missing
+from lowtide.store.codecs import CODECS, LOSSY_CODECS
+
+__all__ = [
+    "CODECS",
+    "LOSSY_CODECS",
+    "ActivationStore",
+    "Missing",
+]

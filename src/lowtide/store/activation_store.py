@@ -2,7 +2,7 @@
 
 Each tier has a budget in bytes, which counts the memory really held: `device` (tensors as they are, or encoded), `host`
 (pinned memory if there is an accelerator) and `disk` (files). New values go to the first tier. When a tier is full, the
-least valuable ones are moved down, dropped, or refused, as the store was told. `lowtide.offload`, the plans' moves and
+least valuable ones are moved down or dropped, or the new one is refused (`on_full`). `lowtide.offload`, the plans' moves and
 `checkpoint(store=...)` put values here; this file has keys, entries and the public operations, and `store.tiers` the
 placement and the copies.
 

@@ -93,7 +93,7 @@ class Prefetch:
         parts = unit.fetched.wait()
         if unit.encoded is None and any(_compat.versions_of(parts)):
             raise ChangedInPlaceError(
-                "a stored value was changed in place by whoever got it before. Clone what you get before you change it."
+                "a stored value was changed in place after an earlier get(). Clone what you get before you change it."
             )
         unit.num_served += 1
         if unit.num_served >= unit.num_entries:
