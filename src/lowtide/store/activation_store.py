@@ -2,9 +2,9 @@
 
 Each tier has a budget in bytes, which counts the memory really held: `device` (tensors as they are, or encoded), `host`
 (pinned memory if there is an accelerator) and `disk` (files). New values go to the first tier. When a tier is full, the
-least valuable ones are moved down or dropped, or the new one is refused (`on_full`). `lowtide.offload`, the plans' moves and
-`checkpoint(store=...)` put values here; this file has keys, entries and the public operations, and `store.tiers` the
-placement and the copies.
+least valuable ones are moved down or dropped, or the new one is refused (`on_full`). `lowtide.offload`, the plans'
+moves and `checkpoint(store=...)` put values here; this file has keys, entries and the public operations, and
+`store.tiers` the placement and the copies.
 
 One lock guards all state. Copies are only started under it, and run asynchronously. The garbage collector may release a
 value at any point, also while this thread holds the lock: `release_later` only queues the key, and the next operation
