@@ -379,7 +379,7 @@ class Session:
         return "\n".join(lines)
 
 
-ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which decide what lives: no plan is needed"
+ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which drop what graphs save: no plan is needed"
 NOTHING_YET = "nothing compiled for training yet: run a step first"
 
 
