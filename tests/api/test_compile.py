@@ -1,4 +1,4 @@
-"""Living with a compiled model: loops of all kinds, copies, other shapes and budgets, errors, what is left behind."""
+"""`lowtide.compile` in use: training loops, copies, other shapes and budgets, errors, and what stays after deletion."""
 
 from __future__ import annotations
 
@@ -160,14 +160,14 @@ def test_graph_breaks_share_one_budget(compiler: Compiler) -> None:
         squared(model).backward()
     session = session_of(model)
     session._end_step()
-    course = session._sequence
-    assert len(course.numbers) > 1
-    floor, plain = floor_of(model), course.choice.peak_bytes
+    sequence = session._sequence
+    assert len(sequence.numbers) > 1
+    floor, plain = floor_of(model), sequence.choice.peak_bytes
     squeeze(model, (floor + plain) // 2)
     choice = session._sequence.choice
     assert choice.peak_bytes <= (floor + plain) // 2 < plain
     held = sum(variant.saved_bytes for variant in choice.variants)
-    assert held < sum(session._graphs[number].variants[0].saved_bytes for number in course.numbers)
+    assert held < sum(session._graphs[number].variants[0].saved_bytes for number in sequence.numbers)
     expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=False), squared)
     assert_equal(expected, left_behind(model, squared))
 

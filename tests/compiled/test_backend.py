@@ -267,12 +267,12 @@ def test_what_blocks_save_waits_in_host_memory(step: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(shared_budget, "SMALLEST_MOVED", 64)
     torch.manual_seed(0)
     model = Stack(*(MLP(dropout=0.1) for _ in range(4)))
-    twin = compiled_plainly(copy.deepcopy(model), regional=True)
+    reference = compiled_plainly(copy.deepcopy(model), regional=True)
     lowtide.compile(model, budget=PLENTY, regional=True)
     session = session_of(model)
     session.chooser.host_bytes = PLENTY
     session.chooser.__dict__["_link_bytes_per_s"] = 1e15
-    expected = left_behind(twin, step)
+    expected = left_behind(reference, step)
     assert_equal(expected, left_behind(model, step))
     floor, most = floor_of(model), session._sequence.choice.peak_bytes
     squeeze(model, (floor + most) // 2)

@@ -76,12 +76,12 @@ def test_moved_values_come_back_as_they_were() -> None:
     for _ in range(4):
         step(model, batch)
     here, expected = peak_bytes(model, batch), gradients(model)
-    course = session_of(model)._sequence
-    assert course is not None and not any(course.choice.moved)
+    sequence = session_of(model)._sequence
+    assert sequence is not None and not any(sequence.choice.moved)
     # The largest of what each block saves, but for the last, which is needed again at once.
-    moved = tuple(variant.movable[:1] for variant in course.choice.variants[:-1])
+    moved = tuple(variant.movable[:1] for variant in sequence.choice.variants[:-1])
     assert all(moved)
-    course.choice = replace(course.choice, moved=(*moved, ()))
+    sequence.choice = replace(sequence.choice, moved=(*moved, ()))
     for _ in range(3):
         step(model, batch)
     assert all(map(torch.equal, gradients(model), expected))

@@ -1,4 +1,4 @@
-"""A trace with stand-ins for equal blocks tells the same of what surrounds them."""
+"""Tracing with placeholders for equal blocks gives the same memory outside of the blocks as a full trace."""
 
 from __future__ import annotations
 

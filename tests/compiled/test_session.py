@@ -1,4 +1,4 @@
-"""Sessions: measured peaks lead to other variants, or to an error; steps are told apart. Without compiling anything."""
+"""Sessions, without compiling: measured peaks lead to other variants or to an error, and steps are separated."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def test_peaks_that_follow_no_rule_end_at_a_choice_that_was_seen_to_hold() -> No
     steps = Steps(BASE + 70, lambda ran: BASE + (20 if saved(ran) <= 70 else 71))
     for _ in range(20):
         last = steps.run()
-    course = steps.session._sequence
-    assert course.is_settled and 2 <= len(course.measured) <= 6
-    assert last in [choice.variants for choice, peak in course.measured if peak <= BASE + 70]
+    sequence = steps.session._sequence
+    assert sequence.is_settled and 2 <= len(sequence.measured) <= 6
+    assert last in [choice.variants for choice, peak in sequence.measured if peak <= BASE + 70]
 
 
 def test_a_budget_that_no_choice_meets_is_an_error_in_the_end() -> None:
@@ -149,7 +149,7 @@ def test_calls_that_were_not_foreseen_run_the_smallest_until_they_are() -> None:
     assert steps.run(4) == [*[VARIANTS[0]] * 3, VARIANTS[-1]]
     assert saved(steps.run(4)) <= 130
     assert saved(steps.run(3)) <= 130, "as the first three of four"
-    assert steps.run(3) == [VARIANTS[0]] * 3, "a course that is known"
+    assert steps.run(3) == [VARIANTS[0]] * 3, "a sequence that is known"
 
 
 def test_several_forwards_with_one_backward_are_one_step() -> None:
@@ -201,7 +201,7 @@ def test_two_courses_are_each_measured() -> None:
     for _ in range(12):
         one, two = steps.run(), steps.run(graph=other)
     assert saved(one) <= 82 and saved(two) <= 82
-    assert all(course.is_settled for course in steps.session._sequences.values())
+    assert all(sequence.is_settled for sequence in steps.session._sequences.values())
 
 
 def test_what_graphs_hand_to_one_another_counts() -> None:
@@ -299,7 +299,7 @@ def test_courses_share_one_store() -> None:
     store = steps.session._store
     assert steps.held_bytes == 32 * KIB
     steps.step(small)
-    choices = [course.choice for course in steps.session._sequences.values()]
+    choices = [sequence.choice for sequence in steps.session._sequences.values()]
     assert {choice.in_flight_bytes for choice in choices} == {8 * KIB, 16 * KIB}
     assert steps.session._store is store and steps.held_bytes == 32 * KIB, "no room for more"
     waiting.backward()

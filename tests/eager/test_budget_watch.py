@@ -1,4 +1,4 @@
-"""A handle says when its budget no longer holds, and can be fitted again."""
+"""`BudgetWatch` warns when a fitted budget no longer holds, and `refit` plans again."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_steps_with_the_handle_off_do_not_count(job: Any, counter: Counter, capl
         counter.peak = max(counter.peak, 900)
         watch.forward_begins()
         watch.forward_without_plan()
-        counter.peak = 5000  # of the plain step, and nobody resets it
+        counter.peak = 5000  # of the plain step, and it is not reset
         watch.forward_begins()
     assert not said(caplog)
     counter.peak = 5001
@@ -278,7 +278,7 @@ def test_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
         torch.cuda.reset_peak_memory_stats()
         train(job, 40)
         peak = torch.cuda.max_memory_allocated()
-        assert peak > budget  # and nobody has reset it
+        assert peak > budget  # and was not reset
         assert len(said(caplog)) == 1
         model[-1].num_rounds = 1
         job.model.zero_grad()

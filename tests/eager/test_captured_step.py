@@ -1,4 +1,4 @@
-"""`handle.capture` where there is no GPU, and what a captured step goes by."""
+"""`handle.capture` without a GPU: its refusals, and the guards of a captured step."""
 
 from __future__ import annotations
 

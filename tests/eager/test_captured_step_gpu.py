@@ -134,8 +134,8 @@ PLANS: dict[str, tuple[Recompute, ...]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_five_steps(name: str, kind: str) -> None:
     model, batches = gpt(), [tokens(number) for number in range(5)]
-    twin = copy.deepcopy(model)
-    expected = trained(twin, eagerly(loss_of(twin)), batches, kind)
+    reference = copy.deepcopy(model)
+    expected = trained(reference, eagerly(loss_of(reference)), batches, kind)
     with lowtide.apply(model, Plan(regions=PLANS[name])) as handle:
         before = seen(model)
         step = handle.capture(loss_of(model), batches[0])
@@ -152,9 +152,9 @@ def floor_and_peak(graph: lowtide.StepGraph) -> tuple[int, int]:
 
 def test_plans_for_random_budgets() -> None:
     """With retained ops among them."""
-    twin, batches = gpt(), [tokens(number) for number in range(5)]
-    expected = trained(twin, eagerly(loss_of(twin)), batches, "AdamW")
-    graph = lowtide.trace(twin, loss_of(twin), batches[0])
+    reference, batches = gpt(), [tokens(number) for number in range(5)]
+    expected = trained(reference, eagerly(loss_of(reference)), batches, "AdamW")
+    graph = lowtide.trace(reference, loss_of(reference), batches[0])
     floor, peak = floor_and_peak(graph)
     generator, num_retained = random.Random(0), 0
     for _ in range(6):
@@ -270,8 +270,8 @@ def test_batch_norm(regions: tuple[Recompute, ...]) -> None:
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(0)
     model = Normed().cuda()
-    twin, batches = copy.deepcopy(model), [torch.randn(4, 8, 16, 16, device="cuda") for _ in range(5)]
-    expected = trained(twin, eagerly(lambda x: twin(x).square().mean()), batches, "SGD")
+    reference, batches = copy.deepcopy(model), [torch.randn(4, 8, 16, 16, device="cuda") for _ in range(5)]
+    expected = trained(reference, eagerly(lambda x: reference(x).square().mean()), batches, "SGD")
     with lowtide.apply(model, Plan(regions=regions)) as handle:
         step = handle.capture(lambda x: model(x).square().mean(), batches[0])
         found = trained(model, step, batches, "SGD")
@@ -289,26 +289,26 @@ def accumulated(model: nn.Module, step: Callable[..., Tensor], batches: list[Ten
 def test_gradients_add_up() -> None:
     model, batches = gpt(), [tokens(number) for number in range(4)]
     mixed = [tokens(0), tokens(1, length=16), tokens(2), tokens(3, length=16)]
-    twin = copy.deepcopy(model)
-    expected = accumulated(twin, eagerly(loss_of(twin)), batches)
+    reference = copy.deepcopy(model)
+    expected = accumulated(reference, eagerly(loss_of(reference)), batches)
     with lowtide.apply(model, Plan(regions=PLANS["nested"])) as handle:
         step = handle.capture(loss_of(model), batches[0], accumulate=True)
         assert same(accumulated(model, step, batches), expected)
         assert same(accumulated(model, step, batches), expected)
         # Among batches of two forms, whose graphs share memory; and on top of gradients from elsewhere.
-        assert same(accumulated(model, step, mixed), accumulated(twin, eagerly(loss_of(twin)), mixed))
-        for parameters in (model.parameters(), twin.parameters()):
+        assert same(accumulated(model, step, mixed), accumulated(reference, eagerly(loss_of(reference)), mixed))
+        for parameters in (model.parameters(), reference.parameters()):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
         torch.manual_seed(1)
         ours = [step(batches[1], accumulate=True), *seen(model)]
         torch.manual_seed(1)
-        assert same(ours, [eagerly(loss_of(twin))(batches[1]), *seen(twin)])
+        assert same(ours, [eagerly(loss_of(reference))(batches[1]), *seen(reference)])
         torch.manual_seed(1)
         fresh = [step(batches[1], accumulate=False), *seen(model)]
-        twin.zero_grad(set_to_none=True)
+        reference.zero_grad(set_to_none=True)
         torch.manual_seed(1)
-        assert same(fresh, [eagerly(loss_of(twin))(batches[1]), *seen(twin)])
+        assert same(fresh, [eagerly(loss_of(reference))(batches[1]), *seen(reference)])
 
 
 def test_gradients_from_before_and_losses_are_kept() -> None:
@@ -339,8 +339,8 @@ def test_gradients_from_before_and_losses_are_kept() -> None:
 def test_other_forms(caplog: pytest.LogCaptureFixture) -> None:
     model = gpt()
     batches = [tokens(0), tokens(1, 2), tokens(2, 2, 16), tokens(3), tokens(4, 3), tokens(5, 3), tokens(6, 2)]
-    twin = copy.deepcopy(model)
-    expected = trained(twin, eagerly(loss_of(twin)), batches, "SGD")
+    reference = copy.deepcopy(model)
+    expected = trained(reference, eagerly(loss_of(reference)), batches, "SGD")
     with lowtide.apply(model, Plan(regions=PLANS["segments"])) as handle, caplog.at_level(logging.WARNING, "lowtide"):
         step = handle.capture(loss_of(model), batches[0], max_graphs=3)
         found = trained(model, step, batches, "SGD")
@@ -565,7 +565,7 @@ class Remembers(nn.Module):
 def test_caches_that_the_step_fills() -> None:
     torch.manual_seed(0)
     model, x = Remembers().cuda(), torch.randn(8, 16, device="cuda")
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, Plan(regions=(Recompute("linear"),))) as handle:
         step = handle.capture(lambda x: model(x).square().mean(), x)
         assert model.cache is None
@@ -574,8 +574,8 @@ def test_caches_that_the_step_fills() -> None:
             torch.empty(1 << 20, device="cuda").fill_(float("nan"))  # what was freed is used for something else
             torch.empty(16, device="cuda").fill_(float("nan"))
             found = [step(x), *seen(model)]
-            twin.zero_grad(set_to_none=True)
-            assert same(found, [eagerly(lambda x: twin(x).square().mean())(x), *seen(twin)])
+            reference.zero_grad(set_to_none=True)
+            assert same(found, [eagerly(lambda x: reference(x).square().mean())(x), *seen(reference)])
 
 
 class Counts(nn.Module):
@@ -625,11 +625,11 @@ def test_parameters_elsewhere(captured: tuple[GPT, Any, Any, Tensor]) -> None:
 def test_loaded_weights_are_used(captured: tuple[GPT, Any, Any, Tensor]) -> None:
     model, _, step, ids = captured
     model.load_state_dict({name: tensor / 2 for name, tensor in model.state_dict().items()})
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     torch.manual_seed(1)
     found = [step(ids), *seen(model)]
     torch.manual_seed(1)
-    assert same(found, [eagerly(loss_of(twin))(ids), *seen(twin)])
+    assert same(found, [eagerly(loss_of(reference))(ids), *seen(reference)])
 
 
 def test_switched_off_and_removed(captured: tuple[GPT, Any, Any, Tensor]) -> None:
@@ -646,9 +646,9 @@ def test_switched_off_and_removed(captured: tuple[GPT, Any, Any, Tensor]) -> Non
         step(ids)
     with pytest.raises(lowtide.CaptureError, match="cannot be copied"):
         copy.deepcopy(step)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     torch.manual_seed(1)
-    assert same([eagerly(loss_of(twin))(ids), *seen(twin)], expected)
+    assert same([eagerly(loss_of(reference))(ids), *seen(reference)], expected)
     torch.manual_seed(1)
     assert same([step(ids), *seen(model)], expected)
     handle.remove()
@@ -671,7 +671,7 @@ def test_refit() -> None:
 @pytest.mark.parametrize("outside", [True, False])
 def test_autocast(outside: bool) -> None:
     model, batches = gpt(), [tokens(number) for number in range(4)]
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
 
     def cast(of: nn.Module) -> Callable[[Tensor], Tensor]:
         def loss_fn(ids: Tensor) -> Tensor:
@@ -681,7 +681,7 @@ def test_autocast(outside: bool) -> None:
         return loss_fn
 
     with torch.autocast("cuda", torch.bfloat16, enabled=outside, cache_enabled=False):
-        expected = trained(twin, eagerly(cast(twin)), batches, "SGD")
+        expected = trained(reference, eagerly(cast(reference)), batches, "SGD")
     with lowtide.apply(model, Plan(regions=PLANS["nested"])) as handle:
         with torch.autocast("cuda", torch.bfloat16, enabled=outside):
             step = handle.capture(cast(model), batches[0])
@@ -690,16 +690,16 @@ def test_autocast(outside: bool) -> None:
         if outside:  # without it, another graph
             torch.manual_seed(1)
             ours = [step(batches[0]), *seen(model)]
-            twin.zero_grad(set_to_none=True)
+            reference.zero_grad(set_to_none=True)
             torch.manual_seed(1)
-            assert same(ours, [eagerly(cast(twin))(batches[0]), *seen(twin)])
+            assert same(ours, [eagerly(cast(reference))(batches[0]), *seen(reference)])
             assert step.num_graphs == 2
 
 
 def test_policies_and_moves() -> None:
     model, ids = gpt(), tokens()
-    twin = copy.deepcopy(model)
-    expected = trained(twin, eagerly(loss_of(twin)), [ids] * 3, "SGD")
+    reference = copy.deepcopy(model)
+    expected = trained(reference, eagerly(loss_of(reference)), [ids] * 3, "SGD")
     with lowtide.apply(model, lowtide.EveryN(2), regions="layers.*") as handle:
         assert all(map(same, trained(model, handle.capture(loss_of(model), ids), [ids] * 3, "SGD"), expected))
     with (
@@ -752,7 +752,7 @@ def test_an_optimizer_in_the_backward_is_refused() -> None:
 def test_a_larger_batch_is_planned_for() -> None:
     """What is patched for it in the warm-up stays patched."""
     model, small, large = gpt(), tokens(batch=2), tokens(1)
-    twin, loss_fn = copy.deepcopy(model), loss_of(model)
+    reference, loss_fn = copy.deepcopy(model), loss_of(model)
     floor, peak = floor_and_peak(lowtide.trace(model, loss_fn, large))
     with lowtide.fit(model, loss_fn, small, budget=peak, verify=False, time_limit_s=1.0) as handle:
         handle.shapes.planner.budget_bytes = (floor + peak) // 2  # type: ignore[union-attr]
@@ -761,7 +761,7 @@ def test_a_larger_batch_is_planned_for() -> None:
         torch.manual_seed(1)
         found = [step(large), *seen(model)]
         torch.manual_seed(1)
-        expected = [eagerly(loss_of(twin))(large), *seen(twin)]
+        expected = [eagerly(loss_of(reference))(large), *seen(reference)]
         assert [n for n, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)] == []
         assert step.num_graphs == 2
         assert handle.stats().replans

@@ -1,4 +1,4 @@
-"""What the engine costs on the host: measured once, kept in a file, and nothing breaks without one."""
+"""Measured host costs of the engine: measured once, cached in a file, and optional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves of a plan carried out: the same step to the last bit, whichever values leave and wherever they go."""
+"""Moves of a plan on a live model: gradients are bit-equal, whichever values are moved and to which tier."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def traced(model: nn.Module) -> lowtide.StepGraph:
     return lowtide.trace(model, lambda x: model(x).square().mean(), data(), mode="real")
 
 
-def all_places(graph: lowtide.StepGraph) -> list[tuple[str, int, int]]:
+def all_positions(graph: lowtide.StepGraph) -> list[tuple[str, int, int]]:
     """What names each save of the model."""
     return [(graph.calls[call].path, graph.nths[call], number) for call, number in graph.save_numbers if call >= 0]
 
@@ -163,7 +163,7 @@ def test_saves_that_go_before_the_backward_and_modules_of_no_one_are_counted(mon
     assert numbers != list(range(len(numbers))), "the graph that is gone leaves a gap"
     assert any(call.path == "<Softmax>" for call in graph.calls)
     seen = Seen(monkeypatch)
-    calls = {(path, nth) for path, nth, _ in all_places(graph)}
+    calls = {(path, nth) for path, nth, _ in all_positions(graph)}
     with lowtide.apply(model, Plan(moves=tuple(Move(path, nth, NEVER) for path, nth in calls))):
         model(data())
     assert_numbered_alike(graph, seen)
@@ -191,7 +191,7 @@ def test_a_tensor_of_several_storages_counts_as_several(monkeypatch: pytest.Monk
 def test_the_value_that_is_named_is_the_one_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     graph = traced(model)
-    sizes = {place: graph.values[save.value] for place, save in zip(graph.save_numbers, graph.saves, strict=True)}
+    sizes = {position: graph.values[save.value] for position, save in zip(graph.save_numbers, graph.saves, strict=True)}
     for (call, number), value in sizes.items():
         if call >= 0 and value.kind == "activation" and value.bytes >= 1024:
             with lowtide.apply(model, Plan(moves=(Move(graph.calls[call].path, graph.nths[call], number),))) as handle:
@@ -207,8 +207,8 @@ def test_the_value_that_is_named_is_the_one_that_moves(monkeypatch: pytest.Monke
 def test_everything_moves_and_nothing_changes(to: str, codec: str) -> None:
     model = Model()
     expected = left_behind(copy.deepcopy(model))
-    places = all_places(traced(model))
-    with lowtide.apply(model, Plan(moves=tuple(Move(*place, to, codec) for place in places))) as handle:
+    positions = all_positions(traced(model))
+    with lowtide.apply(model, Plan(moves=tuple(Move(*position, to, codec) for position in positions))) as handle:
         assert_same(left_behind(model), expected)
         stats = handle.stats()
     assert stats.stored_bytes == 0
@@ -220,7 +220,7 @@ def test_everything_moves_in_models_of_many_kinds(name: str) -> None:
     if name.startswith("hf_"):
         pytest.importorskip("transformers")
     job = zoo.make(name)
-    places = all_places(lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real"))
+    positions = all_positions(lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real"))
 
     def step() -> list[Tensor]:
         job.model.zero_grad()
@@ -230,7 +230,7 @@ def test_everything_moves_in_models_of_many_kinds(name: str) -> None:
         return [*gradients, torch.get_rng_state()]
 
     expected = step()
-    with lowtide.apply(job.model, Plan(moves=tuple(Move(*place) for place in places))) as handle:
+    with lowtide.apply(job.model, Plan(moves=tuple(Move(*position) for position in positions))) as handle:
         assert_same(step(), expected)
         assert handle.stats().moved_bytes > 0 and handle.stats().stored_bytes == 0
 
@@ -257,7 +257,7 @@ def plain() -> tuple[nn.Module, list[Tensor], list[tuple[str, int, int]]]:
     """A model, what its plain steps leave behind, and what names each of its saves."""
     torch.manual_seed(0)
     model = Model()
-    return model, left_behind(copy.deepcopy(model)), all_places(traced(model))
+    return model, left_behind(copy.deepcopy(model)), all_positions(traced(model))
 
 
 @settings(max_examples=25, deadline=None)
@@ -273,7 +273,7 @@ def test_whatever_a_plan_names_the_step_is_the_same(draw: st.DataObject) -> None
     outputs = [Move(*call, to=draw.draw(st.sampled_from(["host", "disk"])), op=op) for call in calls for op in kept[1:]]
     plan = Plan(
         tuple(Recompute(*call, tuple(kept)) for call in calls),
-        (*(Move(*place, *draw.draw(ways)) for place in draw.draw(st.sets(anywhere, max_size=30))), *outputs),
+        (*(Move(*position, *draw.draw(ways)) for position in draw.draw(st.sets(anywhere, max_size=30))), *outputs),
         draw.draw(st.sampled_from([0, 1, 4096])),
     )
     with lowtide.apply(model, plan) as handle:
@@ -313,7 +313,7 @@ def held_elsewhere(paths: str, ops: range | tuple[int, ...], to: str = "host") -
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_outputs_of_regions_move_and_are_not_made_again(to: str) -> None:
     model = nn.Sequential(*(Gated() for _ in range(3)))
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("012", (2,), to)) as handle:
         model(data()).sum().backward()
         assert handle.stats().moved_bytes == 0
@@ -325,7 +325,7 @@ def test_outputs_of_regions_move_and_are_not_made_again(to: str) -> None:
         assert products.count == 3, "of six, the second of each module"
         assert handle.stats().stored_bytes == 0
         model.zero_grad()
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
@@ -333,7 +333,7 @@ def test_outputs_of_regions_move_and_are_not_made_again(to: str) -> None:
 def test_whichever_outputs_move_the_step_is_the_same(ops: tuple[int, ...], precision: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), nn.Sequential(Gated(), nn.Dropout(0.5)), Gated())
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
 
     def step(model: nn.Module) -> None:
         with torch.autocast("cpu", precision, enabled=precision is not None):
@@ -344,7 +344,7 @@ def test_whichever_outputs_move_the_step_is_the_same(ops: tuple[int, ...], preci
     nested = held_elsewhere("12", ops)
     with lowtide.apply(model, replace(nested, regions=(*nested.regions, Recompute("1.0")))) as handle:
         for _ in range(2):
-            both(model, twin, step)
+            both(model, reference, step)
             assert handle.stats().stored_bytes == 0
         assert handle.stats().moved_bytes > 0
 
@@ -361,10 +361,10 @@ def test_an_output_that_is_written_to_is_made_again(activation: Any, products: i
             return activation(self.linear(x)).sin() * 2
 
     model = nn.Sequential(Writes(), nn.Linear(16, 16))
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("0", (1,), to)) as handle:
         for _ in range(2):
-            both(model, twin, lambda model: model(data()).square().mean().backward())
+            both(model, reference, lambda model: model(data()).square().mean().backward())
         output = model(data())
         with RunsOf(torch.ops.aten.addmm.default) as ran:
             output.sum().backward()
@@ -402,12 +402,12 @@ class Rewrites(nn.Module):
 @pytest.mark.parametrize("way", ["view", "data", "new", "inference", "product"])
 def test_outputs_written_to_through_other_tensors_are_made_again(way: str, to: str) -> None:
     model = nn.Sequential(Rewrites(way), nn.ReLU(inplace=True), nn.Linear(16, 16))
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     for op in range(12):
         plan = held_elsewhere("0", (op,), "host" if to == "device" else to)
         with lowtide.apply(model, replace(plan, moves=()) if to == "device" else plan):
             for _ in range(2):
-                both(model, twin, lambda model: model(data()).square().mean().backward())
+                both(model, reference, lambda model: model(data()).square().mean().backward())
 
 
 class WritesOutside(nn.Module):
@@ -430,11 +430,11 @@ class Halves(nn.Module):
 def test_views_are_not_held() -> None:
     """What they are views of may be written to later, outside of the region."""
     model = WritesOutside()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     for op in range(4):
         with lowtide.apply(model, Plan((Recompute("first", keep_ops=(op,)),))):
             for _ in range(2):
-                both(model, twin, lambda model: model(data()).square().mean().backward())
+                both(model, reference, lambda model: model(data()).square().mean().backward())
 
 
 def test_an_output_of_several_tensors_moves_its_first() -> None:
@@ -444,14 +444,14 @@ def test_an_output_of_several_tensors_moves_its_first() -> None:
             return hidden * hidden * mask.sum() + torch.rand_like(x)
 
     model = nn.Sequential(nn.Linear(16, 16), Drops(), nn.Linear(16, 16))
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("1", (0,))) as handle:
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
         output = model(data())
         assert handle.stats().stored_bytes == 32 * 16 * 4
         del output
         assert handle.stats().stored_bytes == 0, "the graph has died"
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
 
 
 class Sparse(nn.Module):
@@ -469,19 +469,19 @@ class Sparse(nn.Module):
 @pytest.mark.parametrize("plan", [held_elsewhere("0", range(6)), Plan(moves=tuple(Move("0", 0, n) for n in range(6)))])
 def test_sparse_values_stay(plan: Plan) -> None:
     model = nn.Sequential(Sparse(), nn.Linear(16, 16))
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, plan) as handle:
         for _ in range(2):
-            both(model, twin, lambda model: model(data()).square().mean().backward())
+            both(model, reference, lambda model: model(data()).square().mean().backward())
         assert handle.stats().moved_bytes > 0
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_no_output_is_left(where: str) -> None:
     model = nn.Sequential(nn.Sequential(Gated(), Breaks()), Gated())
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, held_elsewhere("01", (2, 4, 5))) as handle:
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
         model[0][1].breaks = where
         with contextlib.suppress(KeyError):
             model(data()).sum().backward()
@@ -490,7 +490,7 @@ def test_after_an_exception_no_output_is_left(where: str) -> None:
         assert handle.stats().moved_bytes > 0
         assert handle.stats().stored_bytes == 0
         model[0][1].breaks = None
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
 
 
 def test_outputs_of_regions_leave_memory() -> None:
@@ -516,9 +516,9 @@ def test_outputs_of_regions_are_asked_for_when_the_backward_gets_to_the_model(mo
         asked: list[list[int]] = []
         own = store._tiers.fetch_before
 
-        def fetch_before(moment: int) -> None:
-            asked.append([entry.unit.put_at for entry in store._entries.values() if entry.unit.put_at < moment])
-            own(moment)
+        def fetch_before(put_before: int) -> None:
+            asked.append([entry.unit.put_at for entry in store._entries.values() if entry.unit.put_at < put_before])
+            own(put_before)
 
         monkeypatch.setattr(store._tiers, "fetch_before", fetch_before)
         model(data()).sum().backward()
@@ -527,7 +527,7 @@ def test_outputs_of_regions_are_asked_for_when_the_backward_gets_to_the_model(mo
 
 def test_where_others_have_hooks_outputs_stay() -> None:
     model = nn.Sequential(Gated(), Gated())
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
 
     def step(model: nn.Module) -> None:
         with torch.autograd.graph.save_on_cpu():
@@ -536,7 +536,7 @@ def test_where_others_have_hooks_outputs_stay() -> None:
 
     with lowtide.apply(model, held_elsewhere("01", (2, 5))) as handle:
         for _ in range(2):
-            both(model, twin, step)
+            both(model, reference, step)
         assert handle.stats().moved_bytes == 0
 
 
@@ -674,21 +674,21 @@ def test_the_solver_moves_outputs_that_regions_hold() -> None:
 
 @pytest.fixture
 def moved() -> Any:
-    """A model whose activations all move, and its plain twin."""
+    """A model whose activations all move, and its plain reference."""
     model = nn.Sequential(Gated(), nn.Sequential(Gated(), Gated()))
-    twin = copy.deepcopy(model)
-    moves = tuple(Move(*place) for place in all_places(traced(model)))
+    reference = copy.deepcopy(model)
+    moves = tuple(Move(*position) for position in all_positions(traced(model)))
     with lowtide.apply(model, Plan((Recompute("1.1"),), (*moves, Move("1.1")))) as handle:
-        yield model, twin, handle
+        yield model, reference, handle
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def both(model: nn.Module, twin: nn.Module, step: Any) -> None:
+def both(model: nn.Module, reference: nn.Module, step: Any) -> None:
     results = []
-    for each in (model, twin):
+    for each in (model, reference):
         torch.manual_seed(3)
         each.zero_grad()
         step(each)
@@ -698,7 +698,7 @@ def both(model: nn.Module, twin: nn.Module, step: Any) -> None:
 
 
 def test_several_forwards_before_a_backward(moved: Any) -> None:
-    model, twin, handle = moved
+    model, reference, handle = moved
 
     def step(model: nn.Module) -> None:
         losses = [model(data() * factor).square().mean() for factor in (1.0, 0.5, 2.0)]
@@ -708,7 +708,7 @@ def test_several_forwards_before_a_backward(moved: Any) -> None:
         for loss in (losses[1], losses[0], losses[2]):
             loss.backward()
 
-    both(model, twin, step)
+    both(model, reference, step)
     assert handle.stats().stored_bytes == 0
 
 
@@ -774,9 +774,9 @@ class _Breaking(torch.autograd.Function):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_exception_the_next_step_is_right(where: str) -> None:
     model = nn.Sequential(Gated(), nn.Sequential(Gated(), Breaks()), Gated())
-    twin = copy.deepcopy(model)
-    places = all_places(traced(model))
-    with lowtide.apply(model, Plan(moves=tuple(Move(*place) for place in places))) as handle:
+    reference = copy.deepcopy(model)
+    positions = all_positions(traced(model))
+    with lowtide.apply(model, Plan(moves=tuple(Move(*position) for position in positions))) as handle:
         model[1][1].breaks = where
         with contextlib.suppress(KeyError):
             model(data()).sum().backward()
@@ -785,22 +785,22 @@ def test_after_an_exception_the_next_step_is_right(where: str) -> None:
         assert handle.stats().stored_bytes == 0
         assert engine._compat.no_hooks_in_force(), "no hooks are left"
         model[1][1].breaks = None
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
 
 
 def test_switched_off_removed_and_copied(moved: Any) -> None:
-    model, twin, handle = moved
+    model, reference, handle = moved
 
     def step(model: nn.Module) -> None:
         model(data()).square().mean().backward()
 
     with handle.disabled():
-        both(model, twin, step)
+        both(model, reference, step)
         assert handle.stats().moved_bytes == 0
     copied = copy.deepcopy(model)
-    both(copied, twin, step)
+    both(copied, reference, step)
     assert handle.stats().moved_bytes > 0
-    for each in (model, twin):
+    for each in (model, reference):
         torch.manual_seed(3)
         each.zero_grad()
     torch.manual_seed(3)
@@ -810,13 +810,13 @@ def test_switched_off_removed_and_copied(moved: Any) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
     loss.backward()
     torch.manual_seed(3)
-    step(twin)
-    assert_same(gradients_of(model), gradients_of(twin))
+    step(reference)
+    assert_same(gradients_of(model), gradients_of(reference))
     assert handle.stats().stored_bytes == 0
 
 
 def test_whoever_has_hooks_around_the_model_decides(moved: Any) -> None:
-    model, twin, handle = moved
+    model, reference, handle = moved
 
     def checkpointed(model: nn.Module) -> None:
         lowtide.checkpoint(model, data()).square().mean().backward()
@@ -830,7 +830,7 @@ def test_whoever_has_hooks_around_the_model_decides(moved: Any) -> None:
         loss.backward()
 
     for step in (checkpointed, torch_checkpointed, offloaded):
-        both(model, twin, step)
+        both(model, reference, step)
     assert handle.stats().moved_bytes == 0
 
 
@@ -858,13 +858,13 @@ def test_hooks_that_a_module_puts_on_itself_see_what_they_should() -> None:
             return (tensor.detach(),)
 
     model = Own()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     moves = [Move("", 0, number) for number in range(2)]
     moves += [Move("inner", 0, number) for number in range(9)] + [Move("inner.both")]
     with lowtide.apply(model, Plan(moves=tuple(moves))) as handle:
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())
         assert handle.stats().moved_bytes == 2 * 32 * 16 * 4, "exp saves its output, cos its input"
-    assert model.packed == twin.packed > 0
+    assert model.packed == reference.packed > 0
 
 
 def test_functional_transforms_run_plainly(moved: Any) -> None:
@@ -926,17 +926,17 @@ def test_parameters_buffers_and_small_values_stay() -> None:
 
 
 def test_under_the_compiler_nothing_moves(moved: Any) -> None:
-    model, twin, handle = moved
+    model, reference, handle = moved
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    both(compiled, twin, lambda model: model(data()).square().mean().backward())
+    both(compiled, reference, lambda model: model(data()).square().mean().backward())
     assert handle.stats().moved_bytes == 0
-    both(model, twin, lambda model: model(data()).square().mean().backward())
+    both(model, reference, lambda model: model(data()).square().mean().backward())
     assert handle.stats().moved_bytes > 0
 
 
 def test_a_step_of_other_shapes_is_exact(moved: Any) -> None:
-    model, twin, _ = moved
-    for module in [*model.modules(), *twin.modules()]:
+    model, reference, _ = moved
+    for module in [*model.modules(), *reference.modules()]:
         if isinstance(module, Gated):
             module.scale = torch.full((1, 16), 0.5)
 
@@ -944,7 +944,7 @@ def test_a_step_of_other_shapes_is_exact(moved: Any) -> None:
         for rows in (1, 7, 100):
             model(torch.randn(rows, 16)).square().mean().backward()
 
-    both(model, twin, step)
+    both(model, reference, step)
 
 
 # On the way back.
@@ -961,7 +961,7 @@ class Link:
         self.fetched.append(unit.source)
         return SimpleNamespace(wait=lambda: ())
 
-    def arrivals_limit(self) -> float:
+    def prefetch_limit(self) -> float:
         return self.limit
 
 
@@ -982,7 +982,7 @@ def test_values_are_fetched_in_the_order_of_the_backward_within_what_may_be_in_f
         arrivals.add(unit)
     arrivals.fetch_before(14, link)
     assert "".join(link.fetched) == first, "e was put later"
-    arrivals.take_in(units[3], link)
+    arrivals.receive(units[3], link)
     link.fetched.clear()
     arrivals.fetch_ahead(units[3], link)
     assert "".join(link.fetched) == then
@@ -997,7 +997,7 @@ def test_values_are_asked_for_when_the_backward_gets_to_the_model(moved: Any, mo
         monkeypatch.setattr(store, name, lambda *args, own=own, name=name: [events.append(name), own(*args)][1])
     output = model(data())
     last_put = max(entry.unit.put_at for entry in store._entries.values())
-    assert store._tiers.clock > last_put, "the moment from which values come back"
+    assert store._tiers.clock > last_put, "the time from which values come back"
     assert not events
     output.square().mean().backward()
     assert events[0] == "fetch_before" and events.count("fetch_before") == 1 and events.count("get") > 10
@@ -1007,9 +1007,9 @@ def test_what_may_be_in_flight_goes_by_the_largest_value() -> None:
     with lowtide.ActivationStore(host="1MiB", in_flight=None) as store:
         store.put("small", torch.zeros(10))
         store.put("large", torch.zeros(100))
-        assert store._tiers.arrivals_limit() == 2 * 400
+        assert store._tiers.prefetch_limit() == 2 * 400
     with lowtide.ActivationStore(host="1MiB", in_flight="1KiB") as store:
-        assert store._tiers.arrivals_limit() == 1024
+        assert store._tiers.prefetch_limit() == 1024
 
 
 # Refusals, and hooks only where they are needed.
@@ -1046,11 +1046,11 @@ def test_moves_that_cannot_be(path: str, codec: str, problem: str) -> None:
 def test_values_for_which_there_is_no_room_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "host_bytes", lambda: 5000)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     with lowtide.apply(model, Plan(moves=tuple(Move(str(index)) for index in range(4)))) as handle:
-        with pytest.warns(UserWarning, match="values stay on the device that were to be moved: no room"):
+        with pytest.warns(UserWarning, match="values that the plan moves stay on the device: no room"):
             output = model(data())
         assert handle.stats().stored_bytes == 2 * 32 * 16 * 4
         del output
         monkeypatch.setattr(engine.Moves, "_warn_once", lambda *_: None)
-        both(model, twin, lambda model: model(data()).square().mean().backward())
+        both(model, reference, lambda model: model(data()).square().mean().backward())

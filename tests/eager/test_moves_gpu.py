@@ -1,4 +1,4 @@
-"""Moves of a plan on a CUDA device: exact over many steps, a peak as predicted, copies beside the compute."""
+"""Moves of a plan on a CUDA device: bit-equal over many steps, the predicted peak, copies that overlap with compute."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def traced(model: nn.Module, x: Tensor) -> lowtide.StepGraph:
 def all_activations(graph: lowtide.StepGraph, *ways: tuple[str, str]) -> tuple[Move, ...]:
     """A move for each save of an activation, in turn by each of the ways."""
     saves = [
-        place
-        for save, place in zip(graph.saves, graph.save_numbers, strict=True)
-        if graph.values[save.value].kind == "activation" and place[0] >= 0
+        position
+        for save, position in zip(graph.saves, graph.save_numbers, strict=True)
+        if graph.values[save.value].kind == "activation" and position[0] >= 0
     ]
     return tuple(
         Move(graph.calls[call].path, graph.nths[call], number, *ways[index % len(ways)])

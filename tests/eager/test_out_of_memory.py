@@ -1,4 +1,4 @@
-"""`handle.step`: out of memory, the batch runs again under a tighter plan, and nothing is lost."""
+"""`handle.step`: after running out of memory the batch runs again under a plan with a smaller peak, bit-equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory on a true allocator: the loop goes on, to the same gradients."""
+"""Running out of memory on a real allocator: training goes on, with the same gradients."""
 
 from __future__ import annotations
 

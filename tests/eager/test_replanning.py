@@ -288,7 +288,7 @@ def test_copies_and_threads_share_plans() -> None:
     model = Tiny()
     x, larger = torch.randn(2, 16, 16), torch.randn(2, 20, 16)
     handle = fitted(model.eval(), x)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     expected = gradients(copy.deepcopy(model), larger)[:-1]
     found: dict[int, list[Tensor]] = {}
 
@@ -296,7 +296,7 @@ def test_copies_and_threads_share_plans() -> None:
         leaves = list(model.parameters())
         found[number] = list(torch.autograd.grad(model(larger).square().mean(), leaves))
 
-    threads = [threading.Thread(target=work, args=(n, m)) for n, m in enumerate([model, model, twin])]
+    threads = [threading.Thread(target=work, args=(n, m)) for n, m in enumerate([model, model, reference])]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""`ActivationStore`: what goes in comes out, and the books are right after every call."""
+"""`ActivationStore`: values come back unchanged, and the counted bytes are right after every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload on a CUDA device: asynchronous copies that race with nothing, from a pool that is locked once."""
+"""Offload on a CUDA device: asynchronous copies without races, through a pool that is pinned once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between device and host, on a device whose every access is checked for an order."""
+"""Copies between device and host, on a simulated device that checks the order of all accesses."""
 
 from __future__ import annotations
 

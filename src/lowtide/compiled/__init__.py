@@ -1,1 +1,1 @@
-"""A plan inside `torch.compile`."""
+"""The compiled engine: plans carried out inside `torch.compile`."""

@@ -1,4 +1,10 @@
-"""The compiled engine: `torch.compile(model, backend="lowtide", options={"budget": ...})`, and `lowtide.compile`."""
+"""The Dynamo backend "lowtide": inductor, with saved and recomputed values chosen within a memory budget.
+
+`torch.compile(model, backend="lowtide", options={"budget": "12GiB"})` reaches `backend` by the package's entry point.
+`lowtide.compile` (`api.compile`) uses the same pieces with a session of its own. Dynamo calls the backend once for each
+graph; the graphs of one `torch.compile` call share a `Session`, found by the identity of the options dict, which Dynamo
+passes unchanged. Each graph becomes a `PlannedGraph`, which inductor compiles.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +23,22 @@ from lowtide.units import check_bytes, check_seconds
 
 _OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s")
 SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
-# By the identity of their options, which they hold: a session lives as long as one of its graphs.
+# By id(options). A session keeps its options alive, and is itself kept alive by its graphs.
 _by_options: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
 
 def backend(
     module: Any, inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Any:
-    """The Dynamo backend named "lowtide": inductor, with what the backward needs saved or recomputed within a budget.
+    """Compile one graph of Dynamo's with inductor, within the budget that its model's graphs share.
 
-    `options` are `budget` (bytes, `"12GiB"`, `"80%"`), `optimizer`, `mode` (as of `torch.compile`), `time_limit_s` for
-    solving, and inductor's own.
+    `options` are `budget` (bytes, `"12GiB"`, `"80%"`), `optimizer`, `mode` (as in `torch.compile`), `time_limit_s` for
+    solving, and inductor's own. An error in them is raised by the compiled graph's first call.
     """
     try:
         session, compiler = _session_of(options), inductor_compiler(options or {}, mode)
     except (LowtideError, TypeError, ValueError) as error:
-        return functools.partial(_refuse, error)  # raised here, Dynamo would wrap it in an error of its own
+        return functools.partial(_refuse, error)  # raised here, Dynamo would wrap it in its own exception
     return planned_graph(session, compiler, module, inputs)
 
 
@@ -63,6 +69,7 @@ def _check_mapping(options: object) -> None:
 
 
 def check_options(options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
+    """Raise for an option that is neither in `own` nor one of inductor's."""
     _check_mapping(options)
     if "host" in options or (not own and any(name in _OWN_OPTIONS for name in options)):
         names = ", ".join(name for name in options if name in (*_OWN_OPTIONS, "host"))
@@ -82,16 +89,18 @@ def check_options(options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
 def inductor_compiler(
     options: Mapping[str, Any], mode: str | None = None, dynamic: bool | None = None
 ) -> Callable[..., Any]:
+    """A function that compiles a graph with inductor: `(module, inputs, partition) -> callable`."""
     inductors = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
     wanted = mode or options.get("mode")
     try:
         patches = {**_compat.mode_options(wanted, dynamic), **inductors}
-    except (RuntimeError, TypeError) as error:  # a mode that torch does not know, or that no dict can have
+    except (RuntimeError, TypeError) as error:  # an unknown mode, or an unhashable one
         raise ValueError(f"mode is one of torch.compile's, such as 'max-autotune', not {wanted!r:.80}") from error
     return lambda module, inputs, partition: _compat.compile_with_inductor(module, inputs, partition, patches)
 
 
 def planned_graph(session: Session, compiler: Callable[..., Any], module: Any, inputs: list[Any]) -> Any:
+    """The backend for one session: what Dynamo calls in place of the graph `module`."""
     return PlannedGraph(session, module, inputs, compiler)
 
 

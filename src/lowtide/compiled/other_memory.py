@@ -1,12 +1,14 @@
-"""Stand-ins for equal blocks in a trace that is only about what surrounds them.
+"""Device memory outside of a model's compiled blocks, traced before the first training forward.
 
-Blocks that are alike give tensors of the same shapes. So one of each kind is traced as it is, and the others by what
-they take and give: outputs in the forward, gradients in the backward, with nothing in between. That is most of the time
-of such a trace.
+A budget covers the whole step, but in regional mode only the blocks are planned. The memory of everything else
+(embedding, head, loss, gradients, optimizer state) decides how much they may save, and it differs from block to block.
+`lowtide.compile` registers `FirstForward`, a forward pre-hook that runs once: it traces the model's eager step on fake
+tensors, simulates it with every block checkpointed, and reads off the bytes in use when each block's forward and
+backward begins (`OtherMemory`). `VariantChooser` plans with these numbers. If the model cannot be traced, it plans
+without.
 
-What else is on the device while a model's blocks run: from its eager step, every block recomputed.
-
-Before a model's first forward that trains: what surrounds the blocks that are compiled.
+To keep the trace short, only the first of several equal blocks is traced op by op. `placeholders` replaces the others
+by one autograd function that has the same inputs, outputs and gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 @contextmanager
 def placeholders(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """A block in which, of modules that are alike, only the first that is called runs as it is."""
+    """Inside this context only the first of several equal blocks runs its forward; the others run a placeholder."""
     known: dict[Hashable, _OutputSpec | None] = {}
     patched = [block for block in blocks if "forward" not in vars(block)]
     for block in patched:
@@ -48,7 +50,7 @@ def placeholders(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _PlaceholderForward:
-    """In place of a block's forward."""
+    """Replaces a block's forward. The first call of its kind (type, parameters, arguments) runs the real one."""
 
     def __init__(
         self, block: nn.Module, forward: Callable[..., Any], known: dict[Hashable, _OutputSpec | None]
@@ -79,30 +81,30 @@ def _described(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return _facts(value)
     is_plain = isinstance(value, bool | int | float | str | None)
-    found: Hashable = value if is_plain else type(value).__qualname__
-    return found
+    described: Hashable = value if is_plain else type(value).__qualname__
+    return described
 
 
 @dataclass(frozen=True)
 class _OutputSpec:
-    """What a block gives: tensors of its own, and whatever else, in this order."""
+    """A block's output, with tensors described by shape, strides, dtype, device and `requires_grad`."""
 
-    parts: list[Any]  # facts in place of tensors
-    put_together: Callable[[list[Any]], Any]
+    parts: list[Any]  # the flattened output, with `_Facts` for tensors
+    unflatten: Callable[[list[Any]], Any]
 
     @staticmethod
     def of(output: Any, taken: Iterable[Tensor]) -> _OutputSpec | None:
-        """None where it gives what it was given, or one tensor twice: then what it holds is not its own."""
-        parts, put_together = _compat.flattened(output)
+        """None if an output shares storage with an input or another output: a placeholder would count it twice."""
+        parts, unflatten = _compat.flattened(output)
         tensors = [part for part in parts if isinstance(part, Tensor)]
         storages = [storage for tensor in tensors for storage in _compat.storages_of(tensor)]
-        of_others = {storage for tensor in taken for storage in _compat.storages_of(tensor)}
+        input_storages = {storage for tensor in taken for storage in _compat.storages_of(tensor)}
         is_plain = all(isinstance(part, Tensor | bool | int | float | str | None) for part in parts)
-        if len(set(storages)) != len(tensors) or not of_others.isdisjoint(storages) or not is_plain:
+        if len(set(storages)) != len(tensors) or not input_storages.isdisjoint(storages) or not is_plain:
             return None
         if not any(tensor.requires_grad for tensor in tensors):
             return None
-        return _OutputSpec([_facts(part) if isinstance(part, Tensor) else part for part in parts], put_together)
+        return _OutputSpec([_facts(part) if isinstance(part, Tensor) else part for part in parts], unflatten)
 
     @property
     def tensors(self) -> list[_Facts]:
@@ -110,11 +112,11 @@ class _OutputSpec:
 
     def build(self, made: tuple[Tensor, ...]) -> Any:
         tensors = iter(made)
-        return self.put_together([next(tensors) if isinstance(part, tuple) else part for part in self.parts])
+        return self.unflatten([next(tensors) if isinstance(part, tuple) else part for part in self.parts])
 
 
 class _PlaceholderFunction(torch.autograd.Function):
-    """All of a block as one op each way."""
+    """A block as one op in the forward and one in the backward."""
 
     @staticmethod
     def forward(ctx: Any, given: _OutputSpec, *taken: Tensor) -> tuple[Tensor, ...]:
@@ -123,7 +125,7 @@ class _PlaceholderFunction(torch.autograd.Function):
             for shape, strides, dtype, device, _ in given.tensors
         )
         ctx.mark_non_differentiable(*(t for t, facts in zip(made, given.tensors, strict=True) if not facts[-1]))
-        ctx.set_materialize_grads(False)  # what nobody differentiates makes no gradient
+        ctx.set_materialize_grads(False)  # zeros for unused outputs would count as memory
         ctx.save_for_backward(*taken)
         return made
 
@@ -136,9 +138,9 @@ _FORWARD, _REPLAY = 0, 1
 
 
 def other_memory_of(graph: StepGraph, paths: list[str]) -> OtherMemory | None:
-    """Bytes beside what blocks save, block inputs included; None where a block is not called just once, in order.
+    """Memory outside of the blocks at `paths`, block inputs included; None unless each is called once, in this order.
 
-    Played with a checkpoint on each block, so that what is left is what blocks share with nobody.
+    The step is simulated with a checkpoint on each block, so that nothing saved inside of blocks is counted.
     """
     calls = [call for path in paths for call in graph.calls_by_path.get(path, ())]
     firsts = [graph.calls[call].first for call in calls]
@@ -169,7 +171,7 @@ def other_memory_of(graph: StepGraph, paths: list[str]) -> OtherMemory | None:
 
 
 def _start_bytes(timeline: Timeline, phase: int, span: tuple[int, int]) -> int | None:
-    """Bytes right before a block's first op of a phase: those at the event before it, or there without a workspace."""
+    """Bytes in use right before a block's first op of a phase; None if it has none."""
     ops = timeline.ops
     events = np.flatnonzero((timeline.phases == phase) & (ops >= span[0]) & (ops < span[1]))
     if not len(events):
@@ -184,14 +186,14 @@ logger = logging.getLogger("lowtide")
 
 
 class FirstForward:
-    """A hook that looks once and then takes itself off. Copies of it, made with a model, do nothing."""
+    """A forward pre-hook that traces the model once and removes itself. In copies of the model it does nothing."""
 
     def __init__(self, chooser: VariantChooser, blocks: list[nn.Module], watch: CompileWatch) -> None:
         self._chooser, self._blocks, self._watch = chooser, blocks, watch
         self._handle: Any = None
 
     def attach(self, model: nn.Module) -> FirstForward:
-        # Before hooks that change the arguments: those run again in the trace.
+        # First, with the caller's arguments: hooks that change them run again in the trace.
         self._handle = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
         return self
 
@@ -207,22 +209,21 @@ class FirstForward:
         self._blocks = []
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _look_at_nothing
+        return _no_trace
 
     def __reduce__(self) -> Any:
-        return getattr, (_look_at_nothing, "__call__")
+        return getattr, (_no_trace, "__call__")
 
 
-def _look_at_nothing(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """What a copied or unpickled model has in place of the hook: its blocks are not compiled."""
+def _no_trace(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """The hook of a copied or unpickled model, whose blocks are not compiled."""
 
 
 def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, optimizer: Any) -> OtherMemory | None:
-    """What else is on the device while blocks run, from a trace on fake tensors; None where there is none to be had."""
-
+    """Memory outside of the blocks, from a trace on fake tensors; None if the model cannot be traced."""
     hooks = _compat.module_hooks(model)
 
-    # Named here, so that a trace knows of what hooks count or collect, and puts it back.
+    # An argument of the loss function, so that the trace restores the state that hooks change.
     def loss_fn(args: Any, kwargs: Any, hooks: Any = hooks) -> Tensor:
         return output_sum_loss(model(*args, **kwargs))
 
@@ -234,10 +235,10 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
 
     names = {module: name for name, module in model.named_modules()}
     try:
-        with suppress(Exception):  # blocks that differ in what only they know
+        with suppress(Exception):  # equal-looking blocks whose outputs differ: trace them all
             return around(blocks_as_they_are=False)
         return around(blocks_as_they_are=True)
-    except Exception as error:  # whatever a model does with tensors that have no numbers: plans do without
+    except Exception as error:  # a model may fail on fake tensors: plan without
         what = (str(error).splitlines() or [type(error).__name__])[0]
         logger.info("the model could not be traced (%s): the first peaks are guesses", what)
         return None

@@ -1,20 +1,16 @@
-"""A compiled plan as tags on a joint graph, which torch's own partitioner carries out.
+"""One Dynamo graph, compiled in one or more variants that save different tensors for the backward.
 
-Which compiled graphs a step has called so far, and when it is over.
+Dynamo compiles equal blocks once and calls the result for each of them. Here that result is a `PlannedGraph`. Whenever
+it is called it gets from its `Session` which variant to run, so that equal blocks can save more or less depending on
+their position in the step. A variant is compiled when it is first needed.
 
-A step is all calls until a backward begins, be they of one forward or of several that share a backward. A call counts
-while something can still run its backward: a forward that failed, or whose loss was thrown away, leaves nothing behind.
-
-What a compiled block saves, moved to host memory while the next blocks run.
-
-A compiled graph hands everything it saves to autograd at once, when its forward ends; saved-tensor hooks see it there,
-and the copies run beside the blocks that follow. In the backward the store brings back what the block before needs
-while a block runs. So each block may give away what the link carries during the next block's forward, and no more.
-
-One graph of Dynamo's, compiled in as many variants as its budget asks for.
-
-Dynamo compiles equal blocks once and calls the result for each of them. What it calls here is a `PlannedGraph`, which
-asks its session what to run this time; a variant is compiled when it is first needed.
+- **Carrying out a choice.** `tag` marks every forward node of AOTAutograd's joint graph as saved or recomputed, and
+  torch's own partitioner splits the graph accordingly.
+- **Where a step ends.** `StepCalls` records the graphs that a step has called. A step is all calls until a backward
+  begins, of one forward or of several. A forward that failed, or whose loss was deleted, does not count.
+- **Offload.** A compiled graph hands all its saved tensors to autograd when its forward ends. `BlockOffload` catches
+  some of them with saved-tensor hooks and copies them to host memory while the next block runs; in the backward they
+  are copied back one block ahead. A block can therefore move what the link carries during one block's forward.
 """
 
 from __future__ import annotations
@@ -46,9 +42,10 @@ if TYPE_CHECKING:
 
 
 def tag(step: JointStep, keeps: Container[int]) -> None:
-    """Mark each forward node as saved or recomputed. A user's own checkpoint regions keep their marks.
+    """Mark each forward node as saved or recomputed, for torch's partitioner. `keeps` are the saved ops.
 
-    Views are never saved: those of a value that is, are made again from it.
+    Nodes inside a user's own checkpoint regions keep their marks. Views are not saved: they are made again from their
+    base.
     """
     recomputable = step.graph.needs.recomputable
     for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):
@@ -59,8 +56,8 @@ def tag(step: JointStep, keeps: Container[int]) -> None:
         _compat.set_tag(view, CheckpointPolicy.MUST_RECOMPUTE)
 
 
-class _Awaited:
-    """Hangs on the autograd nodes of one call: called when the backward reaches them, gone when they are."""
+class _BackwardHook:
+    """Prehook on the autograd nodes of one call. It is freed with them, so it also shows whether they are alive."""
 
     def __init__(self, calls: StepCalls) -> None:
         self._calls = calls
@@ -72,15 +69,15 @@ class _Awaited:
 @dataclass
 class _Call:
     number: int
-    awaited: weakref.ref[_Awaited] | None = None
+    hook: weakref.ref[_BackwardHook] | None = None
 
     @property
     def is_alive(self) -> bool:
-        return self.awaited is not None and self.awaited() is not None
+        return self.hook is not None and self.hook() is not None
 
 
 class StepCalls:
-    """The calls of the step under way, by the numbers of their graphs."""
+    """The graph numbers of the calls made so far in this step. `is_over` is set when a backward begins."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -88,34 +85,34 @@ class StepCalls:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Calls whose backward is still to come."""
+        """Graph numbers of the calls whose autograd nodes are alive, in order."""
         if not self.is_over:
             self._calls = [call for call in self._calls if call.is_alive]
         return tuple(call.number for call in self._calls)
 
     def begin(self, number: int) -> Callable[[Any], None]:
-        """A graph is about to run; what comes back is to be called with what it gave."""
+        """Record a call. Call the returned function with the graph's outputs when it has run."""
         call = _Call(number)
         self._calls.append(call)
 
         def end(outputs: Any) -> None:
-            awaited = _Awaited(self)
+            hook = _BackwardHook(self)
             nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor)}
             for node in filter(None, nodes):
-                node.register_prehook(awaited)
-            call.awaited = weakref.ref(awaited)
+                node.register_prehook(hook)
+            call.hook = weakref.ref(hook)
 
         return end
 
     def take(self) -> tuple[int, ...]:
-        """The calls of a step that is over, and a new one begins."""
-        found = self.numbers
+        """Return the calls of the finished step, and start a new one."""
+        numbers = self.numbers
         self._calls, self.is_over = [], False
-        return found
+        return numbers
 
 
 class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks around one call of a compiled block: of what it saves, tensors of the sizes `moved` go to `store`."""
+    """Saved-tensor hooks around one call of a compiled block: saved tensors of the sizes `moved` go to `store`."""
 
     def __init__(self, store: ActivationStore, moved: tuple[int, ...]) -> None:
         left = Counter(moved)
@@ -126,7 +123,7 @@ class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
                 return KeptHere(tensor)
             try:
                 kept = KeptInStore(tensor, store)
-            except CapacityError:  # several forwards wait for their backward
+            except CapacityError:  # several forwards have tensors in the store
                 return KeptHere(tensor)
             left[tensor.nbytes] -= 1
             return kept
@@ -140,7 +137,10 @@ _CPU = torch.device("cpu")
 
 
 class PlannedGraph:
-    """A graph that a session runs: `step` is known once it was compiled for training the first time."""
+    """A graph and its compiled variants. `step` is None for a graph without a backward.
+
+    `variants` go from torch's own choice of saved tensors to the smallest; `default` are the ops of the former.
+    """
 
     def __init__(self, session: Session, module: Any, inputs: list[Any], compiler: Callable[..., Any]) -> None:
         self.number = next(_numbers)
@@ -149,7 +149,7 @@ class PlannedGraph:
         self.variants: tuple[Variant, ...] = ()
         self.default: tuple[int, ...] = ()
         self._module, self._compiler = _compat.copied_module(module), compiler
-        # Stand-ins: the real ones are a step's own, and this graph outlives it.
+        # Fake tensors: this object outlives the step, and must not keep its tensors.
         self._inputs = _compat.fake_inputs(module, inputs)
         self._is_static = _compat.static_inputs(module)
         tensors = [each if isinstance(each, Tensor) else None for each in inputs]
@@ -184,9 +184,9 @@ class PlannedGraph:
         return outputs
 
     def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether one of these was ever among its inputs."""
+        """Whether one of these parameters was ever an input."""
         known = ((self._seen.get(id(each)), each) for each in parameters)
-        return any(found is not None and found() is each for found, each in known)
+        return any(reference is not None and reference() is each for reference, each in known)
 
     @property
     def forward_s(self) -> float:
@@ -201,7 +201,7 @@ class PlannedGraph:
 
     @property
     def handed_out_bytes(self) -> int:
-        """Bytes of what the forward gives to whoever called it."""
+        """Bytes of the forward's outputs."""
         assert self.step is not None
         return self.step.handed_out_bytes
 
@@ -212,7 +212,7 @@ class PlannedGraph:
     # Compiling.
 
     def _compile(self, keeps: Keeps) -> Callable[..., Any]:
-        """Compile once more, with other values saved."""
+        """Compile another variant, which saves the outputs of the ops `keeps`; None: torch's own choice."""
 
         def partition(joint: Any, inputs: Any, **facts: Any) -> Any:
             if keeps is not None:
@@ -224,7 +224,7 @@ class PlannedGraph:
             return self._compiler(_compat.copied_module(self._module), self._inputs, partition)
 
     def _first_partition(self, joint: Any, inputs: Any, **facts: Any) -> Any:
-        """See what there is to decide, and what torch would do; then let the session decide."""
+        """Read the joint graph and torch's own choice of saved values, then partition as the session chooses."""
         forward, backward = _compat.torch_partition(_compat.copied_module(joint), inputs, **facts)
         self.session.is_compiling()
         with self.session.watch.planning():

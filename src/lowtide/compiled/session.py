@@ -1,14 +1,15 @@
-"""How long compiling takes, and how much of that is planning.
+"""The compiled engine's state for one model: its graphs, the variant that each call runs, and the measured peak.
 
-How a step's peak is measured where that can be done while it runs.
+Dynamo compiles a model into one or more graphs; equal blocks share one graph, which a step calls once per block. All
+graphs of a model have to stay within one budget together, so a `Session` plans them together: every `PlannedGraph`
+calls `first_variant` when it is compiled and `next_run` whenever it runs, and gets back which variant to run. The
+session is created by `lowtide.compile` or, with `torch.compile(backend="lowtide")`, by the backend.
 
-Compiled graphs of one model that share one budget: what each of them runs, and whether the peak holds.
-
-A step calls graphs one after the other; those of equal blocks are one graph that is called again and again. In the
-first step the session guesses what is to come (as many calls as the model has blocks); from then on it knows the
-**course** that a step takes, one of several where batches have several shapes. When a step went by with nothing
-compiled in it, its measured peak corrects what was predicted, and where that makes a difference variants are chosen
-again.
+- **First step.** The session assumes that the step has as many calls as the model has blocks.
+- **Later steps.** The order of a step's calls is known: a `CallSequence`. Batches of several shapes have one each.
+- **Correction.** On an accelerator, the peak of a step in which nothing was compiled is compared with the prediction.
+  If the peak is over the budget, or low enough for a faster choice, variants are chosen again with the difference taken
+  into account, at most six times per sequence. Without an accelerator, peaks are predictions.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ from lowtide import _compat
 from lowtide.compiled.planned_graph import BlockOffload, PlannedGraph, StepCalls
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.plans.step_plan import Plan
 from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
+from lowtide.store.storage_units import StoreStats
 from lowtide.tracing.devices import present_device
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 
 class CompileWatch:
-    """Seconds spent so far."""
+    """Seconds that compiling and planning have taken so far. Printed by `explain_compiled`."""
 
     def __init__(self) -> None:
-        self.compiling_s = self.planning_s = 0.0  # the first without the second
+        self.compiling_s = self.planning_s = 0.0  # compiling_s does not include planning_s
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """A block that compiles, and may plan in between."""
+        """Context manager around code that compiles. Planning inside it counts as planning."""
         start, planned_s = time.perf_counter(), self.planning_s
         try:
             yield
@@ -53,7 +56,7 @@ class CompileWatch:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """A block that plans."""
+        """Context manager around code that plans."""
         start = time.perf_counter()
         try:
             yield
@@ -65,14 +68,14 @@ class CompileWatch:
 
 
 class PeakMeter(Protocol):
-    """Says the most bytes that were allocated since it was last reset."""
+    """Measures the peak of allocated bytes since the last `reset()`."""
 
     def peak_bytes(self) -> int: ...
     def reset(self) -> None: ...
 
 
 class AllocatorMeter:
-    """torch's own statistics of a device's allocator, which it resets."""
+    """Peak from the CUDA allocator's statistics. `reset()` resets `torch.cuda.max_memory_allocated`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,21 +88,26 @@ class AllocatorMeter:
 
 
 def meter_of(device: torch.device) -> PeakMeter | None:
-    """None on the CPU, where only a profiler knows peaks."""
+    """The meter for a device; None on the CPU, where a peak can only be measured under a profiler."""
     return AllocatorMeter(device) if device.type == "cuda" else None
 
 
 logger = logging.getLogger("lowtide")
 
+# Measured steps per sequence before the best choice so far is kept. A larger number costs a compile per correction.
 _MOST_CORRECTIONS = 6
-_MOST_SEQUENCES = 16
-_WORTH_A_COMPILE = 0.005  # of the step's time
+_MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
+# A faster choice is compiled only if it saves this share of the step's time.
+_WORTH_A_COMPILE = 0.005
 _numbers = itertools.count()
 
 
 @dataclass
 class CallSequence:
-    """Graphs in the order in which a step calls them, by their numbers, and what they run."""
+    """The graph numbers of a step's calls, in order, and the variants chosen for them.
+
+    `measured` lists the choices that ran and their peaks. `is_settled` ends the corrections.
+    """
 
     numbers: tuple[int, ...]
     choice: VariantChoice
@@ -107,13 +115,18 @@ class CallSequence:
     is_settled: bool = False
     measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
 
+    @property
+    def peaks(self) -> list[int]:
+        """Measured peaks of the present choice, in bytes."""
+        return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
+
     def begins_with(self, numbers: tuple[int, ...]) -> bool:
         return self.numbers[: len(numbers)] == numbers
 
 
 @dataclass
 class GraphRun:
-    """How a graph shall run this time; `end` is called with what it gave."""
+    """How to run one call of a graph: the variant, a context around it, and `end`, to be called with the outputs."""
 
     variant: Variant
     context: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
@@ -121,9 +134,11 @@ class GraphRun:
 
 
 class Session:
-    """One budget, and the compiled graphs that keep it. `num_blocks` is how many calls the first step expects.
+    """The compiled graphs of one model, planned together for one budget.
 
-    Steps of one session are to run one after the other, not in several threads at once.
+    `num_blocks` is the number of calls that is assumed in the first step. While `enabled` is False every graph runs
+    the variant that torch's own partitioner chose, and nothing is measured. Run the steps of a session one after the
+    other, not in several threads at once.
     """
 
     def __init__(
@@ -135,13 +150,14 @@ class Session:
         meter_of: Callable[[torch.device], PeakMeter | None] = meter_of,
     ) -> None:
         self.number = next(_numbers)
-        self.options: Any = None  # what a backend was given
+        self.options: Any = None  # those of torch.compile, kept alive as the key of this session
         self.budget = budget
         self.chooser = chooser or VariantChooser()
         self.num_blocks = num_blocks
         self.watch = CompileWatch()
+        self.enabled = True
         self._meter_of = meter_of
-        # Dynamo holds graphs as long as it may call them. What it has let go of is not planned for any more.
+        # Dynamo owns the graphs and drops them when their code is evicted: only live graphs are planned.
         self._graphs: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
         self._calls = StepCalls()
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
@@ -151,38 +167,38 @@ class Session:
 
     @property
     def graphs(self) -> list[PlannedGraph]:
-        """Those that train, in the order in which they were compiled."""
+        """The graphs that have a backward, in the order in which they were compiled."""
         return [self._graphs[number] for number in sorted(self._graphs)]
 
-    # What graphs ask.
+    # Called by PlannedGraph.
 
     def first_variant(self, graph: PlannedGraph) -> Variant:
-        """What a graph that is being compiled for the first time shall run."""
+        """The variant to compile first, for a new graph."""
         self._graphs[graph.number] = graph
-        if _compat.is_replayed():
+        if _compat.is_replayed() or not self.enabled:
             return graph.variants[0]
         self._end_step()
         called = self._calls.numbers
         left = max(1, self.num_blocks - len(called))
         self._sequence = self._planned((*called, *[graph.number] * left))
-        if self._meter is None:  # the rest is a guess, and no reason to refuse
+        if self._meter is None:  # calls after this one are assumed: raise only if those made so far do not fit
             self._sequence.error = self._known((*called, graph.number)).error
         return self._sequence.choice.variants[len(called)]
 
     def next_run(self, graph: PlannedGraph) -> GraphRun:
-        """What a graph that is called now shall run, and in what context."""
-        if _compat.is_replayed():
-            # A checkpoint around the block decides what lives. It compares what is saved now with what is saved when it
-            # replays, so both run the same.
+        """How to run the call of `graph` that begins now."""
+        if not self.enabled or _compat.is_replayed():
+            # A checkpoint around the block drops its saved tensors, and compares those of the forward with those of the
+            # replay: both must run the same variant.
             return GraphRun(graph.variants[0])
         self._end_step()
         called = self._calls.numbers
-        course = self._sequence_of((*called, graph.number))
-        if course is None:  # calls that were not foreseen: the smallest, until the step is known
+        sequence = self._sequence_of((*called, graph.number))
+        if sequence is None:  # an unknown order of calls: the smallest variant, until the step has ended
             return GraphRun(graph.variants[-1], end=self._calls.begin(graph.number))
-        if course.error is not None:
-            raise course.error.with_traceback(None)
-        choice, position = course.choice, len(called)
+        if sequence.error is not None:
+            raise sequence.error.with_traceback(None)
+        choice, position = sequence.choice, len(called)
         variant, end = choice.variants[position], self._calls.begin(graph.number)
         if not any(choice.moved):
             return GraphRun(variant, end=end)
@@ -197,47 +213,57 @@ class Session:
         return GraphRun(variant, BlockOffload(store, moved) if moved else contextlib.nullcontext(), end_all)
 
     def _store_for(self, choice: VariantChoice) -> ActivationStore:
-        """The one store of all courses: the host memory that it locks is locked once, and counted once."""
+        """The store that all sequences share, so that pinned host memory is allocated and counted once."""
         if self._store is None:
             self._store = ActivationStore(host=self.chooser.host_bytes)
         self._store.allow_in_flight(choice.in_flight_bytes)
         return self._store
 
     def is_compiling(self) -> None:
-        """Peaks that are measured while something compiles are no step's."""
+        """Ignore the peak of the current step: compiling allocates memory that the step does not need."""
         self._is_clean = False
 
-    # Courses.
+    def enable(self, enabled: bool) -> None:
+        """Switch the plan on or off. The current step is not measured."""
+        self.enabled, self._is_clean = enabled, False
+
+    @property
+    def current(self) -> CallSequence | None:
+        """The sequence of the last step; None before the first step, or when Dynamo has dropped its graphs."""
+        sequence = self._sequence
+        return sequence if sequence is not None and self._is_alive(sequence.numbers) else None
+
+    # Call sequences.
 
     def _sequence_of(self, numbers: tuple[int, ...]) -> CallSequence | None:
-        """The course that a step is on which has called these graphs."""
+        """A known sequence that begins with these calls, the current one first."""
         if self._sequence is not None and self._sequence.begins_with(numbers):
             return self._sequence
-        for course in reversed(self._sequences.values()):
-            if course.begins_with(numbers):
-                self._is_clean &= len(numbers) == 1  # else it began as another
-                self._sequence = course
-                return course
+        for sequence in reversed(self._sequences.values()):
+            if sequence.begins_with(numbers):
+                self._is_clean &= len(numbers) == 1  # it began with other variants: no measurement
+                self._sequence = sequence
+                return sequence
         return None
 
     def _planned(self, numbers: tuple[int, ...]) -> CallSequence:
-        """A course with what it shall run."""
+        """A sequence of these calls, with variants chosen for it."""
         instances = [self._graphs[number] for number in numbers]
         return CallSequence(numbers, self.chooser.choose(instances, self.budget_bytes))
 
     def _known(self, numbers: tuple[int, ...]) -> CallSequence:
-        """Likewise, of calls that a step makes; an error if the prediction is too large and nothing can be measured."""
-        course = self._planned(numbers)
-        if not course.choice.is_within and self._meter is None:
-            course.error = self._infeasible(course.choice.peak_bytes, "predicted")
-        return course
+        """As `_planned`, for calls that were made. Without a meter, a predicted peak over the budget is an error."""
+        sequence = self._planned(numbers)
+        if not sequence.choice.is_within and self._meter is None:
+            sequence.error = self._infeasible(sequence.choice.peak_bytes, "predicted")
+        return sequence
 
     def _end_step(self) -> None:
-        """If the last step's backward has begun: what it called is known now, and its peak."""
+        """Once the last step's backward has begun: record its sequence of calls, and measure its peak."""
         if not self._calls.is_over:
             return
         called = self._calls.take()
-        alive = {numbers: course for numbers, course in self._sequences.items() if self._is_alive(numbers)}
+        alive = {numbers: sequence for numbers, sequence in self._sequences.items() if self._is_alive(numbers)}
         self._sequences = dict(list(alive.items())[-_MOST_SEQUENCES:])
         if not called or not self._is_alive(called):
             self._sequence, self._is_clean = None, False
@@ -245,10 +271,10 @@ class Session:
         if self._sequence is None or self._sequence.numbers != called:
             self._sequence = self._sequences.get(called) or self._known(called)
             self._is_clean = False
-        elif called not in self._sequences:  # guessed right
+        elif called not in self._sequences:  # the assumption was right
             self._sequence.error = self._known(called).error if self._meter is None else None
         self._sequences.pop(called, None)
-        self._sequences[called] = self._sequence  # the last one seen, last
+        self._sequences[called] = self._sequence  # moved to the end: the most recently used
         self._measure(self._sequence)
 
     def _is_alive(self, numbers: tuple[int, ...]) -> bool:
@@ -260,34 +286,34 @@ class Session:
     def _meter(self) -> PeakMeter | None:
         return self._meter_of(self._device)
 
-    def _measure(self, course: CallSequence) -> None:
+    def _measure(self, sequence: CallSequence) -> None:
         meter = self._meter
         if meter is None or all(each.is_settled for each in self._sequences.values()):
             self._is_clean = False
             return
-        if self._is_clean and not course.is_settled:
-            self._judge(course, meter.peak_bytes())
+        if self._is_clean and not sequence.is_settled:
+            self._judge(sequence, meter.peak_bytes())
         meter.reset()
         self._is_clean = True
 
-    def _judge(self, course: CallSequence, measured: int) -> None:
-        before, budget = course.choice, self.budget_bytes
-        course.measured.append((before, measured))
+    def _judge(self, sequence: CallSequence, measured: int) -> None:
+        before, budget = sequence.choice, self.budget_bytes
+        sequence.measured.append((before, measured))
         self.chooser.record_error(before, measured)
-        instances = [self._graphs[number] for number in course.numbers]
+        instances = [self._graphs[number] for number in sequence.numbers]
         with self.watch.planning():
             now = self.chooser.choose(instances, budget)
         step_s = sum(graph.step_s for graph in instances)
         if measured <= budget and before.extra_s - now.extra_s < _WORTH_A_COMPILE * step_s:
-            now = before  # good as it is
-        course.is_settled = now.is_like(before) or len(course.measured) >= _MOST_CORRECTIONS
-        if course.is_settled:
-            held = [choice for choice, peak in course.measured if peak <= budget]
+            now = before  # not worth another compile
+        sequence.is_settled = now.is_like(before) or len(sequence.measured) >= _MOST_CORRECTIONS
+        if sequence.is_settled:
+            held = [choice for choice, peak in sequence.measured if peak <= budget]
             if held:
                 now = min(held, key=lambda choice: choice.extra_s)
             else:
-                course.error = self._infeasible(min(peak for _, peak in course.measured), "measured")
-        course.choice = now
+                sequence.error = self._infeasible(min(peak for _, peak in sequence.measured), "measured")
+        sequence.choice = now
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),
@@ -304,7 +330,7 @@ class Session:
             floor,
         )
 
-    # Facts.
+    # For people.
 
     @property
     def _device(self) -> torch.device:
@@ -314,15 +340,24 @@ class Session:
     def budget_bytes(self) -> int:
         return parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
 
+    def plan_of(self, sequence: CallSequence) -> Plan:
+        """The plan of a sequence that is one call."""
+        (number,) = sequence.numbers
+        return self.chooser.plan_of(self._graphs[number], sequence.choice, self.budget_bytes)
+
+    def store_stats(self) -> StoreStats | None:
+        """Bytes moved to host memory and held there; None if no call ever moved any."""
+        return None if self._store is None else self._store.stats()
+
     def describe(self) -> str:
-        """What each graph runs, in words."""
-        course = self._sequence
-        if course is None or not self._is_alive(course.numbers):
+        """The budget, the peak, the slowdown and the variant of every call, as text."""
+        sequence = self.current
+        if sequence is None:
             return ALL_REPLAYED if self._graphs else NOTHING_YET
-        choice, instances = course.choice, [self._graphs[number] for number in course.numbers]
+        choice, instances = sequence.choice, [self._graphs[number] for number in sequence.numbers]
         step_s = max(sum(graph.step_s for graph in instances), 1e-12)
-        peaks = [peak for measured, peak in course.measured if measured.is_like(choice)]
-        num_graphs = len(set(course.numbers))
+        peaks = sequence.peaks
+        num_graphs = len(set(sequence.numbers))
         lines = [
             f"{_count(len(instances), 'call')} of {_count(num_graphs, 'compiled graph')} within "
             f"{format_bytes(self.budget_bytes)}",
@@ -334,8 +369,8 @@ class Session:
         lines.append(f"  took    {self.watch}")
         if any(choice.moved):
             lines.append(f"  moved   {format_bytes(sum(map(sum, choice.moved)))} to the host and back")
-        names = {number: index for index, number in enumerate(dict.fromkeys(course.numbers))}
-        calls = zip(course.numbers, choice.variants, strict=True)
+        names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
+        calls = zip(sequence.numbers, choice.variants, strict=True)
         for (number, variant), run in itertools.groupby(calls):
             what = "as torch decides" if variant.keeps is None else f"{_count(len(variant.keeps), 'op')} kept"
             lines.append(
@@ -344,7 +379,7 @@ class Session:
         return "\n".join(lines)
 
 
-ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which decide what lives: no plan is needed"
+ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which drop what graphs save: no plan is needed"
 NOTHING_YET = "nothing compiled for training yet: run a step first"
 
 

@@ -1,1 +1,1 @@
-"""A plan on a live `nn.Module`."""
+"""The eager engine: policies and plans carried out on a live `nn.Module`."""

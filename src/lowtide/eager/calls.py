@@ -1,16 +1,13 @@
-"""A module whose forward is ours: how it is called, and what was seen of it.
+"""Calls of patched modules, run as part of the regions that a policy or plan puts them in.
 
-What a forward under a policy or a plan goes by, kept for its replays.
+`apply` replaces the forward of modules (`PatchedModule`). When such a module is called, the handle looks up the call's
+`levels` in its `Decisions`: the regions that the call lies in, the outermost first. These are segments, which several
+calls share (`replay.segment_replay`), and last the region of this call alone (`replay.region`). `RegionRunner` runs the
+call nested accordingly, in the forward and in every replay. Policies and plans share this code.
 
-Between a forward and its replay a handle may be switched off, removed, or given another plan. The replay must not see
-any of it: with other regions inside than its forward had, it would save other tensors.
-
-Calls of patched modules, run as parts of the regions that they lie in: one path for policies and for plans.
-
-The regions of a call are its `levels`, the outermost first: segments, which the call is joined to (`replay.segment`),
-and last the region of this call alone. Each level but the outermost runs inside of the one before it, in the forward
-and in every replay. What happens inside is a `CallPart`, which waits for the replays. A call without patched modules
-and further levels inside needs none.
+A handle may be switched off, removed or given another plan between a forward and its replays. A replay with other
+regions would save other tensors, so each forward has a `ForwardRun` with the decisions it started with and the number
+of calls so far, and `CallPart` keeps them for the replays.
 """
 
 from __future__ import annotations
@@ -38,11 +35,11 @@ from lowtide.replay.segment_replay import OpenSegment
 
 
 class RegionLock:
-    """A block in which only one thread may run a region; another one is refused.
+    """Lock that lets one thread at a time run a region, and raises in a second one.
 
-    A replay puts the region's buffers back to what its forward found, for as long as it takes: another thread's
-    forward of the same region would read those, and lose what it writes. To let it wait is not enough, as torch looks
-    at the buffers' versions once more when the replay is over.
+    While a replay runs, the region's buffers hold the values from before its forward. Another thread's forward of the
+    same region would read those, and its own writes would be lost. Waiting is not enough, as torch compares the
+    buffers' versions again after the replay.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,7 +47,7 @@ class RegionLock:
 
     @staticmethod
     def for_module(name: str, module: nn.Module) -> RegionLock | None:
-        """None for a module without buffers, which threads may run as they like."""
+        """A lock for a module with buffers; None for others, which threads may share."""
         return RegionLock(name) if next(iter(module.buffers()), None) is not None else None
 
     def __enter__(self) -> None:
@@ -69,23 +66,23 @@ class RegionLock:
 
 
 class PatchedModule:
-    """A module under a policy or a plan: how it is called, and what was seen of it."""
+    """A module whose forward is replaced: its own forward, how to replay it, and what was measured of it."""
 
     hidden_from_replay = True
 
     def __init__(self, name: str, module: nn.Module, *, recomputed: bool = False) -> None:
         self.name, self.module, self.recomputed = name, module, recomputed
-        self.own_forward = vars(module).get("forward")  # someone else's patch, kept and put back
+        self.own_forward = vars(module).get("forward")  # a patch by other code, restored by remove()
         self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it
-        self.chooses = self.has_index_choices = False  # its own ops do, or those of modules inside it: for plans
+        self.chooses = self.has_index_choices = False  # ops that choose indices: its own, or inside it
         self.lock: RegionLock | None = None
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
-        self.replay = self._replay  # bound once: what waits for the backward refers to it
+        self.replay = self._replay  # bound once: regions hold it until their backward
         self.replay_in_segment = self._replay_in_segment
 
     def plain_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward that this patch stands in front of, for the module or its copy."""
+        """The forward that was replaced, bound to the module or to its copy in a copied model."""
         if torch.compiler.is_compiling():  # Dynamo makes no bound methods
             return self.own_forward or functools.partial(type(module).forward, module)
         forward = self.own_forward or types.MethodType(type(module).forward, module)
@@ -100,7 +97,7 @@ class PatchedModule:
 
 
 def set_inner_paths(regions: Sequence[PatchedModule]) -> None:
-    """Tell each patched module which of the others lie inside of it."""
+    """Set `inner_paths` of each patched module: the patched modules inside it."""
     for region in regions:
         prefix = f"{region.name}." if region.name else ""
         region.inner_paths = tuple(
@@ -121,20 +118,20 @@ Levels = tuple[Level, ...]  # the regions that a call lies in, the outermost fir
 
 def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
     """The regions of every call that a plan recomputes, by module path and number of the call."""
-    found: dict[str, dict[int, Levels]] = {}
+    levels: dict[str, dict[int, Levels]] = {}
     for number, region in sorted(enumerate(plan.regions), key=lambda item: -len(item[1].more)):
         for path, nth in ((region.path, region.nth), *region.more):
             is_first = (path, nth) == (region.path, region.nth)
             retained = RetainedOps(region.path, region.keep_ops) if region.keep_ops and is_first else None
             level = Level(number if region.more else None, is_first, retained)
-            calls = found.setdefault(path, {})
+            calls = levels.setdefault(path, {})
             calls[nth] = (*calls.get(nth, ()), level)
-    return found
+    return levels
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a policy or a plan has decided: the regions of calls, by module path and number of the call, and `moves`."""
+    """The decisions of a policy or plan: regions by module path and number of the call, and values to move."""
 
     hidden_from_replay = True
 
@@ -146,7 +143,7 @@ class Decisions:
         return () if calls is None else calls.get(nth, ())
 
     def retained(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> RetainedCall | None:
-        """What a region retains that begins with this call."""
+        """The op outputs that a region beginning with this call retains; None for none."""
         keeps = {} if self.moves is None else self.moves.keeping_outputs(path, nth)
         return ops.call(args, kwargs, keeps)
 
@@ -155,11 +152,12 @@ NO_DECISIONS = Decisions()
 
 
 class ForwardRun:
-    """A forward of the model, or a replay of a part of it: the decisions it goes by, and the calls counted so far.
+    """State of one forward of the model, or of one replay of a part of it.
 
-    `counts` is None outside of the model's forward. `checkpoint` is the innermost checkpoint that is known of: one
-    further in is someone else's. `opens` are the segments that calls are joined to, by their numbers; `within` are
-    those that the present call is a part of.
+    `decisions` are those in force when it began. `counts` has the calls of each module so far; None outside of the
+    model's forward. `checkpoint` is the innermost checkpoint entered by this engine; one inside of it is the user's.
+    `opens` are the segments begun so far, by number, and `within` the numbers of those that the current call is part
+    of.
     """
 
     hidden_from_replay = True
@@ -176,17 +174,18 @@ class ForwardRun:
         self.opens, self.within = {} if opens is None else opens, within
 
     def segment(self, number: int) -> OpenSegment:
-        """The segment with this number, to join a call to. Its replays are runs of their own."""
+        """The open segment with this number, made if need be. Each of its replays has a new `ForwardRun`."""
         if number not in self.opens:
             self.opens[number] = OpenSegment(functools.partial(_new_run, self.decisions, self.counts is not None))
         return self.opens[number]
 
     def is_in_other_checkpoint(self) -> bool:
+        """Whether the current call is inside a checkpoint of the user's own."""
         inner = _compat.checkpoint_in_force()
         return inner is not None and inner is not self.checkpoint
 
     def count(self, path: str) -> int:
-        """The number of the call of a module that begins now. Outside of the model's forward each is the first."""
+        """Count a call of a module and return its number, from 0. Outside of the model's forward it is always 0."""
         if self.counts is None:
             return 0
         nth = self.counts.get(path, 0)
@@ -194,11 +193,11 @@ class ForwardRun:
         return nth
 
     def inside(self, within: frozenset[int]) -> ForwardRun:
-        """This run, as seen from within the checkpoint that was just entered: a part of these segments."""
+        """This run for code inside the checkpoint that was just entered, as part of the segments `within`."""
         return ForwardRun(self.decisions, self.counts, _compat.checkpoint_in_force(), self.opens, within)
 
     def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
-        """How often these were called so far, for a replay that begins here."""
+        """Calls of these modules so far: where a replay of the current call starts counting."""
         return None if self.counts is None else {path: self.counts[path] for path in paths if path in self.counts}
 
 
@@ -207,7 +206,7 @@ def _new_run(decisions: Decisions, is_counted: bool) -> ForwardRun:
 
 
 class CurrentRun(threading.local):
-    """The run that this thread is in. A policy does not know where a forward begins: outside of any it has `base`."""
+    """The run of the current thread. Policies do not patch the model itself, and use `base` outside of any run."""
 
     def __init__(self, decisions: Decisions = NO_DECISIONS) -> None:
         self.run: ForwardRun | None = None
@@ -215,7 +214,7 @@ class CurrentRun(threading.local):
 
 
 class ReappliedPatches:
-    """A block in which modules run under a plan again that was taken off them since."""
+    """Patches modules again for the duration of a replay, after the plan was removed."""
 
     def __init__(self, regions: Iterable[PatchedModule], patch: Callable[[PatchedModule], None]) -> None:
         self._regions, self._patch = list(regions), patch
@@ -235,28 +234,28 @@ class ReappliedPatches:
 
 
 class CallPart(NamedTuple):
-    """A call inside one of its regions: the levels further in, and the segments that it is in by then."""
+    """What a replay needs to run a call inside one of its regions: the levels further in and the segments around it."""
 
     region: PatchedModule
     nth: int
     levels: Levels
     within: frozenset[int]
     decisions: Decisions
-    counts: dict[str, int] | None  # calls so far of the modules inside, for a replay to count on from
+    counts: dict[str, int] | None  # calls of the modules inside, before this one
 
 
-_NO_TURN = nullcontext()
+_NO_LOCK = nullcontext()
 
 
 class RegionRunner:
-    """A handle that runs calls as parts of their regions."""
+    """Base class of handles: runs a call inside the regions that it lies in."""
 
     _thread: CurrentRun
 
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
     ) -> replay.Hooks | None:
-        """What holds the inputs of a call; by default hooks further out do."""
+        """Saved-tensor hooks for the inputs of a call; None for those of the caller."""
         return None
 
     def _run_innermost(
@@ -268,11 +267,11 @@ class RegionRunner:
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
-        """The forward itself, inside of all of its regions."""
+        """Run the forward itself, inside all of the call's regions."""
         return forward(*args, **kwargs)
 
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
-        """A block in which the modules inside of this one are patched as they were in its forward."""
+        """Context for a replay in which the modules inside `region` are patched as in its forward."""
         return nullcontext()
 
     def _run_levels(
@@ -286,8 +285,8 @@ class RegionRunner:
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module's forward as a part of the regions that the call lies in."""
-        while levels and levels[0].segment in run.within:  # as a part of the call around
+        """Call a module's forward inside the regions `levels`, the outermost first."""
+        while levels and levels[0].segment in run.within:  # a call around this one is in the same segment
             levels = levels[1:]
         if not levels:
             return self._run_innermost(run, region, nth, forward, args, kwargs)
@@ -310,10 +309,10 @@ class RegionRunner:
             log, start = choices.begin()
             function = functools.partial(choices.recording, log, function)
             again = functools.partial(choices.replaying, log, start, again)
-        turn = region.lock
-        if turn is not None:
-            again = functools.partial(turn.during, again)
-        with turn or _NO_TURN:
+        lock = region.lock
+        if lock is not None:
+            again = functools.partial(lock.during, again)
+        with lock or _NO_LOCK:
             if number is None:
                 kept = None if retain is None else retain()
                 return replay.run(
@@ -348,7 +347,7 @@ class RegionRunner:
     def _replay_part(
         self, part: CallPart, run: ForwardRun | None, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """`run` is shared by the calls of a segment."""
+        """Replay a call. The calls of a segment share `run`; None for a region of one call."""
         part.region.num_replays += 1
         if run is None:
             run = ForwardRun(part.decisions, None if part.counts is None else {})

@@ -1,7 +1,11 @@
-"""`handle.capture`: a step whose forward and backward run as one CUDA graph.
+"""`handle.capture`: a training step whose forward and backward run as one CUDA graph.
 
-Most steps that are trained eagerly are limited by the host, and recomputing adds to its work. A graph takes the host
-out: the device runs the recorded kernels one after the other. See docs/cuda-graphs.md.
+Most eager steps are limited by the host, and recomputing adds to its work. A CUDA graph takes the host out: the device
+runs the recorded kernels one after the other. `Capturable` adds `capture` to the handles of `apply` and `fit`.
+`CapturedStep` holds one graph for each form of batch (shapes, dtypes, Python values), checks before every run that the
+graph still applies, and runs the step eagerly where it cannot be captured. `eager.cuda_graph` makes the single graphs.
+
+The memory pool of the graphs counts as a whole in the peak, as nothing else can use it. See docs/cuda-graphs.md.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ logger = logging.getLogger("lowtide")
 
 
 class Capturable(ABC):
-    """What a handle of something applied to a model must say for its steps to be captured."""
+    """Base class of handles whose steps can be captured."""
 
     enabled: bool
     is_removed: bool
@@ -36,12 +40,12 @@ class Capturable(ABC):
     @property
     @abstractmethod
     def num_patched(self) -> int:
-        """How many modules run under it."""
+        """Number of modules whose forward is replaced."""
 
     @property
     @abstractmethod
     def moves_activations(self) -> bool:
-        """Whether activations leave the device, or are compressed."""
+        """Whether activations are moved off the device, or compressed."""
 
     @abstractmethod
     def reapply(self) -> None:
@@ -55,12 +59,12 @@ class Capturable(ABC):
         max_graphs: int = 4,
         ignore_host_draws: bool = False,
     ) -> CapturedStep:
-        """Forward and backward as one CUDA graph: `loss = step(*args)`, with fresh gradients in `.grad`.
+        """Capture forward and backward as one CUDA graph: `loss = step(*args)`, with new gradients in `.grad`.
 
-        The same numbers as the eager step, without the host's time. With `accumulate=True` gradients are added to those
-        that are there. Batches of other forms get graphs of their own, up to `max_graphs`. `CaptureError` names what
-        cannot be captured, `InfeasibleBudgetError` a graph that takes more than the budget of `fit`. Random numbers
-        drawn on the host are refused, unless `ignore_host_draws` says that they decide nothing.
+        Results equal those of the eager step. With `accumulate=True` gradients are added to those in `.grad`. Batches
+        of other shapes, dtypes or Python values get graphs of their own, up to `max_graphs`. Raises `CaptureError` with
+        what cannot be captured, and `InfeasibleBudgetError` if the graph needs more than the budget of `fit`. A step
+        that draws random numbers on the host is refused, unless `ignore_host_draws=True` says that they have no effect.
         """
         return CapturedStep(
             self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
@@ -70,8 +74,8 @@ class Capturable(ABC):
 class CapturedStep:
     """A step as CUDA graphs, one for each form of batch: `loss = step(*batch)`. Made by `handle.capture`.
 
-    Gradients are left in `.grad`: fresh ones, or with `accumulate=True` added to those that are there. The tensors in
-    `.grad` belong to the graph and are written by the next step; the loss that a step returns is yours.
+    Gradients are left in `.grad`: new ones, or with `accumulate=True` added to those there. The tensors in `.grad`
+    belong to the graph, and the next step overwrites them. The returned loss is a copy.
     """
 
     hidden_from_replay = True
@@ -91,16 +95,16 @@ class CapturedStep:
         _refuse_devices(handle.model, args)
         facts = StepGuards(handle.model, loss_fn)
         _refuse_handle(handle, facts.modules)
-        self.peak_bytes = 0  # of the whole step: what lies outside of the graphs' memory pool, and all of the pool
-        self.pool_bytes = 0  # that the graphs keep, between steps too
+        self.peak_bytes = 0  # of the whole step: memory outside of the graphs' pool, plus the whole pool
+        self.pool_bytes = 0  # held by the graphs, also between steps
         self._handle, self._loss_fn = handle, loss_fn
         self._accumulate, self._max_graphs, self._ignore_host_draws = accumulate, max_graphs, ignore_host_draws
         self._plans = getattr(handle, "shapes", None)
         self._pool = torch.cuda.graph_pool_handle()
         self._facts = facts
         self._graphs: dict[Any, CapturedGraph] = {}
-        self._eager: set[Any] = set()  # forms of batches that are run eagerly
-        self._has_told = False
+        self._eager: set[Any] = set()  # forms of batches that run eagerly
+        self._has_warned = False
         self._is_released = False
         self._refuse_use(args)
         try:
@@ -111,12 +115,14 @@ class CapturedStep:
 
     @property
     def num_graphs(self) -> int:
-        """Forms of batches that have a graph."""
+        """Number of batch forms that have a graph."""
         return len(self._graphs)
 
     def __call__(self, *args: Any, accumulate: bool | None = None) -> Tensor:
-        """Copy the batch in and run the graph; the loss, detached. A batch of another form gets a graph of its own, or
-        runs eagerly where there are `max_graphs` already or its graph would not fit into the budget.
+        """Copy the batch in, run the graph and return the detached loss.
+
+        A batch of another form gets a graph of its own. It runs eagerly if there are `max_graphs` already, or if its
+        graph does not fit into the budget.
         """
         self._refuse_use(args)
         adds = self._accumulate if accumulate is None else accumulate
@@ -135,7 +141,7 @@ class CapturedStep:
         return graph.run(args, adds=adds)
 
     def release(self) -> None:
-        """Give the graphs and their memory back. Gradients in `.grad` stay, as copies."""
+        """Free the graphs and their memory. Gradients in `.grad` become copies."""
         self._copy_gradients_of_other_graphs(None)
         self._graphs.clear()
         self._is_released = True
@@ -161,8 +167,8 @@ class CapturedStep:
 
     def _run_eagerly_from_now_on(self, key: Any, why: str) -> None:
         self._eager.add(key)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "a step of another form than those captured runs eagerly: %s. It runs beside the %s that graphs keep",
                 why,
@@ -181,7 +187,7 @@ class CapturedStep:
             )
         finally:
             if handle.num_patched != regions and not handle.is_removed:
-                handle.reapply()  # a plan made in the warm-up patched modules, and that was undone with the rest
+                handle.reapply()  # the warm-up made a plan, whose patches were restored away
         self._graphs[key] = graph
         try:
             self._measure()
@@ -205,7 +211,7 @@ class CapturedStep:
         return True
 
     def _copy_gradients_of_other_graphs(self, graph: CapturedGraph | None) -> None:
-        """Gradients in `.grad` that other graphs own: running `graph` overwrites them."""
+        """Copy gradients in `.grad` that lie in other graphs' memory: running `graph` may overwrite it."""
         for other in self._graphs.values():
             for key, gradient in other.gradients.items() if other is not graph else ():
                 leaf = other.leaves[key]
@@ -239,9 +245,9 @@ class CapturedStep:
             raise CaptureError("a batch tensor requires gradients, which a captured step cannot give: run it eagerly")
 
     def _measure(self) -> None:
-        """Note the peak of a step; an `InfeasibleBudgetError` if it is above the budget.
+        """Set `peak_bytes` and `pool_bytes`. Raises `InfeasibleBudgetError` if the peak is above the budget.
 
-        The pool counts as a whole, in pieces or not: nothing else can use it.
+        The pool counts as a whole, free blocks included, as nothing else can use it.
         """
         torch.cuda.synchronize()
         segments = [
@@ -254,7 +260,7 @@ class CapturedStep:
         present = [leaf.grad for leaf in leaves.values() if leaf.grad is not None and id(leaf.grad) not in owned]
         watch = getattr(self._handle, "watch", None)
         to_come = 0 if watch is None else watch.missing_state_bytes()
-        # The gradients that are there are let go of by the next step, whose own lie in the pool.
+        # The next step replaces the present gradients by its own, which are in the pool.
         outside = torch.cuda.memory_allocated() - live - sum(gradient.nbytes for gradient in present) + to_come
         self.peak_bytes = outside + self.pool_bytes
         if watch is not None and self.peak_bytes > watch.budget_bytes:

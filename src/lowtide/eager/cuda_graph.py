@@ -1,24 +1,19 @@
-"""What a captured step takes for granted: its batch's form, the model's tensors, and the Python values it read.
+"""One training step, forward and backward, captured as a CUDA graph, and the checks that a graph still applies.
 
-A CUDA graph runs no Python and reads memory at fixed addresses. What the step's Python would have decided differently
-is therefore looked at before every run: a batch of another form, another `training` flag, dropout rate or variable of
-the loss function lead to another graph; a parameter that lies elsewhere by now, or has become trainable, to an error.
-Not seen are values inside of other objects (a config's fields) and what Python does for its own sake (prints, lists).
+`CapturedStep` (`eager.captured_step`) makes a `CapturedGraph` for each form of batch. The step first runs eagerly a few
+times, as one-time work must not be in the graph; then under capture; then once as a graph, to check that it draws as
+many random numbers as the eager step. `Restorer` undoes each of these runs, so a cache that the step fills is filled
+inside the graph, and not read from memory that was freed.
 
-One step, forward and backward, as a CUDA graph: run eagerly a few times, captured, and tried once.
-
-The step runs eagerly first, as what is worked out once must not be in the graph; then under capture; then once as a
-graph, to see that it draws as many random numbers as the eager step. Each of these leaves nothing behind: `Restorer`
-puts back what they change, before and after the capture, so that a cache which the step fills for itself is filled
-inside the graph and not read from memory that is freed.
-
-Regions redraw their forward's numbers inside the graph as they do eagerly: while a stream is capturing, a registered
-generator's state counts from the start of the graph and can be set back (`replay.environment`).
-
-Gradients are captured as the backward makes them, from none: what they are made of is the graph's own memory, shared
-with activations that are gone by then. Adding to gradients is a second graph, captured while the first one's gradients
-are alive, which adds to these in place. All graphs of a captured step share one memory pool, so running one of them may
-overwrite the gradients of another: whoever runs one copies those that are still needed first.
+- **Guards.** A CUDA graph runs no Python and reads memory at fixed addresses. `StepGuards` and `batch_form` list what
+  the captured Python depended on, and are compared before every run: a batch of another form, another `training` flag,
+  dropout rate or variable of the loss function leads to another graph; a parameter that was moved or unfrozen is an
+  error. Values inside other objects (fields of a config) and side effects of Python (prints, lists) are not checked.
+- **Random numbers.** While a stream is capturing, the offset of a registered generator counts from the start of the
+  graph and can be set back. Regions use that to draw the same numbers in a replay (`replay.environment`).
+- **Gradients.** The graph's backward makes new gradients, in the graph's own memory. Accumulation is a second graph,
+  captured while the first one's gradients exist, which adds to them in place. All graphs of a captured step share one
+  memory pool, so running one may overwrite the gradients of another: `CapturedStep` copies those first.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def batch_form(item: Any) -> Any:
-    """What a graph depends on in an argument, hashable: the form of tensors, everything else by value."""
+    """A hashable description of an argument: shape, strides, dtype and device of tensors, other values themselves."""
     if isinstance(item, Tensor):
         if not _compat.is_plain(item):
             raise CaptureError(f"a batch with a {type(item).__name__} cannot be captured: plain tensors can")
@@ -67,17 +62,17 @@ def batch_form(item: Any) -> Any:
     if is_dataclass(item) and not isinstance(item, type):
         return type(item), *(batch_form(getattr(item, field.name)) for field in fields(item))
     raise CaptureError(
-        f"an argument of type {type(item).__name__} cannot be captured, as no one can tell when it changes: give "
+        f"an argument of type {type(item).__name__} cannot be captured, as its changes cannot be detected: give "
         "tensors, numbers, text, and tuples, lists, dicts or dataclasses of these"
     )
 
 
 class StepGuards:
-    """The modules and variables that a step reads, as far as the model and the loss function tell."""
+    """The modules and variables that a step reads, as far as the model and the loss function refer to them."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        reach = CapturedState(loss_fn)
-        self._roots = roots = (model, *reach.modules)
+        state = CapturedState(loss_fn)
+        self._roots = roots = (model, *state.modules)
         self.modules = self._all_modules()
         self._names = {module: name for root in reversed(roots) for name, module in root.named_modules()}
         self._slots = [slots for module in self.modules for slots in _compat.module_tensors(module)]
@@ -85,28 +80,28 @@ class StepGuards:
             (vars(module), [name for name, value in vars(module).items() if isinstance(value, (*_PLAIN, Tensor))])
             for module in self.modules
         ]
-        self._cells = [cell for cell, _ in reach.cells]
+        self._cells = [cell for cell, _ in state.cells]
         read = set(_global_names(loss_fn))
-        self._globals = [(namespace, name) for namespace, name, _ in reach.globals if name in read]
+        self._globals = [(namespace, name) for namespace, name, _ in state.globals if name in read]
         own = (value for module in self.modules for value in vars(module).values())
         self.generators = [
             each
-            for each in (*reach.generators, *own)
+            for each in (*state.generators, *own)
             if isinstance(each, torch.Generator) and each.device.type == "cuda"
         ]
-        # A graph reads memory that it does not own: what attributes and variables refer to now must not be freed.
+        # The graph reads memory that it does not own: keep alive what attributes and variables refer to now.
         self._held = ObjectSnapshot([*map(vars, self.modules), [cell.cell_contents for cell in self._cells]])
         self.tensors = self._tensors()
 
     def values(self) -> tuple[Any, ...]:
-        """Python values that the step may read: numbers and text as they are, others by identity."""
-        found = [_value(attributes.get(name)) for attributes, names in self._attributes for name in names]
-        found += [_value(cell.cell_contents) for cell in self._cells]
-        found += [_value(namespace.get(name)) for namespace, name in self._globals]
-        return tuple(found)
+        """Python values that the step may read: numbers and strings by value, other objects by identity."""
+        values = [_value(attributes.get(name)) for attributes, names in self._attributes for name in names]
+        values += [_value(cell.cell_contents) for cell in self._cells]
+        values += [_value(namespace.get(name)) for namespace, name in self._globals]
+        return tuple(values)
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers and text in attributes of modules, by name."""
+        """Numbers and strings in attributes of modules, by name."""
         return {
             f"{self._names.get(module) or type(module).__name__}.{name}": attributes.get(name)
             for module, (attributes, names) in zip(self.modules, self._attributes, strict=True)
@@ -134,7 +129,7 @@ class StepGuards:
         ]
 
     def what_moved(self) -> str | None:
-        """In words, a module, parameter or buffer that is not the one there was, where it was and as trainable."""
+        """Describe a module, parameter or buffer that was replaced, moved, frozen or unfrozen since; else None."""
         if self._all_modules() != self.modules:
             return "modules were added or replaced"
         return self._first_changed() if self._tensors() != self.tensors else None
@@ -157,7 +152,7 @@ def _value(item: Any) -> Any:
 
 
 def _global_names(function: Any) -> Iterator[str]:
-    """Globals that a function reads, and functions inside it; not the attributes of the same names."""
+    """Names of globals that a function and its inner functions read."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -169,19 +164,19 @@ def _global_names(function: Any) -> Iterator[str]:
 
 
 def changed_value(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first attribute whose number or text differs, in words."""
+    """Describe the first attribute whose value differs; None if all are equal."""
     for name, value in before.items():
         if name in after and (type(after[name]) is not type(value) or after[name] != value):
             return f"{name} from {value!r} to {after[name]!r}"
     return None
 
 
-_NUM_WARM_UPS = 3  # as torch recommends; in the first, regions learn where outputs that they retain are saved
-_SHIFT = 4 << 20  # offsets of generators in warm-ups start that far off, to find out a step that sets one itself
+_NUM_WARM_UPS = 3  # as torch recommends; in the first, regions find out which saves carry retained outputs
+_SHIFT = 4 << 20  # added to generator offsets in warm-ups, to detect a step that sets an offset itself
 
 
 class CapturedGraph:
-    """A step for batches of one form. `run` copies a batch in, runs the graph and leaves gradients in `.grad`."""
+    """A captured step for batches of one form. `run` copies a batch in, runs the graph and sets `.grad`."""
 
     def __init__(
         self,
@@ -216,7 +211,7 @@ class CapturedGraph:
         self._adding = None
 
     def run(self, args: tuple[Any, ...], *, adds: bool) -> Tensor:
-        """The loss of the batch, of memory of its own. With `adds`, gradients are added to those that are there."""
+        """Run the graph on a batch and return a copy of the loss. With `adds`, gradients are accumulated."""
         graph = self._adding if adds else self._fresh
         assert graph is not None
         with torch.no_grad():
@@ -232,7 +227,7 @@ class CapturedGraph:
         return graph.loss.clone()
 
     def _take_over(self) -> None:
-        """Bring gradients that are elsewhere to where the graph adds to them."""
+        """Copy the present gradients to the tensors that the graph accumulates into."""
         for key, gradient in self.gradients.items():
             present = self.leaves[key].grad
             if present is None:
@@ -248,7 +243,7 @@ class CapturedGraph:
             return self._capture(draws, adds)
 
     def _warm_up(self) -> list[int]:
-        """Run the step eagerly; by how much it moves each generator."""
+        """Run the step eagerly. Returns by how much one step advances each generator's offset."""
         with self._nothing_left():
             numbers, drawn = self.facts.numbers(), generator_states(None)
             versions = _compat.versions_of(self._inputs)
@@ -280,7 +275,7 @@ class CapturedGraph:
             failure: BaseException | None = None
             loss: Tensor | None = None
             with torch.cuda.stream(stream):
-                torch.clear_autocast_cache()  # a weight cast before the capture would stay as it was
+                torch.clear_autocast_cache()  # a weight cast before the capture would not be cast again
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     loss = self._step()
@@ -290,7 +285,7 @@ class CapturedGraph:
                     torch.clear_autocast_cache()
                     failure = _end(graph, failure)
             if failure is not None:
-                traceback.clear_frames(failure.__traceback__)  # they hold tensors of the graph's memory
+                traceback.clear_frames(failure.__traceback__)  # the frames hold tensors in the graph's memory
                 loss = None
                 self._clear_gradients()
                 self._mend(stream)
@@ -308,7 +303,7 @@ class CapturedGraph:
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
-        """A block after which the graph's gradients hold what they held: a run that adds to them is tried in it."""
+        """Context manager that restores the graph's gradients, around a trial run that accumulates into them."""
         kept = {key: gradient.cpu() for key, gradient in self.gradients.items()}
         try:
             yield
@@ -326,7 +321,7 @@ class CapturedGraph:
         return [(generator.initial_seed(), generator.get_offset()) for generator in self._generators]
 
     def _mend(self, stream: torch.cuda.Stream) -> None:
-        """After a failed capture torch leaves generators in capture mode: a capture that succeeds ends that."""
+        """Run a small capture that succeeds: after a failed one, torch leaves generators in capture mode."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         self._register(graph)
@@ -342,7 +337,7 @@ class CapturedGraph:
         loss = self._loss_fn(*self._args)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
-        if is_first:  # leaves such as parameters of a module that only `loss_fn` knows
+        if is_first:  # parameters of modules that only `loss_fn` refers to
             for leaf in leaves_of(loss):
                 if id(leaf) not in self.leaves:
                     self.leaves[id(leaf)] = leaf
@@ -353,7 +348,7 @@ class CapturedGraph:
 
     @contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """A block in which leaves have no gradients, and after which everything is as before."""
+        """Context manager that clears gradients, and restores everything that the step changes inside it."""
         self._restorer = Restorer(self._model, self._loss_fn, self._inputs, self._device)
         self._restorer.add_leaves(self.leaves.values())
         for buffer in self.facts.buffers:
@@ -372,7 +367,7 @@ class CapturedGraph:
             leaf.grad = None
 
     def _refuse_what_python_does(self, numbers: Any, drawn: Any, versions: Any, weights: Any) -> None:
-        """After a first eager step: what it changed that a graph would not."""
+        """Raise if the first eager step did something in Python that a graph would not repeat."""
         changed = changed_value(numbers, self.facts.numbers())
         if changed is not None:
             raise CaptureError(
@@ -393,7 +388,7 @@ class CapturedGraph:
             )
 
     def _refusal(self, failure: BaseException) -> BaseException:
-        """What to raise when a capture failed."""
+        """The exception to raise for a failed capture, with the user's line that caused it."""
         if isinstance(failure, CaptureError | torch.OutOfMemoryError) or "captur" not in str(failure):
             return failure
         where = _user_line(list(traceback.walk_tb(failure.__traceback__)))
@@ -420,7 +415,7 @@ class CapturedGraph:
         try:
             with ops:
                 self._step()
-        except Exception:  # the line is known without it
+        except Exception:  # the line is known anyway
             pass
         finally:
             self._clear_gradients()
@@ -428,7 +423,7 @@ class CapturedGraph:
 
 
 class _Graph(NamedTuple):
-    """A graph, and where it leaves the loss."""
+    """A CUDA graph, and the tensor that it writes the loss to."""
 
     graph: torch.cuda.CUDAGraph
     loss: Tensor
@@ -436,21 +431,21 @@ class _Graph(NamedTuple):
 
 @functools.cache
 def capture_stream(index: int) -> torch.cuda.Stream:
-    """One for all captures on a device: cuBLAS has a workspace for each stream."""
+    """The stream for all captures on a device. One only, as cuBLAS allocates a workspace for each stream."""
     return torch.cuda.Stream(index)
 
 
 def _end(graph: torch.cuda.CUDAGraph, failure: BaseException | None) -> BaseException | None:
-    """End a capture; what went wrong first, if anything did."""
+    """End a capture. Returns the first error, or None."""
     try:
         graph.capture_end()
-    except RuntimeError as error:  # as it does after any failure inside
+    except RuntimeError as error:  # raised after any failure inside the capture
         return failure or error
     return failure
 
 
 def _distances(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> list[int]:
-    """By how much generators moved. One that was seeded anew moved nowhere that a graph could."""
+    """By how much each generator's offset advanced; -1 for one that was seeded again, which a graph cannot do."""
     return [end - start if seed == now else -1 for (seed, start), (now, end) in zip(before, after, strict=True)]
 
 
@@ -463,7 +458,7 @@ _LIBRARIES = tuple(os.path.dirname(package.__file__ or "") + os.sep for package 
 
 
 def _user_line(frames: list[tuple[types.FrameType, int]]) -> tuple[str, int] | None:
-    """File and line of the innermost frame, the last, that is neither torch's nor ours."""
+    """File and line of the innermost frame outside of torch and lowtide. The last frame is the innermost."""
     for frame, line in reversed(frames):
         if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
             return frame.f_code.co_filename, line
@@ -471,7 +466,7 @@ def _user_line(frames: list[tuple[types.FrameType, int]]) -> tuple[str, int] | N
 
 
 def _drawn_on_host(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Which of the host's generators was drawn from."""
+    """The host generator that was drawn from; None if none was."""
     if not torch.equal(before["torch"], after["torch"]):
         return "torch's CPU generator"
     if before["random"] != after["random"]:

@@ -1,12 +1,12 @@
-"""What a policy or plan on a live model did so far.
+"""`lowtide.apply`: carries out a policy on a live model, in place and reversibly, and returns a handle.
 
-What autograd saves in a block of code, in bytes of distinct storages.
+`Applied` is the handle, and the base class of `AppliedPlan` (`eager.plan_handle`), the handle of a plan. It gives each
+layer a `forward` of its own, an instance attribute that is a bound method. Python copies such a method with its module
+and pickles it by name, Dynamo traces through it, hooks run outside of it, and no module is wrapped or renamed. (A
+wrapper module would rename parameters, and `module.compile`'s slot is skipped under `torch.compile`.) When the layer is
+called, the handle runs its original forward inside the regions that the policy decided on (`eager.calls`).
 
-`apply`: a policy carried out on a live model, in place and reversibly.
-
-Each layer gets a `forward` of its own, an instance attribute that is a bound method: Python copies such a method along
-with its module and pickles it by name, Dynamo traces through it, hooks stay outside of it, and no module is wrapped or
-renamed. (A wrapper module renames parameters; `module.compile`'s slot is skipped under torch.compile.)
+`handle.stats()` reports bytes that layers save, counted by `SavedBytes` in the first forward of each input shape.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RegionStats:
-    """One layer: what its last measured forward saved for the backward, and what became of it."""
+    """One layer: whether it is recomputed, bytes saved by its last measured forward, and replays so far."""
 
     name: str
     recomputed: bool
@@ -64,10 +64,10 @@ class RegionStats:
 
 @dataclass(frozen=True)
 class AppliedStats:
-    """What an applied policy or plan did so far. Bytes are measured; of layers, in the first forward of each shape.
+    """What an applied policy or plan did so far. Bytes are measured, in layers by the first forward of each shape.
 
-    `stored_bytes` are in stores now. So far `moved_bytes` went to host memory or disk, `compressed_bytes` were written
-    as `compressed_to_bytes`, and compute stood still for copies for `waited_s`.
+    `stored_bytes` are in stores now. Totals so far: `moved_bytes` moved to host memory or disk, `compressed_bytes`
+    compressed to `compressed_to_bytes`, and `waited_s` seconds in which compute waited for copies.
     """
 
     regions: tuple[RegionStats, ...]
@@ -76,7 +76,7 @@ class AppliedStats:
     compressed_bytes: int = 0
     compressed_to_bytes: int = 0
     waited_s: float = 0.0
-    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together, from one input
+    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together
 
     @property
     def num_regions(self) -> int:
@@ -110,16 +110,17 @@ class AppliedStats:
 
 
 class SavedBytes:
-    """Counts storages saved inside the block, once each, without parameters, buffers and the block's inputs.
+    """Context manager that sums the bytes autograd saves inside it, and passes the sum to `report` at the end.
 
-    Saved-tensor hooks hide tensors from hooks further out, so those are called from here.
+    Each storage counts once; parameters, buffers and the module's inputs do not count. Saved-tensor hooks that were in
+    force before are called from these, as inner hooks would otherwise hide tensors from them.
     """
 
     def __init__(self, module: nn.Module, inputs: Iterable[Any], report: Callable[[int], None]) -> None:
         others = [*module.parameters(), *module.buffers(), *(value for value in inputs if isinstance(value, Tensor))]
         self._others = {_compat.storage_id(tensor) for tensor in others if _compat.is_plain(tensor)}
         self._report = report
-        # References keep ids from being given to other storages: what a checkpoint drops is freed at once.
+        # The references keep ids from being reused: storages that a checkpoint drops are freed at once.
         self._sizes: dict[int, tuple[_compat.StorageReference, int]] = {}
         self._hooks: Any = None
 
@@ -136,7 +137,7 @@ class SavedBytes:
         def unpack(packed: Any) -> Tensor:
             return packed.restore() if outer is None else outer[1](packed)
 
-        vars(pack)["passes_on_to"] = outer  # for those who look for hooks further out
+        vars(pack)["passes_on_to"] = outer  # lets other code find the outer hooks
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
 
@@ -147,16 +148,17 @@ class SavedBytes:
         self._sizes.clear()
 
 
-_MARK = "lowtide_region"
-# Keyword arguments that `checkpoint` would take for its own.
+_MARK = "lowtide_region"  # attribute of a patched forward: its handle
+_NOTE = "_lowtide_handle"  # attribute of a model on which no forward is patched
+# Keyword arguments that `checkpoint` would read as its own options.
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
 class Applied(Capturable, RegionRunner):
-    """A policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
+    """The handle of a policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
 
-    Used as a context manager, it is removed at the end of the block. Copies of the model made meanwhile run the same
-    way and follow the same switch; a pickled model loads plain.
+    As a context manager it removes itself at the end of the block. Copies of the model made meanwhile run under the
+    policy too, and follow the same switch; a pickled model loads without it.
     """
 
     hidden_from_replay = True
@@ -187,7 +189,7 @@ class Applied(Capturable, RegionRunner):
         region.module.forward = types.MethodType(_forward_of(self, region), region.module)
 
     def remove(self) -> None:
-        """Give every layer its own forward back. Graphs made before still run their backward."""
+        """Restore every layer's own forward. Graphs of earlier forwards can still run their backward."""
         for region in self._regions:
             if _applied_to(region.module) is self:
                 if region.own_forward is None:
@@ -195,6 +197,9 @@ class Applied(Capturable, RegionRunner):
                 else:
                     region.module.forward = region.own_forward
         self.enabled, self.is_removed = False, True
+        model = getattr(self, "model", None)  # not set yet if the constructor was interrupted
+        if model is not None and _noted_on(model) is self:
+            vars(model).pop(_NOTE)
         if self._cache is not None:
             self._cache.restore()
 
@@ -202,15 +207,22 @@ class Applied(Capturable, RegionRunner):
         """Patch every layer again; `enabled` is left as it is."""
         for region in self._regions:
             self._patch(region)
+        self.note_on_model()
+
+    def note_on_model(self) -> None:
+        """Let `lowtide.handle_of` find this handle if no forward is patched, as with a plan that keeps everything."""
+        vars(self.model).pop(_NOTE, None)  # of an earlier handle
+        if not self._regions:
+            vars(self.model)[_NOTE] = HandleNote(self)
 
     def switch_cache_off(self, model: nn.Module) -> None:
-        """Train without Hugging Face's cache until `remove()`."""
+        """Set `use_cache=False` in a Hugging Face config until `remove()`: a cache would keep activations alive."""
         self._cache = CacheOff(model)
         self._cache.say_once(model)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """A block in which the model runs plainly."""
+        """Context manager in which the model runs without the policy or plan."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -218,7 +230,7 @@ class Applied(Capturable, RegionRunner):
             self.enabled = before
 
     def stats(self) -> AppliedStats:
-        """Regions matched, bytes kept, recomputed and stored, and replays run: measured, not guessed."""
+        """Measured so far: regions, bytes kept, recomputed and stored, and replays."""
         rows = (RegionStats(r.name, r.recomputed, r.saved_bytes, r.num_replays) for r in self._regions)
         stores = [store.stats() for store in self._stores()]
         return AppliedStats(
@@ -233,12 +245,12 @@ class Applied(Capturable, RegionRunner):
 
     @property
     def num_patched(self) -> int:
-        """Layers whose forward is ours."""
+        """Number of modules whose forward is replaced."""
         return len(self._regions)
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations leave the device, or are held in another form."""
+        """Whether activations are moved off the device, or compressed."""
         return bool(self._stores())
 
     def _stores(self) -> list[ActivationStore]:
@@ -255,7 +267,7 @@ class Applied(Capturable, RegionRunner):
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
     ) -> Report:
-        """Reports are of plans: see `Plan.report`."""
+        """Raises: a policy has no graph to report on. See `Plan.report`."""
         raise LowtideError(
             f"{self.policy} is a policy, and a report is made of a plan: lowtide.fit(...) or lowtide.apply(model, "
             "lowtide.plan(...)) give handles that have one"
@@ -271,13 +283,13 @@ class Applied(Capturable, RegionRunner):
         return f"{self.policy} on {len(self._regions)} regions ({'on' if self.enabled else 'off'})"
 
     def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a layer's forward as decided. `module` is the layer, or its copy in a copied model."""
+        """Called in place of a layer's forward. `module` is the layer, or its copy in a copied model."""
         forward = region.plain_forward(module)
         if torch.compiler.is_compiling():
             is_on = region.recomputed and self.enabled and torch.is_grad_enabled()
             return self._checkpointed(forward, args, kwargs) if is_on else forward(*args, **kwargs)
         run = self._thread.run
-        if not torch.is_grad_enabled() or (run is None and not self.enabled):  # a replay goes by what its forward did
+        if not torch.is_grad_enabled() or (run is None and not self.enabled):  # replays follow their forward
             return forward(*args, **kwargs)
         forward = self._measured(region, forward, args)
         if not region.recomputed or self._is_full() or _compat.under_functorch():
@@ -291,18 +303,18 @@ class Applied(Capturable, RegionRunner):
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
     ) -> replay.Hooks | None:
-        return self._input_hooks if run.checkpoint is None else None  # further in they are saves of a region of ours
+        return self._input_hooks if run.checkpoint is None else None  # inside a region they are saves of that one
 
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For the compiler. A layer's own arguments that are called like options are bound to its forward."""
+        """The call as torch.compile sees it. Arguments named like options of `checkpoint` are bound to the forward."""
         options = _OPTIONS & kwargs.keys()
         if options:
             forward = functools.partial(forward, **{name: kwargs[name] for name in options})
         return checkpoint(forward, *args, **{name: value for name, value in kwargs.items() if name not in options})
 
     def _measured(self, region: PatchedModule, forward: Callable[..., Any], args: Any) -> Callable[..., Any]:
-        """`forward`; the first time with these shapes, one that counts what it saves."""
+        """`forward`, or for new input shapes a wrapper that measures what it saves."""
         shapes = [value.shape for value in args if isinstance(value, torch.Tensor)]
         if region.measured_shape == shapes or _compat.under_functorch():
             return forward
@@ -334,13 +346,13 @@ def apply(
 ) -> Applied:
     """Carry out a policy or a plan on a live model, in place: same modules, names, classes, hooks and `state_dict`.
 
-    A `Plan` from `lowtide.solve` says which modules are recomputed; the options are for policies.
+    Returns a handle. The options are for policies; a `Plan` from `lowtide.plan` or `lowtide.solve` takes none.
 
     - `regions`: the layers; by default the model's repeated blocks. Or dotted patterns (`"encoder.layers.*"`, `**` for
       any depth), module classes, predicates `(name, module) -> bool`, or a list of these. No match is a `ValueError`.
     - `store`: an `ActivationStore` for the inputs of recomputed layers.
-    - `max_checkpoints`: how many such inputs are held at once; beyond it a layer runs plainly, its activations kept.
-    - `costs`, `bytes`: per layer, for policies that go by them.
+    - `max_checkpoints`: the most such inputs held at once; further layers keep their activations.
+    - `costs`, `bytes`: seconds and bytes per layer, for policies that use them.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
@@ -354,46 +366,47 @@ def apply(
         raise TypeError(f"apply() works on an nn.Module, not {type(model).__name__}")
     if isinstance(policy, Plan):
         if (regions, store, max_checkpoints, costs, bytes) != (None,) * 5:
-            raise TypeError("a Plan says itself which modules are recomputed: give it alone")
+            raise TypeError("a Plan contains which modules are recomputed: give it alone")
         from lowtide.eager.plan_handle import apply_plan  # it builds on this module
 
         return apply_plan(model, policy)
     check_policy(policy)
     check_store(store)
     refuse_other_checkpointing(model)
-    found = find_regions(model, regions)
-    levels = _levels(policy.regions(len(found), costs, bytes), len(found))
+    layers = find_regions(model, regions)
+    levels = _levels(policy.regions(len(layers), costs, bytes), len(layers))
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
-    chosen = [PatchedModule(name, found[name], recomputed=bool(own)) for name, own in zip(found, levels, strict=True)]
-    decisions = Decisions({name: {0: own} for name, own in zip(found, levels, strict=True)})
+    chosen = [PatchedModule(name, layers[name], recomputed=bool(own)) for name, own in zip(layers, levels, strict=True)]
+    decisions = Decisions({name: {0: own} for name, own in zip(layers, levels, strict=True)})
     handle = Applied(policy, chosen, decisions, store, max_checkpoints)
     handle.model = model
+    handle.note_on_model()
     handle.switch_cache_off(model)
     return handle
 
 
 def _levels(regions: list[Segment], num_layers: int) -> list[Levels]:
     """For each layer, the regions that it lies in, the outermost first."""
-    found: list[list[Level]] = [[] for _ in range(num_layers)]
+    levels: list[list[Level]] = [[] for _ in range(num_layers)]
     for number, region in enumerate(regions):
         for layer in range(region.start, region.end + 1):
             is_alone = region.start == region.end
-            found[layer].append(Level(None if is_alone else number, layer == region.start))
-    return list(map(tuple, found))
+            levels[layer].append(Level(None if is_alone else number, layer == region.start))
+    return list(map(tuple, levels))
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
-    """The function behind a layer's new forward, which looks like the one it replaces: name, signature, docstring."""
+    """A function to bind as a layer's forward, with the name, signature and docstring of the one it replaces."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return applied.run(region, self, args, kwargs)
 
     plain = region.own_forward or type(region.module).forward
     functools.update_wrapper(forward, plain)
-    forward.__name__ = "forward"  # pickled by this name, whatever another library calls its own
+    forward.__name__ = "forward"  # bound methods are pickled by this name
     if region.own_forward is not None:
-        # That one may be no method: give ours its signature, behind the `self` that is bound away.
+        # It may be a plain function: add the `self` that binding removes to its signature.
         with contextlib.suppress(TypeError, ValueError):
             signature = inspect.signature(plain)
             bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -409,8 +422,32 @@ def _applied_to(module: nn.Module) -> Applied | None:
     return getattr(getattr(method, "__func__", None), _MARK, None)
 
 
+class HandleNote:
+    """An attribute of a model that refers to its handle. A copied model has the same one; a pickled model has None."""
+
+    hidden_from_replay = True
+
+    def __init__(self, handle: Applied) -> None:
+        self.handle = handle
+
+    def __deepcopy__(self, memo: Any) -> HandleNote:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _noted_on(model: nn.Module) -> Applied | None:
+    return getattr(vars(model).get(_NOTE), "handle", None)
+
+
+def handle_at(module: nn.Module) -> Applied | None:
+    """The handle whose patched forward, or note, this module has."""
+    return _applied_to(module) or _noted_on(module)
+
+
 def plain_forward_of(module: nn.Module) -> Any:
-    """The forward that a module has as an attribute of its own, apart from ours; None for most."""
+    """The instance attribute `forward` that a module has without our patch; None for most modules."""
     applied = _applied_to(module)
     if applied is None:
         return vars(module).get("forward")
@@ -418,6 +455,7 @@ def plain_forward_of(module: nn.Module) -> Any:
 
 
 def refuse_other_checkpointing(model: nn.Module) -> None:
+    """Raise if a policy, or another library's checkpointing, is on the model already."""
     for name, module in model.named_modules():
         if _applied_to(module) is not None:
             raise LowtideError(f"a policy is applied to {name or 'the model'} already: handle.remove() takes it off")

@@ -1,7 +1,11 @@
-"""What a plan adds on the host, measured on a small model: per region, save, retained output and move.
+"""Measures the host time that the eager engine adds per region, save, retained output and move, on a small model.
 
-The model is a stack of transformer blocks, so that code and data are as warm or cold as in a training step; its
-tensors are small, so that the host is what takes time on an accelerator too. Steps with and without plans take turns.
+A step is often limited by the host, and the solver has to know what a plan adds there. `tracing.devices` calls
+`measure_engine_costs` once per process and device, through `register` below, and puts the result into traced graphs.
+
+The model is a stack of transformer blocks, so that code and data are in the caches as in a training step. Its tensors
+are small, so that the host is the slower of the two on an accelerator too. Steps with and without plans are timed in
+turns, and medians are taken.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from lowtide.eager.handle import apply
 from lowtide.plans.step_plan import Move, Plan, Recompute
 from lowtide.tracing.devices import EngineCosts, register
 
-# As many blocks as a small language model has: with few of them everything stays in the caches, and the engine takes
-# half as long per block. Tensors are small, for the device must be done before the host.
+# As many blocks as a small language model has: with fewer, everything stays in the caches and the engine takes half as
+# long per block. The tensors are small enough for the device to finish before the host.
 _BLOCKS, _WIDTH, _TOKENS = 12, 64, 8
 _ROUNDS, _IN_A_ROW = 5, 3
 
@@ -45,7 +49,7 @@ class _BenchBlock(nn.Module):
 
 
 class _Part(nn.Module):
-    """A layer that saves little, to tell what a region costs from what its saves do."""
+    """A layer with few saves, to separate the cost of a region from that of its saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ def measure_engine_costs(device: torch.device) -> EngineCosts:
         with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             return _EngineBench(device).costs()
     finally:
-        gc.collect()  # models under plans are in cycles, and would count as memory of the step that is traced next
+        gc.collect()  # planned models are in reference cycles, and would count as memory of the next trace
 
 
 class _EngineBench:
@@ -86,7 +90,7 @@ class _EngineBench:
         small_fee_s = (small_s - small_plain_s - small_forward_s) / len(self._small)
         save_s = max(0.0, fee_s - small_fee_s) / max(1, num_saves - few_saves)
         op_s = forward_s / len(self._large) / len(names)
-        gained_s = (one_s - some_s) / len(self._large) / (len(kept) - 1)  # by returning an output, not computing it
+        gained_s = (one_s - some_s) / len(self._large) / (len(kept) - 1)  # per retained output
         dispatch_s = ((one_s - region_s) / len(self._large) + gained_s) / len(names)
         return EngineCosts(
             max(0.0, fee_s - num_saves * save_s),
@@ -97,11 +101,11 @@ class _EngineBench:
         )
 
     def _move_s(self, num_saves: int) -> float:
-        """Of a value that moves to the host and back. Not all that is named moves: weights are saved too."""
-        places = [(str(block), number) for block in range(len(self._large)) for number in range(num_saves)]
-        plan = Plan(moves=tuple(Move(path, 0, number) for path, number in places))
+        """Seconds per value moved to the host and back, averaged over all saves; saved weights do not move."""
+        saves = [(str(block), number) for block in range(len(self._large)) for number in range(num_saves)]
+        plan = Plan(moves=tuple(Move(path, 0, number) for path, number in saves))
         plain_s, _, moved_s = self._in_turns(self._large, [None, None, plan])
-        return max(0.0, moved_s - plain_s) / len(places)
+        return max(0.0, moved_s - plain_s) / len(saves)
 
     def _look_into(self, block: nn.Module) -> tuple[list[str], int]:
         """The ops of a block's forward, by name, and how many tensors it saves."""
@@ -114,19 +118,19 @@ class _EngineBench:
         return ops.names, next(numbers)
 
     def _in_turns(self, model: nn.Module, plans: Sequence[Plan | None]) -> list[float]:
-        """Seconds of a step under each plan; the second is that of the forward alone. Medians of turns."""
+        """Median seconds of a step under each plan. The second number is for the forward alone."""
         times: list[list[float]] = []
         for _ in range(_ROUNDS + 1):
             times.append([])
             for number, plan in enumerate(plans):
                 context: AbstractContextManager[Any] = nullcontext() if plan is None else apply(model, plan)
                 with context:
-                    self._steps(model, 1)  # what is worked out once is none of the step's
+                    self._steps(model, 1)  # one-time work is not part of a step
                     times[-1].append(self._steps(model, _IN_A_ROW)[number == 1])
         return [median(runs) for runs in zip(*times[1:], strict=True)]
 
     def _steps(self, model: nn.Module, count: int) -> tuple[float, float]:
-        """Seconds of a step, and of its forward on the host, of several in a row."""
+        """Mean seconds of a step, and of its forward on the host, over `count` steps."""
         self._synchronize()
         start, forward_s = time.perf_counter(), 0.0
         for _ in range(count):

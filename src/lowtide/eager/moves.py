@@ -1,13 +1,13 @@
-"""The moves of a plan: values saved in chosen places live in stores until the backward asks for them.
+"""Moves the saved tensors that a plan names to host memory or disk, or compresses them, until the backward.
 
-A place is a save's number among those made directly in one call of one module, or an input of a recomputed call, or an
-output that such a call holds.
-Saved-tensor hooks count, and they are in force only while a module that has moves runs its own code: a module called
-from there sets them aside until it returns, so that what it saves costs nothing and is not counted. Where other ops run
-than planned, another value is moved, and comes back as it was like any other.
+A plan names a value by its position: the number of a save among those made directly by one call of one module, an input
+of a recomputed call, or an op output that such a call retains. `Moves` holds these for one plan on one model, with an
+`ActivationStore` for each destination. `AppliedPlan` enters `Counting`, saved-tensor hooks that count a call's saves,
+while a module with moves runs its own code; a patched module called from there suspends them until it returns, so that
+its saves are neither counted nor slowed down.
 
-Whoever else has saved-tensor hooks in force, a checkpoint or an offload around the model, decides about what is saved
-inside it, and nothing is moved there.
+If other ops run than planned, another value is moved; it comes back unchanged like any other. Inside saved-tensor hooks
+of other code, such as a checkpoint or an offload around the model, nothing is moved.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from lowtide.store.offload import KeptHere, KeptInStore, ModuleTensors, end_of_f
 from lowtide.store.storage_units import is_left_alone
 from lowtide.units import format_bytes
 
-_LEAST_BYTES = 1024  # what stands for a value in a store takes as much
-_MOST = "90%"  # of host memory, and of what is free on the disk: a plan says what it needs, not what it may have
+_LEAST_BYTES = 1024  # an entry of a store takes about as much host memory itself
+_MOST = "90%"  # of host memory or free disk: the stores' limit. What a plan needs was checked when it was made
 
 Numbered = dict[int, Move]  # moves of one call, by save or input
 Keeping = Callable[[Tensor], KeptHere | KeptInStore]
 
 
 class Moves:
-    """The moves of a plan on a model: where values go, and which those are."""
+    """The moves of a plan on a model: the stores, and the moved values of each call."""
 
     hidden_from_replay = True
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
-        places = {move.to for move in plan.moves}
-        if "host" in places and plan.host_bytes > transfer.host_bytes():
+        tiers = {move.to for move in plan.moves}
+        if "host" in tiers and plan.host_bytes > transfer.host_bytes():
             raise PlanError(
                 f"the plan moves {format_bytes(plan.host_bytes)} to host memory, and this machine has "
                 f"{format_bytes(transfer.host_bytes())}: plan with a smaller host="
             )
         in_flight = plan.in_flight_bytes or None
         budgets: dict[str, dict[str, Any]] = {"host": {"host": _MOST}, "disk": {"disk": _MOST}, "device": {}}
-        self.stores = {place: ActivationStore(in_flight=in_flight, **budgets[place]) for place in sorted(places)}
+        self.stores = {tier: ActivationStore(in_flight=in_flight, **budgets[tier]) for tier in sorted(tiers)}
         self._by_call: dict[tuple[str, int], Numbered] = {}
         self._outputs: dict[tuple[str, int], Numbered] = {}
         for move in plan.moves:
-            find_codec(move.codec or None)  # refuses an unknown one now rather than in a forward
+            find_codec(move.codec or None)  # raises for an unknown codec now, not in a forward
             if move.op is None:
                 self._by_call.setdefault((move.path, move.nth), {})[move.save] = move
             else:
@@ -71,12 +71,12 @@ class Moves:
         self._is_full = False
 
     def counting(self, path: str, nth: int) -> Counting | None:
-        """What counts the saves of one call and moves those chosen; None for a call without moves."""
+        """Hooks that count the saves of one call and move those named; None for a call without moves."""
         moves = self._by_call.get((path, nth))
         return Counting(self, moves) if moves and _compat.no_hooks_in_force() else None
 
     def hooks_for_inputs(self, path: str, nth: int, args: Any, kwargs: Any) -> Hooks | None:
-        """What holds the inputs of a recomputed call, some of them moved; None where none is."""
+        """Saved-tensor hooks for the inputs of a recomputed call; None if none of them is moved."""
         moves = self._by_call.get((path, nth))
         if not moves or not _compat.no_hooks_in_force():
             return None
@@ -87,14 +87,14 @@ class Moves:
         return (functools.partial(_pack_input, self, chosen), restore) if chosen else None
 
     def keeping_outputs(self, path: str, nth: int) -> dict[int, Keeping]:
-        """What keeps the first outputs of ops of a recomputed call, by op; none for those that the device holds."""
+        """Functions that store retained op outputs of a recomputed call, by op; other outputs stay on the device."""
         moves = self._outputs.get((path, nth))
         if not moves or not _compat.no_hooks_in_force():
             return {}
         return {op: functools.partial(self.keep, move=move) for op, move in moves.items()}
 
     def set_aside(self) -> Counting | None:
-        """Stop counting saves for the call that runs, as another begins inside it; `resume` goes on."""
+        """Suspend counting for the current call while a module inside it runs. Pass the result to `resume`."""
         counting, self._open.counting = self._open.counting, None
         if counting is not None:
             counting.pause()
@@ -106,7 +106,7 @@ class Moves:
             counting.go_on()
 
     def keep(self, tensor: Tensor, move: Move) -> KeptHere | KeptInStore:
-        """What autograd keeps for a tensor that is to be moved: itself where it is none to be moved, or has no room."""
+        """Move a tensor, and return what autograd keeps for it. Kept as it is if it cannot be moved or has no room."""
         if not is_left_alone(tensor) and tensor.nbytes >= _LEAST_BYTES and tensor not in self._module_tensors:
             try:
                 return KeptInStore(tensor, self.stores[move.to], move.codec or None)
@@ -115,29 +115,29 @@ class Moves:
         return KeptHere(tensor)
 
     def end_of_forward(self, output: Any) -> None:
-        """The model's forward is over. When the backward gets to its output, values start on their way back."""
+        """Call after the model's forward: values are fetched back from the host once the backward reaches `output`."""
         if "host" in self.stores:
             end_of_forward(self.stores["host"], tensors_in(output))
 
     def _warn_once(self, error: CapacityError) -> None:
         if not self._is_full:
             self._is_full = True
-            warnings.warn(f"values stay on the device that were to be moved: {error}", stacklevel=2)
+            warnings.warn(f"values that the plan moves stay on the device: {error}", stacklevel=2)
 
 
 def counted_paths(plan: Plan, model: nn.Module) -> list[str]:
-    """Modules of which something is moved. Where saves are counted, all inside too: what those save is not counted."""
+    """Paths of modules to patch: those with moves and, where saves are counted, all modules inside them."""
     regions = {(region.path, region.nth) for region in plan.regions}
     paths_of = {module: path for path, module in model.named_modules()}
-    found: list[str] = []
+    paths: list[str] = []
     for path, nth in dict.fromkeys((move.path, move.nth) for move in plan.moves):
         inside = () if (path, nth) in regions else model.get_submodule(path).modules()
-        found += [path, *(paths_of[module] for module in inside)]
-    return list(dict.fromkeys(found))
+        paths += [path, *(paths_of[module] for module in inside)]
+    return list(dict.fromkeys(paths))
 
 
 class Counting:
-    """Hooks that count the saves of one call. Enter it around the call's own code."""
+    """Context manager around a call's own code: saved-tensor hooks that count its saves."""
 
     def __init__(self, moves: Moves, numbered: Numbered) -> None:
         self._moves, self._numbered = moves, numbered
@@ -146,7 +146,7 @@ class Counting:
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
-        # Not before, and gone at the end: hooks that refer to this object are a cycle.
+        # Only while entered: the hooks refer to this object, which is a reference cycle.
         self._hooks = saved_tensors_hooks(functools.partial(_pack, self), restore)
         self._moves.resume(self)
 
@@ -157,7 +157,7 @@ class Counting:
         self._hooks = None
 
     def pause(self) -> None:
-        """Take the hooks off, unless others are in force by now: then those see what is saved."""
+        """Pop the hooks, unless other hooks were pushed since: those see the saves then."""
         assert self._hooks is not None
         self._is_on = not _compat.hooks_are_in_force(self._hooks)
         if not self._is_on:
@@ -176,7 +176,7 @@ class Counting:
 
 
 class _Open(threading.local):
-    """The call whose saves are counted at this moment, in this thread."""
+    """The hooks that count now, per thread."""
 
     counting: Counting | None = None
 

@@ -1,20 +1,19 @@
-"""`AppliedPlan.step`: a step that survives running out of memory.
+"""Recovers from running out of memory in `handle.step`, and warns when a fitted budget no longer holds.
 
-A plan's peak is of bytes asked for. What the allocator cannot use for being in pieces, and what other processes take,
-is not in it, so a step may run out of memory all the same. Then it is undone, the plan tightened, and the same batch
-runs again. The plan stays tightened: memory that was short once will be again.
+A plan's peak counts bytes that tensors ask for. Fragmentation of the allocator and memory of other processes are not
+part of it, so a planned step can still run out of memory. `Stepper`, behind `AppliedPlan.step`, then restores
+gradients, buffers and random states, makes a plan with a smaller peak, and runs the same batch again. The smaller plan
+stays.
 
-Whether a budget still holds while a fitted model trains, and one warning when it does not.
+A plan also counts only what was there when it was made. Parameters unfrozen later, an optimizer that `fit` was not
+given or experts that the trace did not use add memory. `BudgetWatch`, which `fit` puts on its handle, checks the memory
+at the start of a forward: after 1, 2, 4, ... forwards, and from 128 on after every 128th. It warns once.
 
-A plan counts what there was when it was made. Parameters that are unfrozen later, an optimizer that `fit` was not
-given, other experts than those traced: all of them take memory that no plan has counted. So the handle looks at the
-memory from time to time, at the start of a forward: after 1, 2, 4, ... forwards, and from 128 on after every 128th.
-
-On an accelerator it reads the allocator's own peak, and never resets it: a peak above the budget counts once it is
-higher than the one that was there when the handle was made, or once someone else has reset it. On the CPU no allocator
-counts, so what can be counted is: parameters, gradients and optimizer states, against those planned for. There
-`handle.step` measures its 2nd, 16th, 128th, ... step with torch.profiler as well, unless a profiler is running. (A
-profiler left open from one forward to the next would see all steps; but a user's own could then not be started.)
+- On an accelerator it reads the allocator's peak, without resetting it. A peak above the budget counts only if it
+  changed since the last check, so that a peak from before the handle does not.
+- On the CPU there is no allocator peak. It compares parameters, gradients and optimizer state with those planned for.
+  In addition, `handle.step` measures its 2nd, 16th, 128th, ... step with torch.profiler, unless a profiler is running.
+  (A profiler that stays open between forwards would see every step, but the user could not start another one.)
 """
 
 from __future__ import annotations
@@ -56,16 +55,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lowtide")
 
-# How far above the floor a tightened plan may peak, as shares of the peak of the plan that ran out of memory.
+# After each failure: the new budget, as a share of the way from the smallest possible peak up to the failed plan's.
+# Smaller steps down keep more speed, and run the batch more often.
 _TIGHTENINGS = (0.6, 0.3, 0.0)
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A step that ran out of memory, and the plan its batch ran with next. Peaks are predicted.
+    """A step that ran out of memory, and the plan that its batch ran with next. Peaks are predicted.
 
-    `when_s` is in seconds since the epoch, `step` the number of the call of `step()`, from 0. `allocated_bytes` is the
-    most that was allocated up to then, where the device tells.
+    `when_s` is in seconds since the epoch; `step` is the number of the call of `step()`, from 0. `allocated_bytes` is
+    the allocator's peak at that time; None on the CPU.
     """
 
     step: int
@@ -80,7 +80,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class PlanStats(AppliedStats):
-    """What an applied plan did so far; what was planned again for larger inputs, and after running out of memory."""
+    """What an applied plan did so far, with the plans made for larger inputs and after running out of memory."""
 
     replans: tuple[Replan, ...] = ()
     out_of_memory: tuple[OutOfMemory, ...] = ()
@@ -98,7 +98,7 @@ class PlanStats(AppliedStats):
 
 
 class Stepper:
-    """Runs steps for a handle."""
+    """Runs steps for a handle, and repeats those that run out of memory."""
 
     hidden_from_replay = True
 
@@ -115,7 +115,7 @@ class Stepper:
             self.plan_for_larger(loss_fn, args)
             planned = self._handle.shapes.for_arguments(shapes_of(args))
             if planned is not None:
-                self._handle.use(planned)  # should the model's own inputs not tell
+                self._handle.use(planned)  # used where the model's own input shapes do not select a plan
         undo = StepUndo(self._handle.model, loss_fn, args, self._buffers)
         first: BaseException | None = None
         tried: list[str] = []
@@ -125,7 +125,7 @@ class Stepper:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+                traceback.clear_frames(error.__traceback__)  # the frames hold tensors of the failed step
                 first = first or error
             else:
                 undo.done()
@@ -147,12 +147,12 @@ class Stepper:
         watch = self._handle.watch if self._handle.enabled else None
         if watch is None:
             return run()
-        if self._handle.plan.is_plain:  # nothing is patched, so no forward tells the watch
+        if self._handle.plan.is_plain:  # no forward is patched, so none calls the watch
             watch.forward_begins()
         return watch.run_step(number, run)
 
     def plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
-        """Where the batch is larger than any plan is for, one that is, from a trace of the whole step."""
+        """If the batch is larger than any plan covers, trace the whole step and add a plan that covers it."""
         shapes, seen = self._handle.shapes, shapes_of(args)
         planner = shapes.planner
         if planner is None or not any(p.arguments for p in shapes.all) or shapes.for_arguments(seen) is not None:
@@ -163,7 +163,7 @@ class Stepper:
             with self._handle.disabled():
                 plan, graph, target, inputs = planner.for_arguments(rounded_up(seen, known), seen, loss_fn, args)
             planned = PlannedInputs(plan, self._handle.take_in(plan), tuple(inputs), (target,), graph)
-        except Exception as error:  # the step itself tells what is wrong, if anything is
+        except Exception as error:  # if something is wrong with the batch, the step itself will raise
             logger.warning("a larger batch could not be planned for: %s: %s", type(error).__name__, error)
             shapes.become([*shapes.all, replace(largest, arguments=(seen,))])
             return
@@ -172,7 +172,7 @@ class Stepper:
     def _tighten(
         self, loss_fn: Any, args: tuple[Any, ...], step: int, error: str, allocated: int | None, num_tried: int
     ) -> str | None:
-        """Take up a plan of a smaller peak for such a batch; or say why that cannot be done."""
+        """Use a plan with a smaller peak for this batch. Returns why that is not possible, or None."""
         try:
             planner, planned = self._planned_with_graph(loss_fn, args)
         except Exception as cause:
@@ -219,17 +219,17 @@ class Stepper:
         return replace(planned, plan=plan, decisions=self._handle.take_in(plan))
 
     def _planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, PlannedInputs]:
-        """The plan for such a batch with the graph it was made from. Without a graph the step is traced, on fakes."""
+        """The plan for this batch and its graph. Without a graph, the step is traced on fake tensors."""
         shapes, seen = self._handle.shapes, shapes_of(args)
-        found = shapes.for_arguments(seen) or shapes.largest()
-        if shapes.planner is not None and found.graph is not None:
-            return shapes.planner, found
+        current = shapes.for_arguments(seen) or shapes.largest()
+        if shapes.planner is not None and current.graph is not None:
+            return shapes.planner, current
         with self._handle.disabled(), recorded_input_shapes(self._handle.model) as inputs:
             graph = trace(self._handle.model, loss_fn, *args, mode="fake")
-        peak = simulate(graph, found.plan).peak_bytes
-        plan = replace(found.plan, peak_bytes=peak, budget_bytes=max(peak, found.plan.budget_bytes))
+        peak = simulate(graph, current.plan).peak_bytes
+        plan = replace(current.plan, peak_bytes=peak, budget_bytes=max(peak, current.plan.budget_bytes))
         widest: Shapes = inputs[-1] if inputs else ()
-        planned = replace(found, plan=plan, graph=graph, arguments=(seen,), inputs=tuple(inputs))
+        planned = replace(current, plan=plan, graph=graph, arguments=(seen,), inputs=tuple(inputs))
         shapes.planner = Planner(
             self._handle.model,
             graph,
@@ -244,7 +244,7 @@ class Stepper:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory; cuBLAS says so in its own way where its workspace does not fit."""
+    """Whether a device ran out of memory. cuBLAS raises an error of its own if its workspace does not fit."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
     )
@@ -260,7 +260,7 @@ def _run(loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: StepUndo) 
 
 
 def why_not_single_process() -> str | None:
-    """Other processes are in the same step: they would wait for collectives that this one has started over."""
+    """Why a step cannot run again in a distributed job: other processes would wait in collectives. None otherwise."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return "other processes take part in the step, and cannot be made to start over with this one"
@@ -273,7 +273,7 @@ def _allocated_bytes() -> int | None:
 
 
 def give_back_memory() -> None:
-    gc.collect()  # the failed step's graph, where it has cycles
+    gc.collect()  # the failed step's autograd graph may be in reference cycles
     if _compat.accelerator() is not None:
         torch.accelerator.empty_cache()
 
@@ -287,12 +287,12 @@ def _add_note(error: BaseException, tried: list[str], why_not: str) -> None:
         error.args = (f"{error}\n{note}", *error.args[1:])
 
 
-_LONGEST_PAUSE = 128  # forwards between two looks: each costs an accelerator's step tens of microseconds
-_PROFILED_EVERY = 8  # the factor between steps that `handle.step` profiles on the CPU: each takes several times as long
+_LONGEST_PAUSE = 128  # forwards between two checks, each of which takes tens of microseconds
+_PROFILED_EVERY = 8  # factor between the numbers of profiled steps on the CPU, which take several times as long
 
 
 class BudgetWatch:
-    """Looks at the memory of a model that was fitted to `budget_bytes`. Make it when the plan is on the model."""
+    """Warns once when a fitted model needs more than `budget_bytes`. Create it after the plan was applied."""
 
     hidden_from_replay = True
 
@@ -306,15 +306,15 @@ class BudgetWatch:
         self._num_forwards = 0
         self._next = 1
         self._next_profiled = 2
-        self._last_peak = self._read_peak()  # what was reached before says nothing about this handle
+        self._last_peak = self._read_peak()  # peaks from before this handle do not count
         self._ran_without = False
 
     def forward_without_plan(self) -> None:
-        """The model runs with the handle switched off: what it reaches says nothing about the plan."""
+        """Call when the model runs with the handle switched off: peaks so far are ignored."""
         self._ran_without = True
 
     def forward_begins(self) -> None:
-        """The model is about to run a forward of a training step; the steps before are over."""
+        """Call before each training forward. Checks the memory of earlier steps when a check is due."""
         if self._ran_without:
             self._ran_without, self._last_peak = False, self._read_peak()
         self._num_forwards += 1
@@ -330,54 +330,54 @@ class BudgetWatch:
             self._warn(f"a peak of {format_bytes(peak)} was reached", self._growth())
 
     def missing_state_bytes(self) -> int:
-        """Of the optimizer's states that were planned for, what is not there yet: its first step is still to come."""
+        """Planned bytes of optimizer state that are not allocated yet, before the optimizer's first step."""
         return max(0, self._planned_states - _state_bytes(self._handle.model, self._device))
 
     def run_step(self, number: int, step: Callable[[], Tensor]) -> Tensor:
-        """`step()`, a forward and a backward under the plan; some of them measured, on the CPU."""
+        """Run `step`, a forward and a backward. On the CPU some of these steps are measured."""
         is_due = number + 1 >= self._next_profiled and self._device.type == "cpu"
         if not is_due or self._has_warned or _compat.profiler_is_active():
             return step()
         self._next_profiled = _PROFILED_EVERY * (number + 1)
-        found: list[Tensor] = []
+        losses: list[Tensor] = []
         present = sum(p.grad.nbytes for p in self._handle.model.parameters() if p.grad is not None)
-        totals = cpu_allocation_totals(lambda: found.append(step()))
+        totals = cpu_allocation_totals(lambda: losses.append(step()))
         growth = self._growth()
-        there = sum(size for name, size in growth.items() if name != _TRAINABLE)  # of gradients, what is there counts
+        there = sum(size for name, size in growth.items() if name != _TRAINABLE)  # gradients are in `present`
         peak = max([0, *totals]) + self._static + present + there
         if peak > self._limit:
             self._warn(f"a peak of {format_bytes(peak)} was measured", growth)
-        return found[0]
+        return losses[0]
 
     @property
     def _limit(self) -> int:
-        """The budget; or the peak of a plan for larger inputs that is above it, which was said when it was made."""
+        """The budget, or the peak of a plan for larger inputs above it, which was logged when it was made."""
         return max([self.budget_bytes, *(planned.plan.peak_bytes for planned in self._handle.shapes.all)])
 
     def _read_peak(self) -> int:
         return 0 if self._device.type == "cpu" else torch.accelerator.max_memory_allocated(self._device)
 
     def _count(self) -> None:
-        """Warn if what was not planned for does not fit, or if it keeps activations that nobody can count."""
+        """On the CPU: warn if new memory exceeds the budget, or if parameters were unfrozen."""
         growth = self._growth()
         expected = (self._handle.measured_peak_bytes or self._handle.plan.peak_bytes) + sum(growth.values())
         if growth and expected > self._limit:
             self._warn(f"the step needs {format_bytes(expected)} or more", growth)
-        elif _TRAINABLE in growth:  # and their backward needs activations that the plan does not know of
+        elif _TRAINABLE in growth:  # their gradients need activations that the plan does not count
             self._warn(f"the step needs {format_bytes(expected)} and more activations than planned for", growth)
 
     def _growth(self) -> dict[str, int]:
-        """Bytes on the device that were not planned for, by what they are."""
+        """Bytes on the device that were not planned for, by kind."""
         parameters, gradients = _model_bytes(self._handle.model, self._device)
         states = _state_bytes(self._handle.model, self._device)
-        found = {
+        growth = {
             "new parameters": parameters - self._planned_parameters,
             _TRAINABLE: gradients - self._planned_gradients,
             "optimizer state": states - self._planned_states,
         }
-        return {name: size for name, size in found.items() if size > 0}
+        return {name: size for name, size in growth.items() if size > 0}
 
-    def _warn(self, found: str, growth: dict[str, int]) -> None:
+    def _warn(self, observed: str, growth: dict[str, int]) -> None:
         self._has_warned = True
         grown = ", ".join(f"{format_bytes(size)} of {name}" for name, size in growth.items())
         why = f"not planned for: {grown}" if grown else (
@@ -388,7 +388,7 @@ class BudgetWatch:
         logger.warning(
             "the budget of %s may no longer hold: %s (%s). %s plans anew.",
             format_bytes(self.budget_bytes),
-            found,
+            observed,
             why,
             cure,
         )
@@ -404,7 +404,7 @@ def _model_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
 
 
 def _state_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of the states that any optimizer holds for a model's parameters by now."""
+    """Bytes of state that optimizers hold for a model's parameters now."""
     wanted = {id(parameter) for parameter in model.parameters()}
     sizes: dict[int, int] = {}
     for optimizer in _optimizers():
@@ -417,5 +417,5 @@ def _state_bytes(model: nn.Module, device: torch.device) -> int:
 
 
 def _optimizers() -> list[Any]:
-    """All optimizers there are: a handle is not told of one that is made after it."""
+    """All optimizers of the process, as one may have been made after the handle."""
     return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]

@@ -1,10 +1,12 @@
-"""A plan carried out on a live model: calls recomputed by `lowtide.replay`, op outputs retained, values moved through
-stores.
+"""Carries out a plan on a live model. `AppliedPlan` is the handle that `fit` and `apply(model, plan)` return.
 
-A module that is called several times in a step has a decision for each call; calls are counted from the start of the
-model's forward, and a replay counts on from where its own forward began, by the decisions of that forward (`runs`).
-Which op outputs a region retains is given by op position; other ops than planned (in evaluation, say) make it retain
-others or none, never compute others.
+A plan recomputes single calls of modules, retains op outputs inside them and moves values to host memory or disk. The
+handle patches every module that the plan names, and the model itself to see where a forward begins. A module that is
+called several times in a step has one decision per call: calls are counted from the start of the model's forward, and a
+replay counts on from the call that it replays (`eager.calls`).
+
+Op outputs that a region retains are given by op position. If other ops run than planned, as in evaluation, the region
+retains other outputs or none; results stay the same.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Refits(Protocol):
-    """What `fit` leaves with a handle, so that the handle can be fitted again."""
+    """Set by `fit` on its handle: runs `fit` again for `AppliedPlan.refit`."""
 
     def refit(
         self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
@@ -53,28 +55,28 @@ class Refits(Protocol):
 
 
 class AppliedPlan(Applied):
-    """A plan on a model. As `Applied`: `enabled` switches it off and on, `remove()` takes it off for good.
+    """The handle of a plan on a model. As for `Applied`, `enabled` switches it off and on, `remove()` takes it off.
 
-    From `fit` it may come to have further plans, for larger inputs than the first: `plan` is the one used last.
+    A handle from `fit` makes further plans when larger inputs arrive; `plan` is the one used last.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__(None, [])
         self.model = model
         self.plan = plan
-        self.measured_peak_bytes: int | None = None  # of the whole step, where `fit` measured it
-        self.measured_slowdown: float | None = None  # over the plain step, where `fit` measured both
-        self.candidates: tuple[Trial, ...] = ()  # what `fit` tried, the fastest predicted first
-        self.watch: BudgetWatch | None = None  # from `fit`: whether the budget still holds
+        self.measured_peak_bytes: int | None = None  # of the whole step; None if not measured
+        self.measured_slowdown: float | None = None  # over the plain step; None if not measured
+        self.candidates: tuple[Trial, ...] = ()  # plans that `fit` tried, the fastest predicted first
+        self.watch: BudgetWatch | None = None  # from `fit`: warns when the budget no longer holds
         self.refitter: Refits | None = None  # from `fit`
         self._all_moves: list[Moves] = []  # of every plan so far
         try:
             self.decisions = self.take_in(plan)
         except BaseException:
-            self.remove()  # an interruption half way
+            self.remove()  # some modules may be patched already
             raise
-        # In a checkpoint of the user's own, a replay knows neither which call it is in nor what the model was called
-        # with: there only modules that are called once are regions, and always as the first plan has it.
+        # A replay of the user's own checkpoint cannot tell which call it replays, nor the model's input shapes. Inside
+        # one, only modules that are called once per step are regions, with the decisions of the first plan.
         several = {module.path for module in plan.modules if module.num_calls > 1}
         self._anywhere = {
             path: tuple(level for level in calls[0] if level.segment is None)
@@ -85,16 +87,17 @@ class AppliedPlan(Applied):
             self, PlannedInputs(plan, self.decisions, (plan.input_shapes,) if plan.input_shapes else ())
         )
         self.stepper = Stepper(self)
+        self.note_on_model()
         self.switch_cache_off(model)
 
     def take_in(self, plan: Plan) -> Decisions:
-        """A plan's decisions, with every module that they are about made ready. A `PlanError` if it has others."""
+        """Patch the modules that a plan names, and return its decisions. Raises `PlanError` if the model has others."""
         modules = matching_modules(self.model, plan)
         moves = Moves(plan, self.model) if plan.moves else None
         known = {region.name: region for region in self._regions}
         regions = levels_of(plan)
         paths = dict.fromkeys([*regions, *plan.choosers, *counted_paths(plan, self.model)])
-        for path in {"": None, **paths} if paths else {}:  # the model itself to know where a forward begins
+        for path in {"": None, **paths} if paths else {}:  # the model itself, to see where a forward begins
             if path not in known:
                 known[path] = PatchedModule(path, modules[path])
                 known[path].replay = functools.partial(self._replay_alone, known[path])
@@ -103,51 +106,51 @@ class AppliedPlan(Applied):
                 known[path].lock = RegionLock.for_module(path, modules[path])
             known[path].recomputed |= path in regions
             known[path].chooses |= path in plan.choosers
-        set_inner_paths(self._regions)  # also of earlier plans: they look for a decision in any forward
+        set_inner_paths(self._regions)  # also for modules patched by earlier plans
         for patched in known.values():
             patched.has_index_choices = patched.chooses or any(known[path].chooses for path in patched.inner_paths)
         self._all_moves += [] if moves is None else [moves]
         return Decisions(regions, moves)
 
     def use(self, planned: PlannedInputs) -> None:
-        """Go by another plan wherever the model's inputs do not say which."""
+        """Use another plan where the model's input shapes do not select one."""
         self.plan, self.decisions = planned.plan, planned.decisions
 
     def step(self, loss_fn: Callable[..., Tensor], *args: Any) -> Tensor:
-        """`loss_fn(*args)` and its backward; the loss, detached. Out of memory, the same batch runs again, tighter.
+        """Run `loss_fn(*args)` and its backward, and return the detached loss. Recovers from running out of memory.
 
-        Gradients are added to those that are there, as by `backward()`. If memory runs out, gradients, buffers and
-        random states are put back to the bit, the plan is tightened, down to its floor if need be, and the batch runs
-        again; `stats().out_of_memory` tells. Where not even the floor does, the error is raised with all put back.
+        Gradients are accumulated, as by `backward()`. If memory runs out, gradients, buffers and random states are
+        restored bit by bit, a plan with a smaller peak is made, and the batch runs again; `stats().out_of_memory` lists
+        such steps. If the plan with the smallest peak fails too, the error is raised, with everything restored.
         """
         return self.stepper.step(loss_fn, args)
 
     def refit(
         self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Plan anew for the same budget, as `fit` does, with the model and the optimizer as they are now.
+        """Plan again for the same budget, as `fit` does, with the model and the optimizer as they are now.
 
-        For handles from `fit`. Without `loss_fn` and its arguments those given to `fit` are used: integer tensors with
-        their numbers, others by shape and type with random ones; without `optimizer` the one given to `fit`. Call it
-        between a backward and the next forward. If it raises, the plan stays as it was.
+        For handles from `fit`. By default `loss_fn`, its arguments and `optimizer` are those given to `fit`; of the
+        arguments, integer tensors have the same values and other tensors random ones. Call it between a backward and
+        the next forward. If it raises, the plan stays as it was.
         """
         if self.refitter is None:
             raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
         self.refitter.refit(self, loss_fn, args, optimizer)
 
     def stats(self) -> PlanStats:
-        """As for a policy; and what was planned again, for larger inputs or after a step out of memory."""
-        found = super().stats()
-        recomputed = tuple(region for region in found.regions if region.recomputed)
-        facts = {**vars(found), "regions": recomputed}
+        """As for a policy, with the plans made for larger inputs and after running out of memory."""
+        stats = super().stats()
+        recomputed = tuple(region for region in stats.regions if region.recomputed)
+        facts = {**vars(stats), "regions": recomputed}
         return PlanStats(**facts, replans=tuple(self.shapes.replans), out_of_memory=tuple(self.stepper.events))
 
     def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module's forward as planned."""
+        """Called in place of a module's forward."""
         forward = region.plain_forward(module)
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
-        if not self.enabled and self._thread.run is None:  # a replay goes by what its forward went by
+        if not self.enabled and self._thread.run is None:  # replays follow their forward
             if self.watch is not None and not region.name:
                 self.watch.forward_without_plan()
             return forward(*args, **kwargs)
@@ -162,7 +165,7 @@ class AppliedPlan(Applied):
         return output
 
     def _decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
-        """Those for the model's inputs. Where they are larger than any plan was made for, that takes a while."""
+        """The decisions for the model's input shapes. Inputs larger than any plan covers are planned for here."""
         if not self.enabled:
             return NO_DECISIONS
         return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
@@ -218,20 +221,20 @@ class AppliedPlan(Applied):
             return forward(*args, **kwargs)
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """For the compiler, which counts no calls: a module with a decision for any of them is recomputed in all."""
+        """The call as torch.compile sees it. Calls are not counted: a decision for one applies to all of a module."""
         if region.name not in self.decisions.regions or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return self._checkpointed(forward, args, kwargs)
 
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A replay of a call that had no patched modules inside. Plans made since may have patched some."""
+        """Replay a call that had no patched modules inside. Modules patched by later plans run plainly."""
         region.num_replays += 1
         if not region.inner_paths:
             return region.plain_forward(module)(*args, **kwargs)
         return self._run_in(ForwardRun(NO_DECISIONS).inside(frozenset()), region.plain_forward(module), args, kwargs)
 
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
-        """Where the plan was taken off since the forward, regions inside this one are regions again for a replay."""
+        """After `remove()`, patch the modules inside this region again while a replay runs."""
         if not self.is_removed:
             return nullcontext()
         prefix = f"{region.name}." if region.name else ""
@@ -248,7 +251,7 @@ class AppliedPlan(Applied):
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
     ) -> Report:
-        """As `Plan.report`, with what was measured on this model."""
+        """As `Plan.report`, with the measured peak, slowdown and candidates."""
         slowdown = self.measured_slowdown
         return self.plan.report(
             path,
@@ -265,7 +268,7 @@ class AppliedPlan(Applied):
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
-    """Carry out a plan on a live model, in place and reversibly."""
+    """`lowtide.apply` for a plan."""
     if plan.engine != "eager":
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
     refuse_other_checkpointing(model)

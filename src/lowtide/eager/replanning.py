@@ -1,16 +1,14 @@
-"""Whether a plan was made for this model.
+"""Plans for inputs of different shapes: which plan a forward uses, and new plans for inputs larger than any before.
 
-Inputs that vary: which plan a forward of the model goes by.
+A plan holds for the input shapes that it was made for, and for smaller ones. `ShapePlans`, part of each `AppliedPlan`,
+selects the plan for the model's input shapes in every forward. Larger inputs are planned for when they first appear,
+with the dimensions that grew rounded up, so that each range of shapes is planned for once. `matching_modules` checks
+that a plan was made for this model.
 
-A plan holds for the inputs it was made for and for smaller ones. What is larger is planned for when it is first seen,
-rounded up in those dimensions that have grown, so that each bucket of shapes is planned for once.
-
-Plans made while training: for larger inputs, or for less memory.
-
-Both come from traces on fake tensors, which allocate nothing on the device. A forward of the model shows its inputs but
-not the batch they were made from, so `loss_fn` cannot be traced there. What is traced instead is a twin of the model,
-with module objects of its own so that the live one is not touched, and a loss that adds up its outputs; what the true
-loss takes beside the model is taken from the first trace, in proportion to the inputs.
+`Planner` makes the new plans, here and after a step ran out of memory (`eager.out_of_memory`), from traces on fake
+tensors, which allocate nothing on the device. Inside a forward only the model's inputs are known, not the batch, so
+`loss_fn` cannot be traced. Instead, a copy of the model with module objects of its own is traced with a loss that sums
+its outputs; the memory of the real loss is taken from the first trace, in proportion to the size of the inputs.
 """
 
 from __future__ import annotations
@@ -68,18 +66,18 @@ def matching_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 
 def with_parameters(plan: Plan, model: nn.Module) -> Plan:
-    """The plan, with the parameters of the modules it is about, so that it can tell a model of another size."""
+    """The plan with parameter counts of its modules, by which `matching_modules` detects a model of another size."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    seen = tuple(
+    modules_now = tuple(
         replace(planned, num_parameters=count, num_elements=elements)
         for planned in plan.modules
         for count, elements in [_parameters(modules[planned.path])]
     )
-    return replace(plan, modules=seen)
+    return replace(plan, modules=modules_now)
 
 
 def _difference(planned: PlannedModule, module: nn.Module) -> str | None:
-    # Some wrap a module by a class derived from its own (FSDP2, parametrizations): it is still that module.
+    # FSDP2 and parametrizations replace a module's class by a subclass of it.
     if planned.kind not in {kind.__name__ for kind in type(module).__mro__}:
         return f"was a {planned.kind} and is a {type(module).__name__} here"
     count, elements = _parameters(module)
@@ -91,7 +89,7 @@ def _difference(planned: PlannedModule, module: nn.Module) -> str | None:
 
 
 def _parameters(module: nn.Module) -> tuple[int, int]:
-    """How many there are and their elements; (0, 0) where they are sharded, and what is here is a part."""
+    """Number of parameters and of their elements; (0, 0) if they are sharded, as only a part is here."""
     parameters = list(module.parameters())
     if any(_compat.is_sharded(parameter) for parameter in parameters):
         return 0, 0
@@ -102,15 +100,15 @@ logger = logging.getLogger("lowtide")
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_MOST_PLANS = 16
-_MOST_REMEMBERED = 4096
+_MOST_PLANS = 16  # each takes a trace and a solve; beyond, the largest plan is used for larger inputs
+_MOST_REMEMBERED = 4096  # shapes whose plan is looked up without a search
 
 
 @dataclass(frozen=True)
 class PlannedInputs:
-    """A plan, the inputs of the model that it holds for, and the arguments of `loss_fn`; its graph where there is one.
+    """A plan with the shapes that it covers: `inputs` of the model, and `arguments` of `loss_fn`.
 
-    `inputs` is empty where nobody knows.
+    `inputs` is empty if the shapes are unknown, as for a plan from a file. `graph` is the traced step, if there is one.
     """
 
     plan: Plan
@@ -122,7 +120,7 @@ class PlannedInputs:
 
 @dataclass(frozen=True)
 class Replan:
-    """Inputs that were larger than any plan was made for. `is_new` is False where the old plan stayed in force."""
+    """Inputs `seen` that were larger than any plan covered. `is_new` is False if the old plan stayed in use."""
 
     seen: Shapes
     planned_for: Shapes
@@ -131,12 +129,12 @@ class Replan:
 
 
 class ShapePlans:
-    """The plans of a handle, by the inputs they are for."""
+    """The plans of a handle, and the selection of one by input shapes."""
 
     hidden_from_replay = True
 
     def __init__(self, handle: AppliedPlan, first: PlannedInputs) -> None:
-        self.planner: Planner | None = None  # who plans again; None: nobody
+        self.planner: Planner | None = None  # None: larger inputs are not planned for
         self.replans: list[Replan] = []
         self._handle = handle
         self._planned = [first]
@@ -149,32 +147,32 @@ class ShapePlans:
         return list(self._planned)
 
     def become(self, planned: list[PlannedInputs]) -> None:
-        """Other plans in place of those there are. Forwards that have begun go on by theirs."""
+        """Replace all plans. Forwards that have begun keep theirs."""
         with self._lock:
             self._planned = planned
             self._chosen.clear()
 
     def decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
-        """The decisions for a forward of the model with these inputs; never an error."""
+        """The decisions for a forward of the model with these inputs. Does not raise."""
         if not self._planned[0].inputs:
-            return self._handle.decisions  # nobody knows what they are for
+            return self._handle.decisions  # the shapes of the plan are unknown
         seen = shapes_of((args, kwargs))
-        found = self._chosen.get(seen)
-        if found is None:
+        planned = self._chosen.get(seen)
+        if planned is None:
             with self._lock:
-                found = self._choose(seen, args, kwargs)
-        self._handle.plan = found.plan
-        return found.decisions
+                planned = self._choose(seen, args, kwargs)
+        self._handle.plan = planned.plan
+        return planned.decisions
 
     def for_arguments(self, seen: Shapes) -> PlannedInputs | None:
-        """The plan made for such arguments of `loss_fn`, or for larger ones."""
+        """The smallest plan that covers these shapes of `loss_fn`'s arguments."""
         return _smallest([p for p in self._planned if any(covers(shapes, seen) for shapes in p.arguments)])
 
     def largest(self) -> PlannedInputs:
         return max(self._planned, key=_elements)
 
     def add(self, planned: PlannedInputs, seen: Shapes, before: Shapes, target: Shapes, seconds: float) -> None:
-        """One more plan, for up to `target`. A warning says that what was `seen` is larger than there was `before`."""
+        """Add a plan for shapes up to `target`, and log that the shapes `seen` exceeded those covered `before`."""
         with self._lock:
             self._planned.append(planned)
             self._chosen.clear()
@@ -194,19 +192,19 @@ class ShapePlans:
         )
 
     def _choose(self, seen: Shapes, args: Any, kwargs: dict[str, Any]) -> PlannedInputs:
-        found = _smallest([p for p in self._planned if any(covers(shapes, seen) for shapes in p.inputs)])
-        if found is None:
+        planned = _smallest([p for p in self._planned if any(covers(shapes, seen) for shapes in p.inputs)])
+        if planned is None:
             if self.planner is None:
                 self._warn_once(seen)
-                found = self.largest()
+                planned = self.largest()
             elif is_traced((args, kwargs)):
-                return self.largest()  # a trace, a transform, a capture: not the moment to plan
+                return self.largest()  # do not plan inside a trace, a transform or a capture
             else:
-                found = self._plan_again(self.planner, seen, args, kwargs)
+                planned = self._plan_again(self.planner, seen, args, kwargs)
         if len(self._chosen) >= _MOST_REMEMBERED:
             self._chosen.clear()
-        self._chosen[seen] = found
-        return found
+        self._chosen[seen] = planned
+        return planned
 
     def _plan_again(self, planner: Planner, seen: Shapes, args: Any, kwargs: dict[str, Any]) -> PlannedInputs:
         largest, start = self.largest(), time.perf_counter()
@@ -216,7 +214,7 @@ class ShapePlans:
         try:
             plan, graph, target = planner.for_inputs(target, seen, args, kwargs)
             planned = PlannedInputs(plan, self._handle.take_in(plan), (target,), (), graph)
-        except Exception as error:  # whatever it is, the user's forward has to go on
+        except Exception as error:  # the user's forward must run whatever happened here
             return self._stay(largest, seen, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", start)
         self.add(planned, seen, largest.inputs[-1], target, time.perf_counter() - start)
         return planned
@@ -256,7 +254,7 @@ def num_elements(shapes: Shapes) -> int:
 
 
 def covers(planned: Shapes, seen: Shapes) -> bool:
-    """Whether the same tensors came, none of them larger in any dimension.
+    """Whether `seen` has the same tensors as `planned`, none of them larger in any dimension.
 
     >>> covers(((8, 128),), ((4, 128),)), covers(((8, 128),), ((4, 256),))
     (True, False)
@@ -287,17 +285,18 @@ def _bucket(size: int) -> int:
 
 
 def describe_shapes(shapes: Shapes) -> str:
-    """
-    >>> in_words(((8, 128), ()))
+    """The first three shapes as text.
+
+    >>> describe_shapes(((8, 128), ()))
     '8 x 128, a number'
     """
-    shown = [" x ".join(map(str, shape)) or "a number" for shape in shapes[:3]]
-    return ", ".join([*shown, "..."] if len(shapes) > 3 else shown) or "unknown shapes"
+    texts = [" x ".join(map(str, shape)) or "a number" for shape in shapes[:3]]
+    return ", ".join([*texts, "..."] if len(shapes) > 3 else texts) or "unknown shapes"
 
 
 @contextmanager
 def recorded_input_shapes(model: nn.Module) -> Iterator[list[Shapes]]:
-    """The shapes that the model is called with inside the block, each once."""
+    """Context manager that lists the input shapes of the model's calls inside it, each once."""
     seen: list[Shapes] = []
 
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -314,7 +313,7 @@ def recorded_input_shapes(model: nn.Module) -> Iterator[list[Shapes]]:
 
 
 def is_traced(inputs: Any) -> bool:
-    """Whether a trace, a torch.func transform or a CUDA graph capture is running, rather than a step."""
+    """Whether these inputs belong to a trace, a torch.func transform or a CUDA graph capture, not to a real step."""
     if _compat.under_functorch() or _compat.num_dispatch_modes() > 0:
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -331,14 +330,14 @@ def _smallest(planned: list[PlannedInputs]) -> PlannedInputs | None:
 
 
 def tensor_spec(tensor: Tensor) -> Tensor:
-    """What is kept of a tensor to make one like it later: shape and type, and whole numbers on the host."""
+    """What to keep of a tensor for `tensor_from_spec`: shape and dtype; integer tensors as copies on the host."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
         return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     return tensor.detach().to("cpu", copy=True)
 
 
 def tensor_from_spec(kept: Tensor, device: torch.device) -> Tensor:
-    """A tensor like the one that was remembered. Random states are as before."""
+    """A tensor like the one that `tensor_spec` was given. Does not change random states."""
     if not kept.is_meta:
         return kept.to(device, copy=True)
     if device.type == "meta":
@@ -389,8 +388,8 @@ class Limits:
 class Planner:
     """Makes further plans for a model that has one.
 
-    `correction_bytes` is by how much the measured peak was above the predicted one, `base` the graph of the first plan
-    and `base_inputs` what the model was called with in it.
+    `base` is the graph of the first plan, and `base_inputs` the model's input shapes in it. `correction_bytes`, the
+    measured minus the predicted peak of the first plan, is added to all predictions.
     """
 
     def __init__(
@@ -413,22 +412,23 @@ class Planner:
     def for_inputs(
         self, target: Shapes, seen: Shapes, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Plan, StepGraph, Shapes]:
-        """A plan for the model called with tensors of `target` shapes; of those `seen`, where those do not go.
+        """A plan for the model called with tensors of `target` shapes, or of the shapes `seen` if those fail.
 
-        Gives the plan, its graph, and the shapes it is for.
+        Returns the plan, its graph, and the shapes that it covers.
         """
         inputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
-        graph, target = _first_that_works(target, seen, inputs, lambda inputs: self._trace_twin(*inputs))
-        beside = self._outside_bytes * num_elements(target) // self._base_elements
-        graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes + beside)
+        graph, target = _first_that_works(target, seen, inputs, lambda inputs: self._trace_copy(*inputs))
+        loss_bytes = self._outside_bytes * num_elements(target) // self._base_elements
+        graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes + loss_bytes)
         return *self._plan(graph, target), target
 
     def for_arguments(
         self, target: Shapes, seen: Shapes, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]
     ) -> tuple[Plan, StepGraph, Shapes, list[Shapes]]:
-        """A plan for `loss_fn(*args)`, with tensors of `target` shapes if those go; the model must run plainly.
+        """A plan for `loss_fn(*args)` with tensors of `target` shapes, or of the shapes `seen` if those fail.
 
-        Gives the plan, its graph, the shapes of the arguments it is for, and those that the model is called with.
+        Call it with the handle disabled. Returns the plan, its graph, the argument shapes that it covers, and the
+        model's input shapes in that step.
         """
 
         def traced(args: Any) -> tuple[StepGraph, list[Shapes]]:
@@ -444,20 +444,20 @@ class Planner:
         plan = self.limits.solve_or_tightest(graph, self.budget_bytes)
         return replace(with_parameters(plan, self._model), input_shapes=inputs), graph
 
-    def _trace_twin(self, args: Any, kwargs: dict[str, Any]) -> StepGraph:
-        twin = copy_without_plans(self._model)
+    def _trace_copy(self, args: Any, kwargs: dict[str, Any]) -> StepGraph:
+        model = copy_without_plans(self._model)
 
-        def stand_in(args: Any, kwargs: dict[str, Any]) -> Tensor:
-            with _uncached_autocast(next(twin.parameters()).device.type):
-                return output_sum_loss(twin(*args, **kwargs))
+        def loss_fn(args: Any, kwargs: dict[str, Any]) -> Tensor:
+            with _uncached_autocast(next(model.parameters()).device.type):
+                return output_sum_loss(model(*args, **kwargs))
 
-        return trace(twin, stand_in, args, kwargs, optimizer=self._optimizer, mode="fake")
+        return trace(model, loss_fn, args, kwargs, optimizer=self._optimizer, mode="fake")
 
 
 def copy_without_plans(model: nn.Module) -> nn.Module:
-    """The model with module objects of its own, without plans on them, over the same memory.
+    """A copy of the model with new module objects, without plans, whose tensors share the model's memory.
 
-    Whatever a trace puts into its slots, the model does not see; nor are the model's gradients and hooks touched.
+    A trace can replace its tensors without changing the model. The model's gradients and hooks are not touched.
     """
     tensors: dict[int, Tensor] = {}
     for module in _compat.submodules(model):
@@ -465,27 +465,27 @@ def copy_without_plans(model: nn.Module) -> nn.Module:
             for tensor in slots.values():
                 if tensor is not None and type(tensor) in _compat.PLAIN_TYPES:
                     tensors[id(tensor)] = _alias(tensor)
-    twins: dict[nn.Module, nn.Module] = {}
-    twin = _compat.module_replica(model, twins, tensors)
-    for module, other in twins.items():
+    copies: dict[nn.Module, nn.Module] = {}
+    copied = _compat.module_replica(model, copies, tensors)
+    for module, other in copies.items():
         forward = plain_forward_of(module)
         if forward is not None:
             raise LowtideError(f"{type(module).__name__} has a forward of its own, bound to it")
         vars(other).pop("forward", None)
-    return twin
+    return copied
 
 
 def _alias(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
-        return tensor.data  # not detach(): that would share its version counter, which a trace puts back
+        return tensor.data  # not detach(), which shares the version counter that a trace resets
     alias = nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     if tensor.grad is not None:
-        alias.grad = tensor.grad.data  # so that the trace knows of it, and accumulates
+        alias.grad = tensor.grad.data  # so that the trace accumulates into it
     return alias
 
 
 def _first_that_works(target: Shapes, seen: Shapes, args: Any, traced: Callable[[Any], Any]) -> tuple[Any, Shapes]:
-    """A trace of arguments in the `target` shapes; of those they have, where the step does not take others."""
+    """`traced` of arguments with `target` shapes, or with their own shapes if that raises; and the shapes used."""
     if target != seen:
         shapes = iter(target)
 
@@ -497,20 +497,20 @@ def _first_that_works(target: Shapes, seen: Shapes, args: Any, traced: Callable[
 
         try:
             return traced(map_tensors(enlarged, args)), target
-        except Exception:  # a table of positions that ends, say
+        except Exception:  # such as a position table that is too short
             pass
     return traced(args), seen
 
 
 def _uncached_autocast(kind: str) -> Any:
-    """Autocast as it is here, but with casts that nobody remembers: the cache is the forward's around us."""
+    """Autocast as it is now, without its weight cache: that belongs to the forward around this trace."""
     if not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _bytes_outside(graph: StepGraph) -> int:
-    """Bytes made outside of the model's forward and its backward, by the loss: all of them, a little more than live."""
+    """Bytes of activations made by the loss, outside of the model. Their sum, slightly more than are alive at once."""
 
     def is_outside(op: int) -> bool:
         if op >= graph.num_forward:

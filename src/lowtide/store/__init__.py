@@ -1,4 +1,4 @@
-"""Where activations live: tiers, copies, codecs, disk. Knows nothing of plans."""
+"""Storage for activations between forward and backward: device, host and disk tiers, copies and codecs."""
 
 from lowtide.store.activation_store import ActivationStore, Missing
 from lowtide.store.codecs import CODECS, LOSSY_CODECS

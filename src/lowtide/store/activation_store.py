@@ -1,11 +1,14 @@
-"""`ActivationStore`: where activations live between forward and backward.
+"""`ActivationStore`: holds tensors by key between forward and backward, in device, host and disk tiers.
 
-Values are held in tiers, each with a budget in bytes that are really held: `device` (as they are, or encoded), `host`
-(locked memory where there is an accelerator) and `disk` (files). What comes in goes to the first tier; when a tier is
-full, the least valuable move on.
+Each tier has a budget in bytes, which counts the memory really held: `device` (tensors as they are, or encoded), `host`
+(pinned memory if there is an accelerator) and `disk` (files). New values go to the first tier. When a tier is full, the
+least valuable ones are moved down or dropped, or the new one is refused (`on_full`). `lowtide.offload`, the plans'
+moves and `checkpoint(store=...)` put values here; this file has keys, entries and the public operations, and
+`store.tiers` the placement and the copies.
 
-One lock guards the books. Copies are only started under it; values released by the garbage collector, which may run
-anywhere, are noted without the lock and let go at the next chance.
+One lock guards all state. Copies are only started under it, and run asynchronously. The garbage collector may release a
+value at any point, also while this thread holds the lock: `release_later` only queues the key, and the next operation
+frees it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from lowtide.units import parse_bytes
 
 @dataclass(frozen=True)
 class Missing:
-    """What `get` gives for a value that was evicted: enough to compute it again."""
+    """Returned by `get` for a value that was evicted: its key, shape, dtype and size. False as a bool."""
 
     key: Hashable
     shape: torch.Size
@@ -47,7 +50,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Handle:
-    """One value in a store."""
+    """Refers to one value in a store."""
 
     store: ActivationStore
     key: Hashable
@@ -64,19 +67,19 @@ class ActivationStore:
 
     - `device`, `host`, `disk`: budgets, in bytes or as `"8GiB"`; `host` and `disk` also as `"50%"` of what there is.
       A tier without a budget is not used; with none at all, the device holds everything, without limit.
-    - `on_full`: `"spill"` moves values down a tier until there is room, `"evict"` drops them (`get` then gives a
+    - `on_full`: `"spill"` moves values down a tier until there is room, `"evict"` drops them (`get` then returns a
       `Missing`), `"error"` raises `CapacityError`.
-    - `order`: who goes first. `"oldest"`: the one put longest ago. `"cost"`: the smallest
+    - `order`: which value leaves first. `"oldest"`: the one put longest ago. `"cost"`: the smallest
       `cost / (bytes x operations since last use)`. `"auto"`: `"cost"` once a value came with a cost, else `"oldest"`.
-    - `codec`: how values are written unless `put` says otherwise (see `docs/store.md`).
-    - `folder`: where the disk tier makes its own folder; the system's temporary one by default.
-    - `in_flight`: bytes of device memory that copies under way may hold, each way. None: those of the largest value so
-      far on the way out, and twice that on the way in.
+    - `codec`: how values are encoded, unless `put` is given another (see `docs/store.md`).
+    - `folder`: the parent of the disk tier's folder; by default the system's temporary folder.
+    - `in_flight`: bytes of device memory that unfinished copies may hold, in each direction. None: the bytes of the
+      largest value so far for copies out, and twice that for copies in.
 
-    Values are held once per storage, however many views of it are put, and come back without gradient history.
-    Parameters, sparse, quantized, empty and subclass tensors are left alone: `get` gives back the very same tensor, and
-    no bytes are counted. Do not change in place what you put: on the device it is the stored value itself, and `get`
-    raises `ChangedInPlaceError`.
+    A storage is held once, however many views of it are put. Values come back without gradient history. Parameters,
+    sparse, quantized, empty and subclass tensors are not stored: `get` returns the same tensor, and no bytes are
+    counted. Do not change a tensor in place after putting it: in the device tier it is the stored value itself, and
+    `get` raises `ChangedInPlaceError`.
 
     >>> import torch, lowtide
     >>> with lowtide.ActivationStore(device="1MiB", host="4MiB") as store:
@@ -118,7 +121,7 @@ class ActivationStore:
             order=order,
             folder=folder,
             in_flight_bytes=None if in_flight is None else parse_bytes(in_flight),
-            evicted=weakref.WeakMethod(self._evicted),  # a bound method would be a cycle
+            evicted=weakref.WeakMethod(self._evicted),  # a bound method would be a reference cycle
         )
         self._entries: dict[Hashable, Entry] = {}
         self._missing: dict[Hashable, Missing] = {}
@@ -138,12 +141,12 @@ class ActivationStore:
         codec: str | EllipsisType | None = ...,
         evictable: bool = True,
     ) -> Handle:
-        """Hold `tensor` under `key`, in place of what was there. `cost` is what recomputing it would take.
+        """Store `tensor` under `key`, replacing a value there. `cost` is what recomputing it would take, in any unit.
 
-        `codec` is the store's unless given; None keeps the value as it is. With `evictable=False` the value is never
-        dropped for want of room (`on_full="evict"`); to a lower tier it may be moved.
+        `codec` defaults to the store's; None stores the value as it is. With `evictable=False` the value is never
+        dropped (`on_full="evict"`); it may be moved to a lower tier.
 
-        Raises `CapacityError` if no tier can take it; then everything is as before.
+        Raises `CapacityError` if no tier has room; the store is then unchanged.
         """
         if not isinstance(tensor, Tensor):
             raise TypeError(f"a store holds tensors, not {type(tensor).__name__}")
@@ -159,7 +162,7 @@ class ActivationStore:
                 entry.is_evictable = False
                 entry.unit.num_unevictable += 1
             if unit is not None and unit.num_entries == 0:
-                del self._entries[key]  # it made room for the new one
+                del self._entries[key]  # it was dropped to make room for the new one
             self._forget(key)
             self._add(entry)
         return Handle(self, key)
@@ -167,60 +170,61 @@ class ActivationStore:
     def put_saved(
         self, key: Hashable, tensor: Tensor, watch: _compat.VersionWatch, codec: str | EllipsisType | None = ...
     ) -> None:
-        """`put` under a new key, for values of a step that repeats: what had to leave the device leaves it at once.
+        """`put` under a new key, for tensors that autograd saves in a repeated step.
 
-        The caller has made sure that `tensor` is not one to be left alone.
+        Values that had to leave the device in the last step are moved at once. `tensor` must be storable
+        (`is_left_alone` is False).
         """
         chosen = self._codec if isinstance(codec, EllipsisType) else find_codec(codec)
         with self._locked():
             self._add(self._stored(key, tensor, None, chosen, watch, ahead=True))
 
     def allow_in_flight(self, num_bytes: int) -> None:
-        """From now on copies under way may hold so many bytes of device memory, each way."""
+        """Set the bytes of device memory that unfinished copies may hold, in each direction."""
         with self._locked():
             self._tiers.in_flight_bytes = num_bytes
 
     def end_of_forward(self) -> int:
-        """No more values come from this forward: what they were copied from goes, once copied. `fetch_before` this."""
+        """Call after a forward: frees the sources of copies out. Returns the time to pass to `fetch_before`."""
         with self._locked():
             return self._tiers.end_of_forward()
 
-    def fetch_before(self, moment: int) -> None:
-        """A backward begins: start bringing back what was put before `moment`, the latest first."""
+    def fetch_before(self, put_before: int) -> None:
+        """Call when a backward begins: starts fetching values put before that time, the latest first."""
         with self._locked():
-            self._tiers.fetch_before(moment)
+            self._tiers.fetch_before(put_before)
 
     def get(self, key: Hashable) -> Tensor | Missing:
-        """The value under `key`, on its device; a `Missing` if it was evicted; `KeyError` if it never was here."""
+        """The value under `key`, on its device; a `Missing` if it was evicted. Raises `KeyError` for an unknown key."""
         with self._locked():
             return self._get(key)
 
     def take(self, key: Hashable) -> Tensor | Missing:
-        """`get`, then let go of it: its bytes are free at once. A key is `take`n once; then it is a `KeyError`."""
+        """`get`, then remove it from the store. A second `take` raises `KeyError`."""
         with self._locked():
             value = self._get(key)
             self._forget(key)
             return value
 
     def has(self, key: Hashable) -> bool:
-        """Whether `get` would give a value."""
+        """Whether `get` would return a tensor."""
         with self._locked():
             return key in self._entries
 
     def remove(self, key: Hashable) -> None:
-        """Let go of the value under `key`; `KeyError` if there is none."""
+        """Free the value under `key`. Raises `KeyError` if there is none."""
         with self._locked():
             if key not in self._entries and key not in self._missing:
                 raise KeyError(self._unknown(key))
             self._forget(key)
 
     def clear(self) -> None:
-        """Let go of everything, and of what was evicted. Statistics count on."""
+        """Free all values, and forget evicted ones. Counters in the statistics are kept."""
         with self._locked():
             self._forget_all()
 
     def close(self) -> None:
-        """Let go of everything and remove the spill folder. A closed store takes nothing more."""
+        """Free all values and remove the spill folder. Later operations raise `StoreError`."""
         with self._lock:
             if not self._is_closed:
                 self._drain()
@@ -247,12 +251,12 @@ class ActivationStore:
         self.close()
 
     def stats(self) -> StoreStats:
-        """What is held where, and what it took; totals are the sums of the rows."""
+        """The values held in each tier, and counters since the store was made. Totals are the sums of the rows."""
         with self._locked():
             return self._stats()
 
     def release_later(self, key: Hashable) -> None:
-        """Let go of `key`, from wherever: safe inside a destructor, where the lock may be held further up."""
+        """Free `key`, now or in the next operation. Safe in a destructor, which may run while the lock is held."""
         self._released.append(key)
         if self._lock.acquire(blocking=False):
             try:
@@ -260,12 +264,12 @@ class ActivationStore:
             finally:
                 self._lock.release()
 
-    # Books (the lock is held)
+    # Private; the lock is held
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # Not a class with `__enter__`, which is quicker: Ctrl-C between two lines of that would leave the lock taken.
-        # Copies made in inference mode could not be used outside of it.
+        # Not a class with `__enter__`, although that is faster: Ctrl-C between two of its lines would leave the lock
+        # held. Inference mode is left, as tensors made in it cannot be saved for a backward.
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         with self._lock, outside:
             if self._is_closed:

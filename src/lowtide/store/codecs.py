@@ -1,13 +1,12 @@
-"""Flat tensors by their bits.
+"""Codecs: encode activations in fewer bytes, lossy ones by name and a lossless one, and helpers for bits.
 
-Activations in fewer bytes: lossy codecs by name, lossless ones where they pay.
+`ActivationStore` encodes values with the codec that it, or `put`, was given; plans with `lossy=` name one per value. A
+codec encodes a flat tensor into parts and decodes it again. It declines tensors that it cannot shrink (integers for a
+lossy codec, small tensors), which are then stored as they are.
 
-A codec turns a flat tensor into parts that really take fewer bytes, and back. What it does not fit (integers for a
-lossy codec, small tensors, values that would not shrink) it declines, and the tensor is kept as it is.
-
-NaN and infinity survive every codec. Float formats carry them where the format can; blockwise integers and e4m3 mark a
-block that holds one with a negative scale, and in such a block the outermost codes stand for infinity and NaN, at
-the price of one quantisation step. So nothing needs to be looked at on the host, and an accelerator never waits.
+NaN and infinity survive every codec. Float formats represent them where they can. Blockwise integers and e4m3 cannot: a
+block with such a value gets a negative scale, and in it the outermost codes mean infinity and NaN, at the cost of one
+quantisation step. No value has to be read on the host, so lossy codecs do not synchronise an accelerator.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def as_integers(flat: Tensor) -> Tensor:
-    """The same bytes as whole numbers of the same size."""
+    """The same bytes as integers of the same size."""
     return flat.view(_INTEGER_OF_SIZE[flat.element_size()])
 
 
@@ -35,7 +34,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 
 def pack(flags: Tensor) -> Tensor:
-    """Eight flags a byte; the last byte is filled with zeros."""
+    """Booleans as bits, eight to a byte; the last byte is padded with zeros."""
     eights = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 8)).view(-1, 8)
     packed = eights[:, 0].clone()
     for position in range(1, 8):
@@ -44,7 +43,7 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, numel: int) -> Tensor:
-    """The first `numel` flags again."""
+    """The first `numel` booleans of `pack`'s result."""
     eights = torch.empty(packed.numel(), 8, dtype=torch.bool, device=packed.device)
     for position in range(8):
         eights[:, position] = (packed >> position) & 1
@@ -52,7 +51,7 @@ def unpack(packed: Tensor, numel: int) -> Tensor:
 
 
 def narrowest(flat: Tensor) -> torch.dtype | None:
-    """The smallest integer type that holds all values, if it is smaller than the present one."""
+    """The smallest integer dtype that holds all values; None if it is no smaller than the tensor's."""
     low, high = (int(extreme) for extreme in torch.aminmax(flat))
     for dtype in _NARROW:
         info = torch.iinfo(dtype)
@@ -63,7 +62,7 @@ def narrowest(flat: Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a codec made of a flat tensor: contiguous parts, and what it needs to undo it."""
+    """An encoded flat tensor: contiguous parts, and what decoding needs besides them."""
 
     codec: Codec
     parts: tuple[Tensor, ...]
@@ -77,13 +76,13 @@ class Encoded:
 
 
 class Codec(ABC):
-    """One way of writing a flat tensor in fewer bytes."""
+    """Encodes flat tensors in fewer bytes, and decodes them."""
 
     name: str
     is_lossless = False
 
     def encode(self, flat: Tensor, row_length: int) -> Encoded | None:
-        """The tensor in fewer bytes; None where this codec has nothing to offer for it.
+        """The encoded tensor; None if this codec cannot make it smaller.
 
         `row_length` is the length of the tensor's last dimension, for codecs that scale by row.
         """
@@ -94,7 +93,7 @@ class Codec(ABC):
         return encoded if encoded is not None and encoded.nbytes < flat.nbytes else None
 
     def decode(self, encoded: Encoded, parts: tuple[Tensor, ...]) -> Tensor:
-        """The flat tensor again, from `parts` (those of `encoded`, or copies on another device)."""
+        """The flat tensor, from `parts`: those of `encoded`, or copies on another device."""
         with torch.no_grad():
             return self._decode(encoded, parts)
 
@@ -111,7 +110,7 @@ class Codec(ABC):
 class _Float(Codec):
     """A cast to a narrower float, scaled by a power of two that brings the largest magnitude near 2**15.
 
-    Without it float16 would lose what is below 6e-8. A power of two leaves every mantissa as it is.
+    Without the scale, float16 would flush magnitudes below 6e-8 to zero. A power of two leaves mantissas unchanged.
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -142,9 +141,9 @@ class _Float(Codec):
 
 
 class _Blockwise(Codec):
-    """Blocks of values as small numbers times a scale of their own."""
+    """Blocks of values as small numbers times a scale per block."""
 
-    _largest: float  # of the small numbers; in a marked block it stands for infinity
+    _largest: float  # of the small numbers; in a block with a negative scale it means infinity
 
     def _takes(self, flat: Tensor) -> bool:
         return flat.is_floating_point() and flat.element_size() > 1
@@ -154,7 +153,7 @@ class _Blockwise(Codec):
 
     def _encode(self, flat: Tensor, row_length: int) -> Encoded:
         length = self._block_length(row_length)
-        # In chunks: in float32, all at once, this would need several times the bytes it is there to save.
+        # In chunks: the float32 intermediates of a whole tensor would take several times the bytes saved.
         pairs = [self._encode_chunk(chunk, length) for chunk in flat.split(max(1, CHUNK // length) * length)]
         packed, scales = (torch.cat(column) for column in zip(*pairs, strict=True))
         return Encoded(self, (packed, scales), flat.dtype, flat.numel(), length)
@@ -190,11 +189,11 @@ class _Blockwise(Codec):
 
     @abstractmethod
     def _pack(self, small: Tensor) -> Tensor:
-        """Blocks of numbers of magnitude up to `_largest`, or NaN, in their final form."""
+        """Convert blocks of numbers of magnitude up to `_largest`, or NaN, to the stored dtype."""
 
     @abstractmethod
     def _unpack(self, packed: Tensor, length: int) -> Tensor:
-        """The blocks again, as float32, with NaN where there was NaN."""
+        """The blocks of `_pack` as float32, with NaN where there was NaN."""
 
 
 class _Float8(_Blockwise):
@@ -247,12 +246,14 @@ class _Int4(_Int8):
 class _Lossless(Codec):
     """Bit-exact: bools as bits, integers in the fewest bytes their range needs, mostly-zero tensors as bits and values.
 
-    Ranges and zeros have to be looked at, so on an accelerator integers and floats cost a synchronisation each.
+    The choice depends on the values: on an accelerator, integers and floats cost one synchronisation per tensor.
     """
 
     name, is_lossless = "lossless", True
     _INTEGERS = (torch.int64, torch.int32, torch.int16)
-    _WORTH = 0.75  # of the bytes; packing takes a pass over them and unpacking another
+    _WORTH = (
+        0.75  # encode only if the result is at most this share of the bytes, as both directions take a pass over them
+    )
 
     def _takes(self, flat: Tensor) -> bool:
         return flat.dtype == torch.bool or flat.dtype in self._INTEGERS or flat.is_floating_point()
@@ -267,7 +268,7 @@ class _Lossless(Codec):
         return self._encode_zeros(flat)
 
     def _encode_zeros(self, flat: Tensor) -> Encoded | None:
-        raw = as_integers(flat)  # by bits: -0.0 is no zero, and every NaN keeps its payload
+        raw = as_integers(flat)  # compare bits: -0.0 is not zero, and NaN keeps its payload
         present = raw != 0
         num_present = int(torch.count_nonzero(present))
         if flat.numel() // 8 + num_present * flat.element_size() > self._WORTH * flat.nbytes:
@@ -285,7 +286,7 @@ class _Lossless(Codec):
 
 
 def _bounded(values: Tensor, infinite: Tensor) -> Tensor:
-    """The values, with the largest finite ones where rounding up made infinities of them."""
+    """The values, with infinities that come from rounding replaced by the largest finite number."""
     largest = torch.finfo(values.dtype).max
     return torch.where(torch.isinf(values) & ~infinite, values.sign() * largest, values)
 
@@ -313,7 +314,7 @@ LOSSY_CODECS = tuple(name for name, codec in CODECS.items() if not codec.is_loss
 
 
 def find_codec(name: str | None) -> Codec | None:
-    """The codec of that name; None for None and `"none"`."""
+    """The codec with this name; None for None and `"none"`."""
     if name is None or name == "none":
         return None
     if not isinstance(name, str) or name not in CODECS:

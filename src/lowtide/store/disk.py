@@ -1,12 +1,11 @@
-"""How much memory and disk there is.
+"""The disk tier: tensors in files, in a folder that is deleted with its process.
 
-The disk tier: values in files, in a folder of their own that outlives nobody.
+`store.tiers` writes a unit here when the tiers above are full, and reads it back in the backward. Each store has a
+folder (mode 0700) with a lock file; the operating system releases the lock when the process ends, also after a crash.
+The next `SpillFolder` in the same parent folder deletes folders whose lock is free.
 
-Each store has a folder (mode 0700) with a lock that the operating system drops when the process ends, however it
-ends. A folder whose lock is free belongs to a dead process and is removed at the next start.
-
-Values are written with `write` rather than through a memory map: on a full disk `write` raises, where a map kills the
-process. A checksum per file guards against what else can happen to a file.
+Files are written with `write` and not through a memory map: on a full disk `write` raises, and a map kills the process.
+A checksum per file detects damage. Reads and writes block the host.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lowtide.units import format_bytes
 
 
 def free_disk_bytes(folder: str | os.PathLike[str] | None) -> int:
-    """What is free where the disk tier would write."""
+    """Free bytes on the disk that holds `folder`, or the system's temporary folder."""
     path = Path(tempfile.gettempdir() if folder is None else folder)
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -45,7 +44,7 @@ _LOCK_NAME = "lock"
 
 @dataclass(frozen=True)
 class SpilledFile:
-    """Parts of a value in one file."""
+    """The parts of a value, written to one file."""
 
     path: Path
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -54,7 +53,7 @@ class SpilledFile:
 
 
 class SpillFolder:
-    """Files of values. Removed by `close`, at exit, and after a crash by the next `SpillFolder` beside it."""
+    """A folder of spilled values. Deleted by `close`, at exit, and after a crash by the next `SpillFolder`."""
 
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
         base = Path(tempfile.gettempdir() if parent is None else parent)
@@ -64,7 +63,7 @@ class SpillFolder:
             unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=base))  # mode 0700
             self._lock = open(unlocked / _LOCK_NAME, "w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Under its final name, by which orphans are found, only once it is locked.
+            # Renamed once it is locked: another process deletes unlocked folders of the final name.
             self.path = unlocked.rename(base / unlocked.name.replace(_UNLOCKED_PREFIX, _PREFIX))
         except OSError as error:
             raise StoreError(f"cannot make a spill folder in {base}: {error}. Give another with folder=.") from error
@@ -73,7 +72,7 @@ class SpillFolder:
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def write(self, parts: Parts) -> SpilledFile:
-        """Write CPU tensors; a failed write leaves nothing behind and raises `StoreError`."""
+        """Write CPU tensors to a new file. A failed write deletes it and raises `StoreError`."""
         self._count += 1
         path = self.path / f"{self._count}.bin"
         checksum, nbytes = 0, 0
@@ -115,7 +114,7 @@ class SpillFolder:
         return tuple(parts)
 
     def remove(self, spilled: SpilledFile) -> None:
-        if os.getpid() == self._owner_pid:  # a forked child's books are a copy; the files are not
+        if os.getpid() == self._owner_pid:  # a forked child has copied this object, but not the files
             with contextlib.suppress(FileNotFoundError):
                 spilled.path.unlink()
 
@@ -141,7 +140,7 @@ def _read_all(file: IO[bytes], view: memoryview) -> None:
 
 
 def _remove(path: Path, lock: IO[str], owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # a forked child that exits must not take its parent's files along
+    if os.getpid() == owner_pid:  # a forked child must not delete its parent's files when it exits
         shutil.rmtree(path, ignore_errors=True)
     lock.close()
 

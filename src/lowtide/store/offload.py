@@ -1,13 +1,13 @@
-"""Which storages belong to modules.
+"""`lowtide.offload`: keeps what autograd saves inside a context in an `ActivationStore`, for any model.
 
-Parameters are told by their class; a buffer is a tensor like any other, and so is `buffer.t()`. While a context is
-open, every module that is called is looked at once, and its parameters' and buffers' storages are noted.
+Saved-tensor hooks pass every saved tensor to the store and get it back in the backward. Such hooks switch off
+autograd's own check for in-place changes, which would otherwise give wrong gradients without an error; `KeptHere` and
+`KeptInStore`, the objects that autograd holds instead of the tensors, make that check. Plans use the same objects for
+their moves (`eager.moves`, `compiled.planned_graph`).
 
-`offload`: whatever autograd saves inside it lives in a store.
-
-Saved-tensor hooks hand every saved tensor to the store and take it back in the backward. They also switch off
-autograd's own version check, so that a value changed in place would give wrong gradients with no error; the check
-is made here instead.
+Parameters and buffers are not offloaded. A parameter has its own class, but a buffer, or a view such as `buffer.t()`,
+is a plain tensor. `ModuleTensors` therefore notes the storages of every module that is called while the context is
+open.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowtide.units import parse_bytes
 
 
 class ModuleTensors:
-    """`tensor in module_tensors`: whether its storage belongs to a module called since `watch()`."""
+    """`tensor in module_tensors`: whether its storage belongs to a module called since `start()`."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -55,14 +55,14 @@ class ModuleTensors:
         for tensors in _compat.module_tensors(module):
             for tensor in tensors.values():
                 if tensor is not None and _compat.is_plain(tensor):
-                    reference = _compat.StorageReference(tensor)  # holds the id, so that no activation gets it
+                    reference = _compat.StorageReference(tensor)  # keeps the id from being reused by an activation
                     self._storages[reference.id] = reference
 
 
 @_compat.disable_dynamo
 def _look(module_tensors: ModuleTensors, module: nn.Module) -> None:
     if isinstance(module, nn.RReLU) and module.inplace and module.training:
-        # On a view autograd wraps its node, and what is saved cannot be told from that of other in-place ops.
+        # On a view, autograd wraps the node, and its saves cannot be told from those of other in-place ops.
         raise StoreError(
             "nn.RReLU(inplace=True) saves its noise before it draws it, so a copy in a store would hold nothing. "
             "Use inplace=False in lowtide.checkpoint, or run it outside of lowtide.offload."
@@ -75,18 +75,18 @@ _DEFAULT_HOST = "50%"
 
 
 class KeptHere:
-    """What autograd keeps in place of a tensor that stays where it is, with autograd's own check."""
+    """Held by autograd for a saved tensor that is not moved. Checks for in-place changes as autograd does."""
 
     __slots__ = ("_saved_at", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self._saved_at = _compat.version_of(tensor)
-        # Detached: an output that holds its own history would be a cycle through the graph, which nothing collects.
+        # Detached: an output that refers to its own graph would be a cycle that the garbage collector cannot see.
         self._tensor = tensor.detach()
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing was written into the tensor since."""
+        """Whether the tensor was not changed in place since."""
         return _compat.version_of(self._tensor) == self._saved_at
 
     def restore(self) -> Tensor:
@@ -96,7 +96,7 @@ class KeptHere:
 
 
 class KeptInStore:
-    """What autograd keeps in place of a tensor in a store. When the graph lets go of it, so does the store."""
+    """Held by autograd for a saved tensor in a store. The store frees the tensor when autograd frees this object."""
 
     __slots__ = ("_key", "_sequence", "_store", "_watch")
 
@@ -110,7 +110,7 @@ class KeptInStore:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing was written into the tensor since."""
+        """Whether the tensor was not changed in place since."""
         return not self._watch.has_changed()
 
     def restore(self) -> Tensor:
@@ -144,7 +144,7 @@ def _changed() -> ChangedInPlaceError:
 
 
 class SavedInStore(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that keep in `store` what has at least `min_bytes` and does not belong to a module."""
+    """Saved-tensor hooks that store tensors of at least `min_bytes` that do not belong to a module."""
 
     def __init__(self, store: ActivationStore, min_bytes: int, module_tensors: ModuleTensors | None = None) -> None:
         def pack(tensor: Tensor) -> KeptHere | KeptInStore:
@@ -165,35 +165,35 @@ def _keep(
 
 @_compat.disable_dynamo
 def restore(kept: KeptHere | KeptInStore) -> Tensor:
-    """What the backward gets for what autograd kept."""
+    """The unpack hook: the tensor that `kept` was made for."""
     return kept.restore()
 
 
 def end_of_forward(store: ActivationStore, outputs: Iterable[Tensor]) -> None:
-    """A forward is over. When the backward gets to its outputs, what is in the store starts on its way back."""
+    """Call after a forward with its outputs: the store starts fetching when the backward reaches them."""
     if not len(store):
         return
-    moment = store.end_of_forward()
+    put_before = store.end_of_forward()
     for node in {tensor.grad_fn for tensor in outputs}:
         if node is not None:
-            node.register_prehook(functools.partial(_begin_backward, store, moment))
+            node.register_prehook(functools.partial(_begin_backward, store, put_before))
 
 
-def _begin_backward(store: ActivationStore, moment: int, gradients: Any) -> None:
-    store.fetch_before(moment)
+def _begin_backward(store: ActivationStore, put_before: int, gradients: Any) -> None:
+    store.fetch_before(put_before)
 
 
 class offload:
-    """A context in which activations saved for the backward live in a store, whatever the model.
+    """Context manager that keeps the activations saved inside it in a store, for any model.
 
     - `store`: an `ActivationStore`, or None for one made from `device`, `host` and `disk`: budgets in bytes or `"8GiB"`
-      (`host` and `disk` also `"50%"`). With a `device` budget, what comes back first (the last layers) stays there.
+      (`host` and `disk` also `"50%"`). With a `device` budget, the last layers' activations stay on the device.
     - `min_bytes`: smaller tensors stay where they are.
-    - `codec`: how values are written in the store made here; lossless unless you ask for a lossy one.
+    - `codec`: the codec of the store made here; None stores values as they are.
 
-    The backward may run outside of the context, later, or never; gradients equal the plain run's to the last bit
-    without a codec. A tensor changed in place after it was saved raises, as with plain autograd. Entering the context
-    gives the store.
+    The backward may run outside of the context, later, or never. Without a lossy codec, gradients are bit-equal to
+    those without offload. A tensor changed in place after it was saved raises, as with plain autograd. `with` returns
+    the store.
 
     >>> import torch, lowtide
     >>> x = torch.randn(8, 1024, requires_grad=True)

@@ -1,10 +1,11 @@
-"""What a store holds: one copy per storage, wherever it is at the moment.
+"""What a store holds: `Unit`, the bytes of one storage, `Entry`, a view of a unit under a key, and the statistics.
 
-Autograd saves many views of one storage. A `Unit` is the bytes of one storage at one version, as a flat typed tensor;
-each entry of a store is a view of a unit, described by shape, strides and offset. The unit is counted once, moved once
-and brought back once.
+Autograd saves many views of one storage. A `Unit` is the contents of one storage at one version, as a flat typed
+tensor, in one tier. Each entry of a store is a view of a unit, given by shape, strides and offset. So a storage is
+counted, moved and fetched once, however many of its views were put. `store.tiers` moves units, `store.activation_store`
+maps keys to entries.
 
-What a store holds and what it took, as plain numbers whose totals are the sums of their rows.
+`StoreStats` is what `ActivationStore.stats()` returns: plain numbers whose totals are the sums of their rows.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from lowtide.units import format_bytes, format_seconds
 
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 
-# A view of less than this share of its storage is held on its own: the rest of the storage is not ours to keep.
+# A view of less than this share of its storage is copied alone. Moving the whole storage would copy bytes that may
+# never be needed; moving each small view alone would copy shared bytes several times.
 _WHOLE_STORAGE_SHARE = 0.5
 
 
 class SourceKey(NamedTuple):
-    """What makes two tensors the same unit: storage, version, element type and codec."""
+    """Identifies a unit: two tensors with equal keys share one."""
 
     storage: int
     version: int
@@ -38,7 +40,7 @@ class SourceKey(NamedTuple):
     start: int
     numel: int
     codec: str | None
-    moment: int  # 0, or when it was put: inference tensors count no changes, so each put is a unit of its own
+    put_at: int  # 0; for inference tensors, which have no version counter, the time of the put: never shared
 
 
 @dataclass(eq=False, slots=True)
@@ -50,36 +52,36 @@ class Unit:
     watch: _compat.VersionWatch
     dtype: torch.dtype
     device: torch.device
-    mover: Mover  # of its device
-    encoded: Encoded | None  # how to decode it, without the parts themselves
-    stored_bytes: int  # of its parts, wherever they are
-    device_bytes: int  # what it keeps alive on the device: the whole storage, unless it is encoded
+    mover: Mover  # for its device
+    encoded: Encoded | None  # how to decode it, without its parts
+    stored_bytes: int  # of its parts, in any tier
+    device_bytes: int  # memory it holds on the device: the whole storage, unless it is encoded
     tier: str
-    nbytes: int  # what it takes of its tier's budget
+    nbytes: int  # counted in its tier's budget
     parts: Parts | None = None  # while on the device
     host: HostCopy | None = None
     file: SpilledFile | None = None
-    fetched: Fetched | None = None  # on the way back
-    is_counted: bool = False  # in the books of its tier
-    depends_on_source: bool = True  # until a copy is complete, a change of the source is a change of the unit
-    is_lost: bool = False  # its source had been changed when it was copied
-    ready: Any = None  # while on the device: the stream it was made on, and an event there. Copies wait for it
+    fetched: Fetched | None = None  # while it is being fetched
+    is_counted: bool = False  # whether its tier counts it
+    depends_on_source: bool = True  # until a copy is complete: changing the source in place changes the unit
+    is_lost: bool = False  # its source was changed in place before it was copied
+    ready: Any = None  # on the device: the producing stream and an event, which copies wait for
     num_entries: int = 0
-    num_unevictable: int = 0  # of its entries; while there is one, the unit may be moved down and not be dropped
-    num_served: int = 0  # entries given out since it was last fetched, and not let go of
-    served_in: int = 0  # the backward in which all of its entries were given out
+    num_unevictable: int = 0  # entries that may not be evicted: the unit can be moved down, but not dropped
+    num_served: int = 0  # entries returned since it was last fetched, and not freed
+    served_in: int = 0  # number of the backward in which all of its entries were returned
     cost: float = 0.0
     put_at: int = 0
     touched_at: int = 0
 
     def let_go(self, *, evictable: bool = True) -> None:
-        """One entry fewer. Most likely it had been given out: those that are left are still to come."""
+        """Remove one entry, assuming that it is one of those already returned."""
         self.num_entries -= 1
         self.num_unevictable -= not evictable
         self.num_served = max(0, self.num_served - 1)
 
     def decode(self, parts: Parts) -> Tensor:
-        """The flat tensor, from parts on the device."""
+        """The flat tensor, decoded from its parts on the device."""
         return parts[0] if self.encoded is None else self.encoded.codec.decode(self.encoded, parts)
 
 
@@ -88,7 +90,7 @@ _NO_SHAPE = torch.Size()
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One key of a store: a view of a unit, or a tensor left alone."""
+    """One key of a store: a view of a unit, or a tensor that is not stored (`is_left_alone`)."""
 
     key: Hashable
     unit: Unit | None
@@ -109,14 +111,14 @@ class Entry:
 def new_unit(
     tensor: Tensor, source: SourceKey, codec: Codec | None, watch: _compat.VersionWatch, mover: Mover, now: int
 ) -> Unit:
-    """A unit of what `tensor` has in its storage, on the device so far, and in no books."""
+    """A new unit for the storage of `tensor`, on the device, not counted in any tier yet."""
     flat = tensor.detach()
     if tensor.is_contiguous() and tensor.numel() == source.numel:
         flat = flat.view(-1)
     else:
         flat = flat.as_strided((source.numel,), (1,), source.start)  # over the same bytes
     encoded = None if codec is None else codec.encode(flat, tensor.shape[-1] if tensor.dim() else 1)
-    # A view on the device keeps its whole storage alive, so the whole storage is what it costs.
+    # A view keeps its whole storage alive, so all of it counts.
     device_bytes = tensor.untyped_storage().nbytes() if encoded is None else encoded.nbytes
     return Unit(
         source=source,
@@ -138,7 +140,7 @@ def new_unit(
 
 
 def is_left_alone(tensor: Tensor) -> bool:
-    """Whether a tensor is not for the store: someone else's (parameters), or not plain bytes behind a plain layout."""
+    """Whether a store does not take a tensor: parameters, and tensors that are not plain strided memory."""
     return (
         not _compat.is_plain(tensor)
         or tensor.is_meta
@@ -146,33 +148,33 @@ def is_left_alone(tensor: Tensor) -> bool:
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()
-        or _span(tensor) > _storage_numel(tensor)  # a storage that was shrunk: there is nothing to hold
+        or _span(tensor) > _storage_numel(tensor)  # its storage was resized to less, as by FSDP
         or _compat.is_parameter_or_view_of_one(tensor)
     )
 
 
-def source_of(tensor: Tensor, codec: Codec | None, moment: int) -> SourceKey:
-    """The key of the unit that `tensor` belongs to: its whole storage, or its own part of a much larger one."""
+def source_of(tensor: Tensor, codec: Codec | None, now: int) -> SourceKey:
+    """The key of the unit that holds `tensor`: its whole storage, or only its part of a much larger one."""
     start, numel = 0, _storage_numel(tensor)
     if not stands_for_storage(tensor):
         start, numel = int(tensor.storage_offset()), _span(tensor)
     storage, version = _compat.storage_id(tensor), _compat.version_of(tensor)
     codec_name = None if codec is None else codec.name
-    return SourceKey(storage, version, tensor.dtype, start, numel, codec_name, moment if tensor.is_inference() else 0)
+    return SourceKey(storage, version, tensor.dtype, start, numel, codec_name, now if tensor.is_inference() else 0)
 
 
 def stands_for_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is held as its whole storage, and not as a part of its own.
+    """Whether a tensor is stored with its whole storage, and not as a unit of its own.
 
-    Only where its version counter counts for the whole storage. Parts made by `unsafe_chunk` or `unsafe_split`, as in
-    GRU and LSTM cells, have a counter each: a copy of the storage made for one part would be stale for the next.
+    Only if its version counter covers the whole storage. Chunks made by `unsafe_chunk` or `unsafe_split`, as in GRU and
+    LSTM cells, have a counter each: a copy of the storage made for one chunk could be stale for the next.
     """
     numel = _storage_numel(tensor)
     return _span(tensor) >= _WHOLE_STORAGE_SHARE * numel and _span(_compat.version_owner(tensor)) >= numel
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last that the tensor reads, both inside."""
+    """Number of elements from the first to the last that the tensor reads, inclusive."""
     if tensor.is_contiguous():
         return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -187,7 +189,7 @@ _SHOWN_ENTRIES = 20
 
 @dataclass(frozen=True)
 class EntryStats:
-    """One value. A storage of several views counts its bytes with the oldest of them."""
+    """One value. The bytes of a storage with several views are those of the oldest view's row."""
 
     key: Hashable
     nbytes: int
@@ -198,10 +200,11 @@ class EntryStats:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store at one moment. `print` it. Values of `compressed_bytes` were written as `compressed_to_bytes` so far.
+    """The state and the counters of a store. `print` it for a table.
 
-    `num_created`, `num_evicted` and `num_spilled` count since the store was made: `num_created` every `put`, also one
-    that replaces a value; `clear` leaves them as they are.
+    `num_created` (every `put`, also one that replaces a value), `num_evicted`, `num_spilled`, `moved_*_bytes`,
+    `compressed_bytes` and `waited_s` count since the store was made; `clear` does not reset them. Values of
+    `compressed_bytes` were encoded as `compressed_to_bytes`.
     """
 
     entries: tuple[EntryStats, ...]
@@ -249,7 +252,7 @@ class StoreStats:
 
     @property
     def utilization(self) -> float:
-        """Held bytes of the first tier, which values are put into, as a share of its budget; 0 without a limit."""
+        """Held bytes of the first tier as a share of its budget; 0 without a limit."""
         return next(iter(self.utilization_by_tier.values()))
 
     def __str__(self) -> str:
@@ -263,10 +266,10 @@ class StoreStats:
         ]
         for tier, held in self.held_bytes_by_tier.items():
             budget = self.budget_bytes_by_tier[tier]
-            shown = "no limit" if budget == float("inf") else format_bytes(budget)
+            limit = "no limit" if budget == float("inf") else format_bytes(budget)
             lines.append(
                 f"{tier:<8}{self.num_held_by_tier[tier]:>8}{format_bytes(held):>12}"
-                f"{format_bytes(self.peak_bytes_by_tier[tier]):>12}{shown:>12}{self.utilization_by_tier[tier]:>6.0%}"
+                f"{format_bytes(self.peak_bytes_by_tier[tier]):>12}{limit:>12}{self.utilization_by_tier[tier]:>6.0%}"
             )
         for entry in self.entries[:_SHOWN_ENTRIES]:
             cost = "" if entry.cost is None else f", cost {entry.cost:g}"

@@ -1,12 +1,12 @@
-"""Units on their way back to the device: those asked for, and those a backward will ask for next.
+"""Placement of units in the tiers of a store: moving them down when a tier is full, and fetching them back.
 
-A backward asks for what the forward put last. So with each unit given out, the ones put before it are fetched, latest
-first, as far as the device memory that copies may hold allows; where the backward asks in another order, what was
-fetched in vain gives way.
+`StorageTiers` is the inside of `ActivationStore`, which maps keys to units and holds a lock around every call. It
+places a new unit in the first tier with room, moves others down, drops or refuses as `on_full` says, and counts bytes
+per tier. Copies are done by the `Mover` of each device (`store.transfer`).
 
-Units in tiers: placing them, moving them down when a tier is full, and bringing them back ahead of use.
-
-The inside of `ActivationStore`; it knows bytes and units, and nothing of keys. Its caller holds a lock.
+`Prefetch` fetches units ahead of use. A backward asks for values in the reverse order of the forward's puts, so with
+each unit that is returned, the units put before it are fetched, the latest first, as far as the device memory for
+unfinished copies allows. If a backward asks in another order, units fetched too early are cancelled.
 """
 
 from __future__ import annotations
@@ -42,58 +42,58 @@ from lowtide.units import format_bytes
 
 
 class PrefetchSource(Protocol):
-    """Where units are. Passed to each call rather than held, which would be a cycle."""
+    """What `Prefetch` needs of `StorageTiers`. Passed to each call, as holding it would be a reference cycle."""
 
     def bring(self, unit: Unit) -> Fetched:
-        """Start a unit's way back to its device."""
+        """Start fetching a unit to its device."""
         ...
 
-    def arrivals_limit(self) -> float:
-        """How many bytes may be under way, or given out in part."""
+    def prefetch_limit(self) -> float:
+        """Bytes that fetched units may hold on the device."""
         ...
 
 
 class Prefetch:
-    """Units on their way back; `bytes` counts those under way and those given out in part."""
+    """Units fetched to the device. `bytes` counts those of which not all entries were returned yet."""
 
     def __init__(self) -> None:
-        self._on_host: list[Unit] = []  # in the order they were put
-        self._under_way: dict[int, Unit] = {}
-        self._front = 0  # the moment at which the latest unit that this backward asked for was put
-        self._backward = 1  # which backward this is, as far as one can tell: a unit asked for again begins another
+        self._on_host: list[Unit] = []  # dict order: the oldest first
+        self._in_progress: dict[int, Unit] = {}
+        self._front = 0  # put time of the latest unit that this backward asked for
+        self._backward = 1  # number of the backward; a unit asked for a second time begins a new one
         self.bytes = 0
 
     def add(self, unit: Unit) -> None:
-        """A unit has come to host memory."""
-        if not self._on_host or self._on_host[-1].put_at <= unit.put_at:  # as for all that leaves at once
+        """Note a unit that was moved to host memory."""
+        if not self._on_host or self._on_host[-1].put_at <= unit.put_at:  # the usual case
             self._on_host.append(unit)
         else:
             insort(self._on_host, unit, key=_put_at)
 
     def discard(self, unit: Unit) -> None:
-        """A unit has left host memory, or was never there."""
+        """Forget a unit that left host memory, if it was there."""
         index = bisect_left(self._on_host, unit.put_at, key=_put_at)
         if index < len(self._on_host) and self._on_host[index] is unit:
             del self._on_host[index]
 
-    def take_in(self, unit: Unit, origin: PrefetchSource) -> Parts:
-        """The unit's parts, ready for use on its device."""
+    def receive(self, unit: Unit, origin: PrefetchSource) -> Parts:
+        """The unit's parts on its device, fetched now if they were not. The current stream waits for them."""
         if unit.served_in == self._backward:
             self._backward += 1
             self._front = 0
         if unit.fetched is None:
-            if self.bytes >= origin.arrivals_limit():
-                self.cancel_all()  # fetched in vain: the backward asks in another order
+            if self.bytes >= origin.prefetch_limit():
+                self.cancel_all()  # the backward asks in another order
             try:
                 self._fetch(unit, origin)
             except torch.OutOfMemoryError:
-                self.cancel_all()  # make room with what was fetched ahead, and try once more
+                self.cancel_all()  # free what was fetched ahead, and try once more
                 self._fetch(unit, origin)
         assert unit.fetched is not None
         parts = unit.fetched.wait()
         if unit.encoded is None and any(_compat.versions_of(parts)):
             raise ChangedInPlaceError(
-                "a stored value was changed in place by whoever got it before. Clone what you get before you change it."
+                "a stored value was changed in place after an earlier get(). Clone what you get before you change it."
             )
         unit.num_served += 1
         if unit.num_served >= unit.num_entries:
@@ -102,14 +102,14 @@ class Prefetch:
         return parts
 
     def fetch_ahead(self, unit: Unit, origin: PrefetchSource) -> None:
-        """Start bringing back what was put before `unit`, which was just asked for."""
+        """Start fetching the units put before `unit`, which was just asked for."""
         if unit.mover.is_asynchronous:
             self.fetch_before(unit.put_at, origin)
 
-    def fetch_before(self, moment: int, origin: PrefetchSource) -> None:
-        """Start bringing back what was put before `moment`, the latest first."""
-        self._front = max(self._front, moment)
-        limit = origin.arrivals_limit()
+    def fetch_before(self, put_before: int, origin: PrefetchSource) -> None:
+        """Start fetching the units put before that time, the latest first, up to the limit."""
+        self._front = max(self._front, put_before)
+        limit = origin.prefetch_limit()
         for index in range(bisect_left(self._on_host, self._front, key=_put_at) - 1, -1, -1):
             earlier = self._on_host[index]
             if self.bytes >= limit or (self.bytes and self.bytes + earlier.stored_bytes > limit):
@@ -118,24 +118,24 @@ class Prefetch:
                 try:
                     self._fetch(earlier, origin)
                 except torch.OutOfMemoryError:
-                    return  # it was only meant to help
+                    return  # fetching ahead is optional
 
     def cancel(self, unit: Unit) -> None:
-        """Let go of a unit's copy on the device."""
-        if self._under_way.pop(id(unit), None) is not None:
+        """Free a unit's copy on the device."""
+        if self._in_progress.pop(id(unit), None) is not None:
             self.bytes -= unit.stored_bytes
         unit.fetched = None
 
     def cancel_all(self) -> None:
-        """Let go of what was fetched and not asked for yet; what was given out in part is in use."""
-        for unit in list(self._under_way.values()):
+        """Free units that were fetched ahead. Those with entries in use are kept."""
+        for unit in list(self._in_progress.values()):
             if not unit.num_served:
                 self.cancel(unit)
 
     def _fetch(self, unit: Unit, origin: PrefetchSource) -> None:
         unit.fetched = origin.bring(unit)
         unit.num_served = 0
-        self._under_way[id(unit)] = unit
+        self._in_progress[id(unit)] = unit
         self.bytes += unit.stored_bytes
 
 
@@ -153,7 +153,7 @@ class _Tier:
 
 
 class StorageTiers:
-    """Units in their tiers, within budgets. `evicted()` is told of a unit before it is dropped for want of room."""
+    """Units in their tiers, within budgets. `evicted()` returns a callback for units that are about to be evicted."""
 
     def __init__(
         self,
@@ -169,20 +169,21 @@ class StorageTiers:
         self._on_full, self._order = on_full, order
         self._folder = folder
         self._spill_folder: SpillFolder | None = None
-        self.in_flight_bytes = in_flight_bytes  # None: those of the largest unit so far; twice that on the way in
+        self.in_flight_bytes = in_flight_bytes  # None: the largest unit so far for copies out, twice that for copies in
         self._largest_bytes = 0
         self._evicted = evicted
         self._units: dict[SourceKey, Unit] = {}
-        self._arrivals = Prefetch()
+        self._prefetch = Prefetch()
         self._replaced: Unit | None = None
-        self._on_device: dict[int, list[Unit]] = {}  # units that keep one storage alive; the first carries its bytes
+        self._on_device: dict[int, list[Unit]] = {}  # by storage; the first unit of each counts its bytes
         self._movers: dict[torch.device, Mover] = {}
         self._pools: list[PinnedPool] = []
         self.clock = 0
         self._num_spilled = self._moved_down_bytes = self._moved_up_bytes = 0
         self._waited_s = 0.0
         self._has_costs = False
-        # What the last round (from the first unit put to the last one dropped) had beyond the device's budget.
+        # Bytes put in this round (from an empty store to the next time it is empty), and how far the last one was over
+        # the device's budget.
         self._round_bytes = 0
         self._overflow_bytes = 0.0
 
@@ -193,10 +194,10 @@ class StorageTiers:
     def put(
         self, tensor: Tensor, codec: Codec | None, cost: float | None, watch: _compat.VersionWatch, *, ahead: bool
     ) -> tuple[Unit, int]:
-        """The unit that holds the tensor's storage, made and placed if need be, and where in the storage it starts.
+        """The unit for the tensor's storage, new or existing, and its start in the storage in elements.
 
-        With `ahead`, a unit that would have to leave the device later, by the last round's measure, leaves at once:
-        copies then have the whole forward to hide in, not only what is left of it when the device is full.
+        With `ahead`, a unit that had to leave the device later in the last round leaves at once. Copies then overlap
+        with the whole forward, and not only with the part after the device is full.
         """
         source = source_of(tensor, codec, self.tick())
         unit = self._units.get(source)
@@ -213,24 +214,24 @@ class StorageTiers:
         return unit, source.start
 
     def get(self, unit: Unit) -> Tensor:
-        """The unit's flat tensor on its device. Those the backward is likely to ask for next start on their way."""
+        """The unit's flat tensor on its device. Starts fetching those that the backward is likely to ask for next."""
         unit.touched_at = self.tick()
         self._settle()
-        flat = unit.decode(self._arrivals.take_in(unit, self) if unit.parts is None else unit.parts)
+        flat = unit.decode(self._prefetch.receive(unit, self) if unit.parts is None else unit.parts)
         if unit.encoded is not None:
-            _compat.reset_version(flat)  # decoding filled it, which is no change of the value
-        self._arrivals.fetch_ahead(unit, self)
+            _compat.reset_version(flat)  # decoding wrote to it, which is not a change of the value
+        self._prefetch.fetch_ahead(unit, self)
         return flat
 
     def release(self, unit: Unit, *, evictable: bool = True) -> None:
-        """One entry fewer; the last one takes the unit along."""
+        """Remove one entry of a unit, and the unit with its last entry."""
         unit.let_go(evictable=evictable)
         if unit.num_entries == 0:
             self._drop(unit)
 
     @contextmanager
     def replacing(self, unit: Unit | None) -> Iterator[None]:
-        """A block in which what is put may take the room of `unit`, which is dropped only once that has succeeded."""
+        """Inside this context a put may use the room of `unit`, which is dropped once the put has succeeded."""
         self._replaced = unit
         try:
             yield
@@ -256,7 +257,7 @@ class StorageTiers:
             num_spilled=self._num_spilled,
             moved_down_bytes=self._moved_down_bytes,
             moved_up_bytes=self._moved_up_bytes,
-            in_flight_bytes=self._leaving_bytes() + self._arrivals.bytes,
+            in_flight_bytes=self._leaving_bytes() + self._prefetch.bytes,
             locked_bytes=sum(pool.locked_bytes for pool in self._pools),
             waited_s=self._waited_s + sum(mover.waited_s() for mover in self._movers.values()),
         )
@@ -264,7 +265,7 @@ class StorageTiers:
     # Room
 
     def _place(self, unit: Unit, *, leaves_at_once: bool) -> None:
-        """Put a new unit into the first tier that is large enough for it and has, or makes, room."""
+        """Put a new unit into the first tier that is large enough and has, or can make, room."""
         tier = self._tier_for(unit, leaves_at_once)
         if tier == DEVICE:
             unit.ready = unit.mover.now()
@@ -279,7 +280,7 @@ class StorageTiers:
     def _tier_for(self, unit: Unit, leaves_at_once: bool) -> str:
         first = next(iter(self._tiers))
         if not (leaves_at_once and first == DEVICE) and self._has_room(first, self._size_in(unit, first)):
-            return first  # as nearly always
+            return first  # the usual case
         sizes = {tier: self._size_in(unit, tier) for tier in self._tiers}
         large_enough = [tier for tier in self._tiers if sizes[tier] <= self._tiers[tier].budget_bytes]
         if not large_enough:
@@ -293,7 +294,7 @@ class StorageTiers:
         return self._tier_with_room(large_enough, sizes)
 
     def _tier_with_room(self, tiers: list[str], sizes: dict[str, int]) -> str:
-        """The first of `tiers` in which room can be made; only spilling looks further than the first."""
+        """The first of `tiers` in which room can be made. Tiers after the first are tried only with on_full="spill"."""
         for tier in tiers:
             try:
                 self._make_room(tier, sizes[tier], for_newcomer=True)
@@ -305,7 +306,7 @@ class StorageTiers:
         raise AssertionError("there is at least one tier")
 
     def _room_of_replaced(self, tier: str) -> int:
-        """Bytes that will be free in a tier with the unit that is being replaced."""
+        """Bytes of a tier that the unit being replaced will free."""
         unit = self._replaced
         if unit is None or unit.tier != tier:
             return 0
@@ -322,14 +323,14 @@ class StorageTiers:
         return unit.mover.cost_bytes(unit.stored_bytes) if tier == HOST else unit.stored_bytes
 
     def _make_room(self, tier_name: str, nbytes: int, *, for_newcomer: bool = False) -> None:
-        """Move units out of a tier until `nbytes` fit; only the newcomer may count on the room of what it replaces."""
+        """Move units out of a tier until `nbytes` fit. A new unit may also use the room of the one it replaces."""
         self._check_room(tier_name, nbytes)
         while not self._has_room(tier_name, nbytes - (self._room_of_replaced(tier_name) if for_newcomer else 0)):
             if not any(self._push_out(unit, tier_name) for unit in self._leaving_order(tier_name)):
                 raise self._no_room(tier_name, nbytes)
 
     def _check_room(self, tier_name: str, nbytes: int) -> None:
-        """Raise before anything is evicted if what may not be evicted leaves too little room."""
+        """Raise before anything is evicted if units that may not be evicted leave too little room."""
         if self._on_full == "evict":
             staying = sum(unit.nbytes for unit in self._leaving_order(tier_name) if unit.num_unevictable)
             if staying + nbytes > self._tiers[tier_name].budget_bytes:
@@ -344,14 +345,14 @@ class StorageTiers:
         )
 
     def _push_out(self, unit: Unit, tier_name: str) -> bool:
-        """Get a unit out of a full tier; whether that was possible."""
+        """Move a unit down, or evict it. Returns whether that was possible."""
         if self._on_full == "error":
             return False
         if self._on_full == "evict":
             if unit.num_unevictable:
                 return False
-            if (tell := self._evicted()) is not None:
-                tell(unit)
+            if (callback := self._evicted()) is not None:
+                callback(unit)
             unit.num_entries = 0
             self._drop(unit)
             return True
@@ -370,7 +371,7 @@ class StorageTiers:
         return False
 
     def _enter(self, unit: Unit) -> None:
-        """Count a unit in its tier; on the device, only if no other unit keeps the same storage alive."""
+        """Add a unit's bytes to its tier. On the device, units that share a storage count once."""
         if unit.tier == DEVICE and unit.encoded is None:
             sharing = self._on_device.setdefault(unit.source.storage, [])
             unit.nbytes = 0 if sharing else unit.device_bytes
@@ -378,7 +379,7 @@ class StorageTiers:
         self._tiers[unit.tier].add(unit.nbytes)
 
     def _leave(self, unit: Unit) -> None:
-        """Count a unit out of its tier; a storage that others keep alive goes on counting with one of them."""
+        """Subtract a unit's bytes from its tier. A storage that other units share is then counted by one of those."""
         self._tiers[unit.tier].add(-unit.nbytes)
         if unit.tier == DEVICE and unit.encoded is None:
             sharing = self._on_device[unit.source.storage]
@@ -392,8 +393,8 @@ class StorageTiers:
     def _leaving_order(self, tier_name: str) -> list[Unit]:
         units = [unit for unit in self._units.values() if unit.tier == tier_name and unit is not self._replaced]
         if self._order == "oldest" or (self._order == "auto" and not self._has_costs):
-            return units  # in the order they were put
-        # DTR's heuristic (Kirisame et al. 2021): what is cheap to have again, large, and long unused goes first.
+            return units  # dict order: the oldest first
+        # DTR's heuristic (Kirisame et al. 2021): units that are cheap to recompute, large and long unused leave first.
         return sorted(
             units, key=lambda unit: (unit.cost / (unit.stored_bytes * (1 + self.clock - unit.touched_at)), unit.put_at)
         )
@@ -406,7 +407,7 @@ class StorageTiers:
             if device.type == "cpu":
                 mover = PlainMover()
             else:
-                # A pool per device: its memory is given out again in the order of that device's streams.
+                # One pool per device, as reuse of its memory is ordered by that device's streams.
                 budget = int(self._tiers[HOST].budget_bytes) if HOST in self._tiers else 0
                 self._pools.append(PinnedPool(budget, others=list(self._pools)))
                 mover = AcceleratorMover(device, self._pools[-1])
@@ -414,7 +415,7 @@ class StorageTiers:
         return mover
 
     def _move_down(self, unit: Unit, tier: str) -> None:
-        """Move a unit to a lower tier that has room for it; if that fails, it stays where it is."""
+        """Move a unit to a lower tier that has room for it. If that raises, the unit stays in its tier."""
         start = time.perf_counter()
         if tier == HOST:
             assert unit.parts is not None
@@ -434,17 +435,17 @@ class StorageTiers:
         self._waited_s += time.perf_counter() - start
         if unit.is_counted:
             self._leave(unit)
-            self._arrivals.cancel(unit)
+            self._prefetch.cancel(unit)
         if unit.host is not None:
             unit.host.release()
-        # A copy on its way reads the source until it is done; a change of the source in that time would change both.
+        # An asynchronous copy reads the source until it is done: changing the source before that changes the copy.
         unit.is_lost = unit.is_lost or (unit.depends_on_source and unit.watch.has_changed())
         unit.depends_on_source = unit.depends_on_source and file is None and unit.mover.is_asynchronous
         unit.parts, unit.ready, unit.host, unit.file, unit.tier, unit.nbytes = None, None, host, file, tier, nbytes
         if host is not None:
-            self._arrivals.add(unit)
+            self._prefetch.add(unit)
         else:
-            self._arrivals.discard(unit)
+            self._prefetch.discard(unit)
         if unit.is_counted:
             self._enter(unit)
         self._moved_down_bytes += nbytes
@@ -455,38 +456,38 @@ class StorageTiers:
         assert unit.parts is not None
         return tuple(part.cpu() for part in unit.parts)
 
-    def _settle(self, is_over: bool = False) -> None:
-        """Let go of what copies out have read; when it is over, or nothing is stored any more, of all of it."""
+    def _settle(self, free_all: bool = False) -> None:
+        """Free sources of finished copies out, and of others beyond the limit; of all with `free_all`."""
         for mover in self._movers.values():
             if mover.in_flight_bytes:
-                limit = self._in_flight_limit(self._arrivals.bytes, self._largest_bytes)
-                mover.settle(limit if self._units and not is_over else 0)
+                limit = self._in_flight_limit(self._prefetch.bytes, self._largest_bytes)
+                mover.settle(limit if self._units and not free_all else 0)
 
     def end_of_forward(self) -> int:
-        """Let go of all that copies out read, and tell the time: what was put before it comes back before the rest."""
-        self._settle(is_over=True)
+        """Free the sources of all copies out, and return the current time, for `fetch_before`."""
+        self._settle(free_all=True)
         return self.tick()
 
-    def fetch_before(self, moment: int) -> None:
-        """Start bringing back what was put before `moment`, as far as the device memory for it goes."""
-        self._arrivals.fetch_before(moment, self)
+    def fetch_before(self, put_before: int) -> None:
+        """Start fetching the units put before that time, as far as the device memory for it allows."""
+        self._prefetch.fetch_before(put_before, self)
 
-    def arrivals_limit(self) -> float:
-        """How many bytes may be on their way back at a time."""
+    def prefetch_limit(self) -> float:
+        """Bytes that fetched units may hold on the device."""
         return self._in_flight_limit(self._leaving_bytes(), 2 * self._largest_bytes)
 
     def _leaving_bytes(self) -> int:
         return sum(mover.in_flight_bytes for mover in self._movers.values())
 
     def _in_flight_limit(self, other_way_bytes: int, by_size: int) -> float:
-        """Bytes that copies one way may hold on the device: an allowance, and what is unused of the device's budget."""
+        """Device memory for copies in one direction: the allowance plus the unused part of the device's budget."""
         device = self._tiers.get(DEVICE)
         unused = 0 if device is None else device.budget_bytes - device.used_bytes
         allowance = by_size if self.in_flight_bytes is None else self.in_flight_bytes
         return allowance + max(0, unused - other_way_bytes)
 
     def bring(self, unit: Unit) -> Fetched:
-        """Start a unit's way back to its device."""
+        """Start fetching a unit to its device. From disk this blocks."""
         start = time.perf_counter()
         if unit.host is not None:
             fetched = unit.host.fetch()
@@ -499,12 +500,12 @@ class StorageTiers:
         return fetched
 
     def _drop(self, unit: Unit) -> None:
-        """Let go of a unit and of its bytes, wherever they are."""
-        if self._units.get(unit.source) is unit:  # first: whatever interrupts the rest, nobody finds it any more
+        """Remove a unit and free its memory or file."""
+        if self._units.get(unit.source) is unit:  # first, so that an interruption leaves no half-freed unit to be found
             del self._units[unit.source]
         self._leave(unit)
-        self._arrivals.cancel(unit)
-        self._arrivals.discard(unit)
+        self._prefetch.cancel(unit)
+        self._prefetch.discard(unit)
         if unit.host is not None:
             unit.host.release()
         if unit.file is not None and self._spill_folder is not None:

@@ -1,25 +1,27 @@
-"""Host memory that an accelerator can copy to and from on its own: locked once, used again step after step.
+"""Copies between device and host memory, and the pool of pinned host memory that they use.
 
-Locking pages takes milliseconds and torch's own pinned allocator rounds each request up to a power of two. So memory
-is locked in slabs whose sizes are powers of two (what is counted is what is locked), and handed out in extents:
-one piece where one fits, several where not, so that free bytes are never too scattered to use.
+`store.tiers` calls a `Mover` per device: `to_host` starts a copy out and returns a `HostCopy`, whose `fetch` starts the
+copy in. For tensors on the CPU (`PlainMover`) these are plain copies.
 
-Copies between device and host.
+On an accelerator (`AcceleratorMover`) copies overlap with compute, on one stream out and one stream in. Three orderings
+have to hold. Each is a wait of a stream on the device; the host does not wait.
 
-On an accelerator copies run beside compute, on a stream out and a stream in. Three things must hold, and each is a
-wait on the device, never on the host:
+- A source must stay alive until its copy out has finished, or the allocator would reuse its memory while the copy reads
+  it. Sources are freed in order. If too many bytes are in flight, the stream that produced them first waits for the
+  oldest copy.
+- A destination may be written only after earlier work on its memory: the stream in waits for the stream on which it was
+  allocated.
+- Pinned memory may be overwritten only after the copy in that read it: the stream out waits for the stream in, if
+  copies in were started since it last did.
 
-- a source stays alive until its copy out is done: released early, the allocator would hand its memory out while the
-  copy still reads it. Sources are let go in order, and where too many bytes are in flight, the stream they
-  were made on waits for the oldest copy first;
-- a destination is written only after what used its memory before; so the stream in waits for the stream it was
-  allocated on;
-- locked host memory is written again only after the copy in that read it; so the stream out waits for the stream in,
-  whenever copies in were started since it last did.
+Starting a copy must be fast, as the device may run out of work meanwhile. Events are therefore reused: a wait refers to
+what was recorded when the wait was issued, whatever is recorded in the event later. An event that is queried later
+belongs to one copy until that has finished.
 
-Starting a copy has to be quick: while the host is at it, the device may run out of work. Events are used again, as a
-wait for an event is for what was recorded when the wait was asked for, whatever is recorded in it later. One that is
-asked about later belongs to one copy alone, until that is known to be over or nobody holds it.
+`PinnedPool` holds the host memory. Pinning pages takes milliseconds, and torch's own pinned allocator rounds every
+request up to a power of two. The pool pins slabs whose sizes are powers of two, keeps them for all later steps, and
+hands out extents of them: one if one is large enough, else several, so that free memory is usable however scattered it
+is.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _SLAB_BYTES = 256 * 1024 * 1024
 
 
 class Extent(NamedTuple):
-    """A run of bytes in one slab."""
+    """A range of bytes in one slab."""
 
     slab: int
     start: int
@@ -53,24 +55,24 @@ class Extent(NamedTuple):
 
 
 def round_up(nbytes: int) -> int:
-    """Whole granules: what an allocation of `nbytes` takes from the pool."""
+    """Bytes that an allocation of `nbytes` takes from the pool: whole granules."""
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 class PinnedPool:
-    """Extents of locked host memory, up to `limit_bytes` in all, what `others` have locked included."""
+    """Hands out extents of pinned host memory, up to `limit_bytes` together with the pools `others`."""
 
     def __init__(self, limit_bytes: int, *, others: Sequence[PinnedPool] = (), pin: bool = True) -> None:
         self._limit_bytes = limit_bytes
         self._others = others
         self._pin = pin
         self._slabs: list[Tensor] = []
-        self._free: list[Extent] = []  # in the order of their places, no two of them neighbours
+        self._free: list[Extent] = []  # sorted by slab and start; adjacent ones are joined
         self._free_bytes = 0
         self.locked_bytes = 0
 
     def allocate(self, nbytes: int) -> list[Extent] | None:
-        """Extents of `round_up(nbytes)` in all, locking more memory if it takes it; None beyond the limit."""
+        """Extents of `round_up(nbytes)` bytes in total. Pins more memory if needed; None beyond the limit."""
         needed = round_up(nbytes)
         while self._free_bytes < needed:
             if not self._lock_slab(needed - self._free_bytes):
@@ -88,14 +90,14 @@ class PinnedPool:
 
     def _smallest_of(self, least_bytes: int) -> Extent | None:
         """The smallest free extent of at least so many bytes."""
-        found, found_bytes = None, 0
+        best, best_bytes = None, 0
         for extent in self._free:
-            nbytes = extent[2]  # by its number: this loop is as long as memory is scattered
-            if nbytes >= least_bytes and (found is None or nbytes < found_bytes):
-                found, found_bytes = extent, nbytes
+            nbytes = extent[2]  # faster than by name; this loop can be long
+            if nbytes >= least_bytes and (best is None or nbytes < best_bytes):
+                best, best_bytes = extent, nbytes
                 if nbytes == least_bytes:
                     break
-        return found
+        return best
 
     def _cut(self, extent: Extent, nbytes: int) -> Extent:
         """Take the first bytes of a free extent; the rest of it stays free."""
@@ -108,7 +110,7 @@ class PinnedPool:
         return Extent(extent.slab, extent.start, nbytes)
 
     def release(self, extents: list[Extent]) -> None:
-        """Give extents back, joined with their free neighbours."""
+        """Return extents to the pool, joined with adjacent free ones."""
         free = self._free
         for slab, start, nbytes in extents:
             self._free_bytes += nbytes
@@ -126,7 +128,7 @@ class PinnedPool:
         return self._slabs[extent.slab][extent.start : extent.start + nbytes]
 
     def _lock_slab(self, wanted_bytes: int) -> bool:
-        """Lock more memory, if not all of what is wanted then some; whether there was any left to lock."""
+        """Pin one more slab, smaller than wanted if need be. Returns False if the limit is reached."""
         room = self._limit_bytes - self.locked_bytes - sum(pool.locked_bytes for pool in self._others)
         size = min(_SLAB_BYTES, 1 << max(wanted_bytes - 1, GRANULE_BYTES - 1).bit_length())
         while size > room:
@@ -158,11 +160,11 @@ class PinnedPool:
 Parts = tuple[Tensor, ...]
 
 
-_UNREAD_WAITS = 64  # so many times are taken before the events of the first are read, and used again
+_UNREAD_WAITS = 64  # pairs of timing events kept before the oldest are read and reused
 
 
 class HostCopy(ABC):
-    """Parts of a value in host memory. `nbytes` is what they take there."""
+    """Parts of a value in host memory, where they take `nbytes`."""
 
     __slots__ = ("nbytes",)
 
@@ -170,56 +172,56 @@ class HostCopy(ABC):
 
     @abstractmethod
     def fetch(self) -> Fetched:
-        """Start bringing the parts back to the device they came from."""
+        """Start copying the parts back to their device."""
 
     @abstractmethod
     def on_host(self) -> Parts:
-        """The parts as CPU tensors, once they have arrived."""
+        """The parts as CPU tensors. Waits for the copy out."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the host memory back."""
+        """Free the host memory."""
 
 
 class Fetched(ABC):
-    """Parts on their way back to the device."""
+    """Parts that are being copied to the device."""
 
     __slots__ = ()
 
     @abstractmethod
     def wait(self) -> Parts:
-        """The parts, ready for whatever the current stream does next."""
+        """The parts. The current stream waits until they have arrived."""
 
 
 class Mover(ABC):
-    """Moves values of one device. `in_flight_bytes` counts sources held until their copies are done."""
+    """Copies values of one device. `in_flight_bytes` counts sources held until their copies have finished."""
 
     in_flight_bytes = 0
-    is_asynchronous = False  # whether copies go on beside what comes next
+    is_asynchronous = False  # whether copies overlap with later work
 
     @abstractmethod
     def cost_bytes(self, nbytes: int) -> int:
-        """What `nbytes` will take of the host's budget."""
+        """Bytes of the host's budget that a value of `nbytes` takes."""
 
     def now(self) -> Any:
-        """This moment on the current stream, for copies to wait for; None where there are no streams."""
+        """The current stream and an event on it, for copies to wait for; None without streams."""
         return None
 
     @abstractmethod
     def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
-        """Start copying parts to the host; None if the pool has no room. They are there since `ready`, or since now."""
+        """Start copying parts to the host, after `ready` (from `now()`) or the current work; None without room."""
 
     def settle(self, max_in_flight_bytes: float) -> None:
-        """Let go of sources whose copies are done, and of as many others as are beyond the limit."""
+        """Free sources whose copies have finished, and the oldest others until the limit holds."""
         return
 
     def waited_s(self) -> float:
-        """Seconds for which compute stood still for a copy, as far as known."""
+        """Seconds for which compute waited for copies, as far as the events have been read."""
         return 0.0
 
 
 class PlainMover(Mover):
-    """For values that are in host memory already: a copy out is a copy, and coming back is free."""
+    """For CPU tensors: a copy out clones, and fetching returns the clone."""
 
     def cost_bytes(self, nbytes: int) -> int:
         return nbytes
@@ -232,7 +234,7 @@ class PlainMover(Mover):
 
     @staticmethod
     def here(parts: Parts) -> Fetched:
-        """Parts that are where they belong already."""
+        """Parts that are on their device already."""
         return _Here(parts)
 
 
@@ -264,19 +266,19 @@ class _Here(Fetched):
 
 
 class AcceleratorMover(Mover):
-    """Copies out and in on streams of their own, through a pool of locked host memory."""
+    """Copies out and in on two streams of its own, through a pool of pinned host memory."""
 
     is_asynchronous = True
 
     def __init__(self, device: torch.device, pool: PinnedPool) -> None:
         self.device = device
         self.pool = pool
-        self._index = device.index  # asked for the stream of a number, torch answers sooner
+        self._index = device.index  # current_stream() is faster with an index
         self.module: Any = torch.get_device_module(device)
         self.stream_out = self.module.Stream(device=device)
         self.stream_in = self.module.Stream(device=device)
-        self._sources: deque[tuple[Parts, Any, _StreamEvent, int]] = deque()  # no copies, which refer to this
-        self._scratch_event = self.module.Event()  # for a wait that is asked for at once
+        self._sources: deque[tuple[Parts, Any, _StreamEvent, int]] = deque()  # no HostCopy: those refer to this
+        self._scratch_event = self.module.Event()  # recorded and waited for at once
         self._idle_events: list[Any] = []
         self._has_unawaited_copies_in = False
         self._waits: deque[tuple[Any, Any]] = deque()
@@ -313,7 +315,7 @@ class AcceleratorMover(Mover):
                     target.copy_(source, non_blocking=True)
             done = self._record(out)
         except BaseException:
-            out.synchronize()  # whatever was started must not write into memory that others will get
+            out.synchronize()  # copies already started must not write into extents that are handed out again
             self.pool.release(extents)
             raise
         self._sources.append((parts, producer, done, nbytes))
@@ -321,7 +323,7 @@ class AcceleratorMover(Mover):
         return _PinnedCopy(self, extents, parts, done)
 
     def to_device(self, extents: list[Extent], written: _StreamEvent, parts: Parts) -> Fetched:
-        """Start filling parts, just allocated on the current stream, from host memory that is `written` by then."""
+        """Start copying into `parts`, just allocated on the current stream, once the extents are `written`."""
         consumer = self.current_stream()
         into = self.stream_in
         self._wait_for(consumer, into)
@@ -331,11 +333,11 @@ class AcceleratorMover(Mover):
             for target, source in _pair(parts, extents, self.pool):
                 target.copy_(source, non_blocking=True)
         for part in parts:
-            _compat.reset_version(part)  # filling it is no change of the value
+            _compat.reset_version(part)  # the copy is not a change of the value
         return _Arriving(self, parts, consumer, self._recorded(into))
 
     def _wait_for(self, other: Any, stream: Any) -> None:
-        """Make `stream` wait for what `other` has to do by now."""
+        """Make `stream` wait for the work queued on `other` so far."""
         self._scratch_event.record(other)
         self._scratch_event.wait(stream)
 
@@ -343,7 +345,7 @@ class AcceleratorMover(Mover):
         return _StreamEvent(self._recorded(stream), self._idle_events)
 
     def _recorded(self, stream: Any) -> Any:
-        """An event of its own for whoever asks, and gives it back with `use_again`."""
+        """An event recorded on `stream`. The caller returns it with `use_again`."""
         event = self._idle_events.pop() if self._idle_events else self.module.Event()
         event.record(stream)
         return event
@@ -359,21 +361,22 @@ class AcceleratorMover(Mover):
             elif self.in_flight_bytes <= max_in_flight_bytes:
                 return
             else:
-                # Stop compute, not the host: memory freed now is used again only by what that stream does later.
+                # The producing stream waits, not the host: the freed memory is reused only by later work on that
+                # stream.
                 self.stall(producer, done)
             self._sources.popleft()
             self.in_flight_bytes -= nbytes
 
-    def stall(self, stream: Any, moment: Any) -> None:
-        """Make `stream` wait for a moment or an event, and note for how long it did."""
+    def stall(self, stream: Any, event: Any) -> None:
+        """Make `stream` wait for an event, and time the wait."""
         before, after = self._timers()
         before.record(stream)
-        moment.wait(stream)
+        event.wait(stream)
         after.record(stream)
         self._waits.append((before, after))
 
     def _timers(self) -> tuple[Any, Any]:
-        """Two events that tell the time: those of a wait long over, once there are many."""
+        """Two timing events; those of a finished wait, once there are many."""
         if len(self._waits) > _UNREAD_WAITS and self._waits[0][1].query():
             self._waited_s += self._waits[0][0].elapsed_time(self._waits[0][1]) / 1000
             return self._waits.popleft()
@@ -391,10 +394,7 @@ class AcceleratorMover(Mover):
 
 
 class _StreamEvent:
-    """When a stream is through with what it had to do at some time.
-
-    Its event is used again once nobody can ask about it: when this is let go of, wherever that happens.
-    """
+    """An event that marks the end of a stream's work so far. The event is reused when this object is deleted."""
 
     __slots__ = ("_event", "_idle_events")
 
@@ -402,11 +402,11 @@ class _StreamEvent:
         self._event, self._idle_events = event, idle_events
 
     def is_over(self) -> bool:
-        """Whether the host sees it over: then whatever is started from now on comes later."""
+        """Whether the work has finished."""
         return self._event is None or self._event.query()
 
     def wait(self, stream: Any) -> None:
-        """Let `stream` wait for it before what comes next there."""
+        """Make later work on `stream` wait for it."""
         if self._event is not None:
             self._event.wait(stream)
 
@@ -415,7 +415,7 @@ class _StreamEvent:
             self._event.synchronize()
 
     def let_go(self) -> None:
-        """It is over, and nothing has to wait for it any more."""
+        """Return the event for reuse: the work has finished, and nothing has to wait for it any more."""
         if self._event is not None:
             self._idle_events.append(self._event)
             self._event = None
@@ -429,7 +429,7 @@ class _PinnedCopy(HostCopy):
 
     def __init__(self, mover: AcceleratorMover, extents: list[Extent], sources: Parts, done: _StreamEvent) -> None:
         self._mover, self._extents, self._done = mover, extents, done
-        # Plain tuples of numbers: the garbage collector looks at those only once.
+        # Plain tuples of numbers: the garbage collector stops tracking those.
         self._shapes = tuple([(tuple(part.shape), part.dtype) for part in sources])
         self.nbytes = extents[0].nbytes if len(extents) == 1 else sum(extent.nbytes for extent in extents)
 
@@ -451,7 +451,7 @@ class _PinnedCopy(HostCopy):
 
 
 class _Arriving(Fetched):
-    # It has its event to itself: the garbage collector may end a `_StreamEvent` before whoever holds that.
+    # Uses a plain event: the garbage collector may finalize a `_StreamEvent` before the object that holds it.
     __slots__ = ("_done", "_mover", "_owner", "_parts", "_waited")
 
     def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: Any) -> None:
@@ -461,7 +461,7 @@ class _Arriving(Fetched):
     def wait(self) -> Parts:
         consumer = self._mover.current_stream()
         if self._done.query():
-            self._done.wait(consumer)  # for no time; torch's own sanitizer knows of waits only
+            self._done.wait(consumer)  # no delay; torch's CUDA sanitizer only understands waits
         else:
             self._mover.stall(consumer, self._done)
         self._waited = True
@@ -471,15 +471,16 @@ class _Arriving(Fetched):
         return self._parts
 
     def __del__(self) -> None:
-        # Never used: its memory goes back to the stream it was allocated on, which must not write it before the copy.
+        # Never used: the memory returns to the stream that allocated it, which must not write to it before the copy
+        # ends.
         if not self._waited:
             self._done.wait(self._owner)
         self._mover.use_again(self._done)
 
 
 def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[Tensor, Tensor]]:
-    """Runs of bytes of the parts, each with the run of host memory that belongs to it."""
-    if len(parts) == len(extents) == parts[0].dim() == 1:  # as nearly always
+    """Pairs of byte ranges: of the parts, and of the host memory that belongs to them."""
+    if len(parts) == len(extents) == parts[0].dim() == 1:  # the usual case
         return [(codecs.as_bytes(parts[0]), pool.bytes_of(extents[0], parts[0].nbytes))]
     pairs = []
     extents = list(extents)
@@ -499,7 +500,7 @@ def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[T
 
 
 def host_bytes() -> int:
-    """The memory this process may use: the machine's, or its control group's if that is less."""
+    """Host memory that this process may use: the machine's, or its cgroup's limit if that is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

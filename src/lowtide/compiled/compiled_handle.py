@@ -1,0 +1,186 @@
+"""The handle that `lowtide.compile` puts on a model, with the same names as the one that `lowtide.fit` returns.
+
+`lowtide.handle_of(model)` returns it. The handle reads its numbers from the model's `Session`, which plans in the first
+step, so most of them are None or empty before that. It holds no reference to the model.
+
+The compiled engine measures peaks on accelerators only, and does not time a step without a plan, so `measured_slowdown`
+is always None. A step of several compiled graphs, as in regional mode, has no single graph, hence no `plan`; its report
+is a table of calls.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lowtide import _compat
+from lowtide.compiled.backend import SESSIONS
+from lowtide.compiled.other_memory import FirstForward
+from lowtide.compiled.session import NOTHING_YET, Session
+from lowtide.errors import LowtideError
+from lowtide.plans.step_plan import Plan
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.plans.step_plan import Frontier
+    from lowtide.reports.report_text import Report
+
+
+@dataclass(frozen=True)
+class CompiledCall:
+    """One call of a compiled graph in a step. `num_kept_ops` is None where torch's own partitioner decides."""
+
+    graph: int  # numbered from 0, in the order of their first calls
+    saved_bytes: int
+    num_kept_ops: int | None
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class CompiledStats:
+    """What the calls of the last step save, and what the compiled engine did so far. Empty before the first step.
+
+    `peak_bytes` and the bytes of `calls` are predicted. `stored_bytes` are in host memory now; so far `moved_bytes`
+    were copied there, and compute waited `waited_s` for copies.
+    """
+
+    calls: tuple[CompiledCall, ...] = ()
+    peak_bytes: int = 0
+    stored_bytes: int = 0
+    moved_bytes: int = 0
+    waited_s: float = 0.0
+    compiling_s: float = 0.0
+    planning_s: float = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        return len({call.graph for call in self.calls})
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(call.saved_bytes for call in self.calls)
+
+    def __str__(self) -> str:
+        moved = f", {format_bytes(self.moved_bytes)} moved so far" if self.moved_bytes else ""
+        return (
+            f"{len(self.calls)} calls of {self.num_graphs} compiled graphs: {format_bytes(self.saved_bytes)} saved, "
+            f"peak {format_bytes(self.peak_bytes)} predicted; {format_seconds(self.compiling_s)} of compiling, "
+            f"{format_seconds(self.planning_s)} of planning{moved}"
+        )
+
+
+class CompiledHandle:
+    """A budget on a compiled model. `enabled` switches it off and on; `remove()` takes the compiled code off the model.
+
+    With `enabled = False` the model stays compiled and saves what torch's own partitioner chooses, whatever the budget.
+    Switch between steps: after a backward, before the next forward.
+    """
+
+    measured_slowdown: float | None = None  # not measured by the compiled engine
+
+    def __init__(self, session: Session, modules: list[nn.Module], first: FirstForward | None) -> None:
+        self.session = session
+        self.is_removed = False
+        self._compiled = [weakref.ref(module) for module in modules]
+        self._first = first
+
+    @property
+    def enabled(self) -> bool:
+        return self.session.enabled and not self.is_removed
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        if self.is_removed and enabled:
+            raise LowtideError("this handle was removed: call lowtide.compile(model, ...) again")
+        self.session.enable(enabled)
+
+    def remove(self) -> None:
+        """Let the model run uncompiled again. Graphs whose forward has run still run their backward."""
+        if self.is_removed:
+            return
+        for module in filter(None, (reference() for reference in self._compiled)):
+            _compat.uncompile(module)
+        if self._first is not None:
+            self._first.remove()
+        SESSIONS.discard(self.session)
+        self.is_removed = True
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of a step that is one compiled graph; None before the first step, and for several graphs."""
+        sequence = self.session.current
+        if sequence is None or len(sequence.numbers) > 1:
+            return None
+        return self.session.plan_of(sequence)
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """The peak of the last measured step that ran the present choice; None on the CPU, and before there is one."""
+        sequence = self.session.current
+        return sequence.peaks[-1] if sequence is not None and sequence.peaks else None
+
+    def stats(self) -> CompiledStats:
+        """The calls of a step and what they save (predicted), bytes moved and seconds spent (measured)."""
+        sequence, watch = self.session.current, self.session.watch
+        calls: list[CompiledCall] = []
+        if sequence is not None:
+            names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
+            choice = sequence.choice
+            for number, variant, moved in zip(sequence.numbers, choice.variants, choice.moved, strict=True):
+                num_kept = None if variant.keeps is None else len(variant.keeps)
+                calls.append(CompiledCall(names[number], variant.saved_bytes, num_kept, sum(moved)))
+        store = self.session.store_stats()
+        return CompiledStats(
+            tuple(calls),
+            peak_bytes=0 if sequence is None else sequence.choice.peak_bytes,
+            stored_bytes=0 if store is None else store.held_bytes,
+            moved_bytes=0 if store is None else store.moved_down_bytes,
+            waited_s=0.0 if store is None else store.waited_s,
+            compiling_s=watch.compiling_s,
+            planning_s=watch.planning_s,
+        )
+
+    def report(
+        self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
+    ) -> Report:
+        """Write a report, with the measured peak where there is one. A `LowtideError` before the first step.
+
+        A step that is one compiled graph is reported as by `Plan.report`. A step of several graphs is written as
+        Markdown (`.md`) only: what this handle prints, and a table of calls.
+        """
+        plan = self.plan
+        if plan is not None:
+            return plan.report(
+                path, measured_peak_bytes=self.measured_peak_bytes, frontier=frontier, time_limit_s=time_limit_s
+            )
+        if self.session.current is None:
+            raise LowtideError(f"no report: {self.session.describe()}")
+        if Path(path).suffix.lower() != ".md":
+            raise LowtideError(
+                f"a step of several compiled graphs is reported as Markdown, and {str(path)!r} does not end in .md. "
+                "Write a .md file, or compile the model as one graph: lowtide.compile(model, ..., regional=False)"
+            )
+        return self._write_calls(Path(path))
+
+    def _write_calls(self, path: Path) -> Report:
+        from lowtide.reports.report_text import Report
+
+        start, text = time.monotonic(), str(self)
+        lines = ["# Compiled step", "", "```text", text, "```", "", "| call | graph | saved | kept ops | moved |"]
+        lines += ["|---|---|---|---|---|"]
+        for number, call in enumerate(self.stats().calls):
+            kept = "torch's choice" if call.num_kept_ops is None else call.num_kept_ops
+            saved, moved = format_bytes(call.saved_bytes), format_bytes(call.moved_bytes)
+            lines.append(f"| {number} | {call.graph} | {saved} | {kept} | {moved} |")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        return Report(path, path.stat().st_size, time.monotonic() - start, text.splitlines()[0])
+
+    def __str__(self) -> str:
+        """What `explain_compiled` prints for the model."""
+        return NOTHING_YET if self.is_removed else self.session.describe()
