@@ -493,8 +493,8 @@ def test_optimizer_workspace() -> None:
     assert at_once == sum(parameter.nbytes for parameter in model.parameters()) > one_by_one > 0
 
 
-def test_optimizer_that_cannot_be_foretold() -> None:
+def test_optimizer_that_cannot_be_predicted() -> None:
     model = Small()
     graph = trace_small(model, torch.randn(4, 8), optimizer=torch.optim.LBFGS(model.parameters()))
     assert graph.static_bytes["optimizer state"] == 0
-    assert any("LBFGS could not be foretold" in note for note in graph.notes)
+    assert any("LBFGS could not be predicted" in note for note in graph.notes)

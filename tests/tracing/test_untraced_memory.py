@@ -151,7 +151,7 @@ def test_a_step_that_reaches_real_tensors_is_noted() -> None:
     model, loss_fn, x = make()
     loss_fn(x).backward()
     graph = lowtide.trace(model, loss_fn, x, optimizer=Several([torch.optim.AdamW(model.parameters())]), mode="fake")
-    assert any("could not be foretold" in note for note in graph.notes)
+    assert any("could not be predicted" in note for note in graph.notes)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""The tables of a report. Totals are the literal sum of their rows, and rows left out are one row themselves.
+"""The tables and sentences of a report, and the report as Markdown.
 
-Numbers and the verdict, as a report says them. Three digits: enough to tell a peak from its budget.
-
-A report as Markdown, for a pull request: the verdict and its tables.
+`peak_rows`, `cost_rows` and `layer_rows` are the tables, as data for both HTML and Markdown. The total of a table is
+the exact sum of its rows; rows beyond the limit are summed in one row. `verdict`, `figures` and `assumptions` are the
+text. Numbers have three digits, enough to tell a peak from its budget, and each is marked as measured, predicted or
+given. `to_markdown` puts everything together for a pull request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ACTIONS = ("keep", "recompute", "host", "disk", "compress")
 
 @dataclass(frozen=True)
 class PeakRow:
-    """Part of what lives at the peak."""
+    """A group of bytes that are live at the peak."""
 
     what: str
     where: str
@@ -31,7 +32,7 @@ class PeakRow:
 
 @dataclass(frozen=True)
 class CostRow:
-    """Part of what a plan costs: the time it adds, and the bytes it need not hold for that."""
+    """A part of a plan's cost: the time it adds, and the bytes that it frees."""
 
     what: str
     num_calls: int
@@ -41,14 +42,14 @@ class CostRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What becomes of the bytes that one layer saves for the backward."""
+    """Bytes that one layer saves for the backward, by action."""
 
     layer: str
     bytes: dict[str, int]
 
 
 def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
-    """What fills the peak: static memory by kind, then live values, alike ones of all layers together."""
+    """Return what is live at the peak: static memory by kind, then values, with equal ones of all layers in one row."""
     graph, planned = facts.graph, facts.planned
     event = planned.peak_event
     static: Counter[str] = Counter()
@@ -91,7 +92,7 @@ def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
 
 
 def cost_rows(facts: ReportFacts) -> list[CostRow]:
-    """What is recomputed, alike calls together, and what else the plan adds; seconds sum to what the plan costs."""
+    """Return what is recomputed, equal calls in one row, and other costs; seconds sum to the plan's cost."""
     plan, planned = facts.plan, facts.planned
     graph = plan.segmented(facts.graph)
     calls: dict[str, set[int]] = {}
@@ -112,7 +113,7 @@ def cost_rows(facts: ReportFacts) -> list[CostRow]:
     names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
     found = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
     if planned.watched_s:
-        found.append(CostRow("entering regions, and watching ops whose outputs are held", 0, 0, planned.watched_s))
+        found.append(CostRow("entering regions, and replays that retain outputs", 0, 0, planned.watched_s))
     compressed = sum(row.bytes for row in plan.rows if row.codec)
     if compressed or planned.coded_s:
         found.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
@@ -127,15 +128,15 @@ def cost_rows(facts: ReportFacts) -> list[CostRow]:
 
 
 def layer_rows(facts: ReportFacts) -> list[LayerRow]:
-    """For each layer, in the order of the forward, bytes of saved values by what becomes of them."""
-    found: dict[str, Counter[str]] = {}
+    """Return for each layer, in the order of the forward, the bytes of saved values by action."""
+    layers: dict[str, Counter[str]] = {}
     for row in facts.plan.rows:
-        found.setdefault(facts.layers.layer_of(row.path), Counter())[row.action] += row.bytes
-    return [LayerRow(layer, dict(sizes)) for layer, sizes in found.items()]
+        layers.setdefault(facts.layers.layer_of(row.path), Counter())[row.action] += row.bytes
+    return [LayerRow(layer, dict(sizes)) for layer, sizes in layers.items()]
 
 
 def actions_of(rows: list[LayerRow]) -> list[str]:
-    """The actions that occur, the usual ones first; keeping and recomputing are always among them."""
+    """Return the actions that occur, in the order of `ACTIONS`; always including keep and recompute."""
     present = {action for row in rows for action in row.bytes} | {"keep", "recompute"}
     return [action for action in ACTIONS if action in present] + sorted(present - set(ACTIONS))
 
@@ -145,7 +146,7 @@ PREDICTED, MEASURED = "predicted", "measured"
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the summary: what it is, how it was come by, and what to compare it with."""
+    """One number of the summary, with its source (measured, predicted, given) and a number to compare it with."""
 
     name: str
     number: str
@@ -154,13 +155,13 @@ class Figure:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1: `1536` is `1.50 KiB`."""
+    """Format bytes in the largest binary unit that gives at least 1: `1536` is `1.50 KiB`."""
     number, unit = in_bytes_unit(num_bytes)
     return f"{number:.0f} B" if unit == "B" else f"{_three(number)} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best: `0.0042` is `4.20 ms`."""
+    """Format seconds in s, ms or µs: `0.0042` is `4.20 ms`."""
     number, unit = in_seconds_unit(seconds)
     return f"{_three(number)} {unit}" if seconds else "0 s"
 
@@ -174,12 +175,12 @@ def _three(number: float) -> str:
 
 
 def verdict(facts: ReportFacts) -> str:
-    """The report in one line."""
+    """Return the report in one line."""
     return "".join(verdict_parts(facts))
 
 
 def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
-    """Whether it fits, and the rest of the line."""
+    """Return whether the plan fits, and the rest of the line."""
     plan, peak = facts.plan, size(facts.planned.peak_bytes)
     if not facts.budget_bytes:
         head = "No budget given"
@@ -205,7 +206,7 @@ def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
-    """The numbers of the verdict one by one, each with its source."""
+    """Return the numbers of the verdict, each with its source."""
     plan, graph = facts.plan, facts.graph
     plain = f"{size(facts.plain.peak_bytes)} without a plan"
     predicted = size(facts.planned.peak_bytes)
@@ -235,7 +236,7 @@ def figures(facts: ReportFacts) -> list[Figure]:
 
 
 def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
-    """What the numbers rest on."""
+    """Return what the numbers depend on: hardware, engine, notes of the trace, versions, graph."""
     graph, hardware = facts.graph, facts.graph.hardware
     found = [
         (
@@ -275,7 +276,7 @@ _ESCAPES = str.maketrans(
 
 
 def to_markdown(facts: ReportFacts) -> str:
-    """The verdict, its numbers, the alternatives, what fills the peak, and what the plan costs."""
+    """Return the report as Markdown: verdict, figures, alternatives, peak, candidates, costs and assumptions."""
     others = [("this plan", facts.planned.peak_bytes, facts.slowdown)]
     step_s = facts.graph.step_s or 1.0
     others += [(other.name, other.peak_bytes, other.extra_s / step_s) for other in facts.alternatives]
@@ -283,7 +284,7 @@ def to_markdown(facts: ReportFacts) -> str:
     parts = [
         verdict(facts),
         markdown_table(["", "", "source", ""], [(f.name, f.number, f.source, f.beside) for f in figures(facts)]),
-        "**Beside it** (predicted)",
+        "**Alternatives** (predicted)",
         markdown_table(
             ["", "peak", "slower"], [(name, size(peak), percent(slower)) for name, peak, slower in others], "lrr"
         ),
@@ -312,20 +313,20 @@ def to_markdown(facts: ReportFacts) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str = "") -> str:
-    """A Markdown table; `alignment` has a letter per column, l or r."""
+    """Return a Markdown table; `alignment` has a letter per column, l or r."""
     rules = ["---:" if letter == "r" else "---" for letter in alignment.ljust(len(head), "l")]
     lines = [head, rules, *([escaped(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it is: names of modules may hold anything."""
+    """Return text with Markdown's special characters escaped; module names may contain any."""
     return " ".join(text.translate(_ESCAPES).split())
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written: where, how large, how long it took, and what it says in one line."""
+    """A report that was written: its path, size, the time it took, its verdict and notes."""
 
     path: Path
     num_bytes: int
