@@ -218,28 +218,28 @@ def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
     return f"{text}\nA budget of {format_bytes(allowed)} {sentence[verdict]}", data
 
 
-def plan(found: lowtide.Plan, output: Path | None) -> Display:
-    graph = found.graph
-    return str(found), {
+def plan(result: lowtide.Plan, output: Path | None) -> Display:
+    graph = result.graph
+    return str(result), {
         "predicted": True,
-        "is_plain": found.is_plain,
-        "engine": found.engine,
-        "budget_bytes": found.budget_bytes,
-        "peak_bytes": found.peak_bytes,
-        "peak_path": found.peak_path,
-        "peak_phase": found.peak_phase,
-        "plain_peak_bytes": found.plain_peak_bytes,
-        "step_s": found.step_s,
+        "is_plain": result.is_plain,
+        "engine": result.engine,
+        "budget_bytes": result.budget_bytes,
+        "peak_bytes": result.peak_bytes,
+        "peak_path": result.peak_path,
+        "peak_phase": result.peak_phase,
+        "plain_peak_bytes": result.plain_peak_bytes,
+        "step_s": result.step_s,
         "is_step_measured": graph is not None and graph.is_measured,
-        "extra_s": found.extra_s,
-        "slowdown": found.slowdown,
-        "lower_bound_s": found.lower_bound_s,
-        "gap": found.gap,
-        "num_regions": len(found.regions),
-        "num_moves": len(found.moves),
-        "bytes_by_action": found.bytes_by_action(),
-        "device": found.hardware.name,
-        "fingerprint": found.fingerprint,
+        "extra_s": result.extra_s,
+        "slowdown": result.slowdown,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "num_regions": len(result.regions),
+        "num_moves": len(result.moves),
+        "bytes_by_action": result.bytes_by_action(),
+        "device": result.hardware.name,
+        "fingerprint": result.fingerprint,
         "notes": [] if graph is None else list(graph.notes),
         "output": None if output is None else str(output),
     }
@@ -258,27 +258,27 @@ def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
     }
 
 
-def explanation(found: lowtide.Plan, module: str) -> Display:
+def explanation(plan: lowtide.Plan, module: str) -> Display:
     def is_inside(path: str) -> bool:
         return path == module or path.startswith(f"{module}.")
 
-    text = found.explain(module)
+    text = plan.explain(module)
     return text, {
         "module": module,
         "text": text,
-        "regions": [asdict(region) for region in found.regions if any(map(is_inside, region.paths))],
-        "values": [asdict(row) for row in found.rows if is_inside(row.path)],
+        "regions": [asdict(region) for region in plan.regions if any(map(is_inside, region.paths))],
+        "values": [asdict(row) for row in plan.rows if is_inside(row.path)],
     }
 
 
-def comparison(found: Comparison) -> Display:
+def comparison(compared: Comparison) -> Display:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("measured")
     for heading in ("peak", "step", "slower", "gradient difference"):
         table.add_column(heading, justify="right", no_wrap=True)
     rows = []
-    for row in found.rows:
-        slower = found.slowdown(row)
+    for row in compared.rows:
+        slower = compared.slowdown(row)
         apart = row.gradient_difference
         is_odd = apart is not None and not math.isfinite(apart)  # JSON has no infinity
         rows.append({**asdict(row), "gradient_difference": str(apart) if is_odd else apart, "slowdown": slower})
@@ -288,15 +288,15 @@ def comparison(found: Comparison) -> Display:
         percent = "" if slower is None else f"{100 * slower:+.1f} %"
         difference = f"{apart:g}"
         table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), percent, difference)
-    verdict = Text(f"budget {format_bytes(found.budget_bytes)}: ", style="bold")
+    verdict = Text(f"budget {format_bytes(compared.budget_bytes)}: ", style="bold")
     verdict.append(
-        "held, with the same gradients" if found.holds else "did not hold", "green" if found.holds else "red"
+        "held, with the same gradients" if compared.holds else "did not hold", "green" if compared.holds else "red"
     )
     data = {
-        "holds": found.holds,
-        "budget_bytes": found.budget_bytes,
+        "holds": compared.holds,
+        "budget_bytes": compared.budget_bytes,
         "rows": rows,
-        "predicted_slowdown": found.plan.slowdown,
+        "predicted_slowdown": compared.plan.slowdown,
     }
     return Group(table, verdict), data
 

@@ -144,11 +144,11 @@ def _end(timeline: Timeline) -> int:
 def _copies(facts: ReportFacts, names: _Names) -> dict[str, list[list[int]]]:
     """Return copies by direction, and stalls: [start, end, name, bytes]; only the longest if there are very many."""
     graph = facts.graph
-    found: dict[str, list[list[int]]] = {}
+    copies: dict[str, list[list[int]]] = {}
     for copy in facts.planned.copies:
         row = [int(copy.start_s * 1e9), int(copy.end_s * 1e9), names(_label(facts.planned, copy.value))]
-        found.setdefault(copy.kind, []).append([*row, graph.values[copy.value].bytes])
-    return {kind: sorted(sorted(rows, key=lambda row: row[0] - row[1])[:_MOST_COPIES]) for kind, rows in found.items()}
+        copies.setdefault(copy.kind, []).append([*row, graph.values[copy.value].bytes])
+    return {kind: sorted(sorted(rows, key=lambda row: row[0] - row[1])[:_MOST_COPIES]) for kind, rows in copies.items()}
 
 
 def _curve(facts: ReportFacts) -> dict[str, Any]:
@@ -165,11 +165,11 @@ def _curve(facts: ReportFacts) -> dict[str, Any]:
 
 def _undominated(facts: ReportFacts) -> list[Any]:
     """Return the plans for which no other is better in both time and memory, sorted by peak."""
-    found: list[Any] = []
+    best: list[Any] = []
     for plan in sorted(facts.curve.plans, key=lambda plan: (plan.peak_bytes, plan.extra_s)):
-        if not found or plan.extra_s < found[-1].extra_s:
-            found.append(plan)
-    return found
+        if not best or plan.extra_s < best[-1].extra_s:
+            best.append(plan)
+    return best
 
 
 _COMPUTE = 1
@@ -206,7 +206,7 @@ def _slice(process: int, thread: int, name: str, start_s: float, seconds: float,
 
 def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     graph = timeline.graph
-    found = []
+    slices = []
     columns = zip(timeline.ops.tolist(), timeline.phases.tolist(), timeline.starts_s.tolist(), strict=True)
     for index, phase, start_s in columns:
         if index < 0 or PHASES[phase] in ("compression", "decompression"):  # not an op of the graph
@@ -215,20 +215,20 @@ def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
         seconds = timeline.recomputed_s(index) if PHASES[phase] == "replay" else op.seconds
         if seconds:  # views take no time, nor do ops that a replay leaves out
             facts = {"module": graph.path_of(index), "phase": PHASES[phase]}
-            found.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
-    return found
+            slices.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
+    return slices
 
 
 def _copy_slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     graph = timeline.graph
-    found = []
+    slices = []
     for copy in timeline.copies:
         value = graph.values[copy.value]
         facts = {"bytes": value.bytes, "module": graph.path_of(value.born) if value.born >= 0 else ""}
         thread, _ = _LANES[copy.kind]
         seconds = copy.end_s - copy.start_s
-        found.append(_slice(process, thread, short_op(value.name), copy.start_s, seconds, cat="copy", args=facts))
-    return found
+        slices.append(_slice(process, thread, short_op(value.name), copy.start_s, seconds, cat="copy", args=facts))
+    return slices
 
 
 def _counters(timeline: Timeline, process: int) -> list[dict[str, Any]]:
@@ -236,12 +236,12 @@ def _counters(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     live = timeline.live_bytes
     changed = np.ones(len(live), dtype=bool)
     changed[1:] = (live[1:] != live[:-1]).any(axis=1)
-    found = []
+    counters = []
     for event in np.flatnonzero(changed).tolist():
         sizes = dict(zip(KINDS, live[event].tolist(), strict=True))
         at = _micro(float(timeline.starts_s[event]))
-        found.append({"ph": "C", "name": "live bytes", "pid": process, "tid": 0, "ts": at, "args": sizes})
-    return found
+        counters.append({"ph": "C", "name": "live bytes", "pid": process, "tid": 0, "ts": at, "args": sizes})
+    return counters
 
 
 def _micro(seconds: float) -> float:

@@ -69,26 +69,26 @@ def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
             key = short_op(graph.ops[value.born].name), facts.layers.pattern_of(graph.path_of(value.born))
             sizes[key] += size
             numbers[key] += 1
-    found = [PeakRow(kind, "", size) for kind, size in static.items() if size]
+    rows = [PeakRow(kind, "", size) for kind, size in static.items() if size]
     ranked = sorted(sizes, key=lambda key: -sizes[key])
     for key in ranked[:most]:
         what = key[0] if numbers[key] == 1 else f"{numbers[key]} x {key[0]}"
-        found.append(PeakRow(what, key[1], sizes[key]))
+        rows.append(PeakRow(what, key[1], sizes[key]))
     if rest := ranked[most:]:
         num_values = sum(numbers[key] for key in rest)
-        found.append(PeakRow(counted(num_values, "smaller value"), "", sum(sizes[key] for key in rest)))
+        rows.append(PeakRow(counted(num_values, "smaller value"), "", sum(sizes[key] for key in rest)))
 
     op = int(planned.ops[event]) if event >= 0 else -1
     workspace = graph.ops[op].workspace_bytes if op >= 0 else graph.optimizer_workspace_bytes
     name = short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"
     if workspace:
-        found.append(
+        rows.append(
             PeakRow(f"workspace of {name}", facts.layers.pattern_of(graph.path_of(op)) if op >= 0 else "", workspace)
         )
-    held = planned.peak_bytes - sum(row.bytes for row in found)
+    held = planned.peak_bytes - sum(row.bytes for row in rows)
     if held:
-        found.append(PeakRow("held for replays: random states and buffers", "", held))
-    return found
+        rows.append(PeakRow("held for replays: random states and buffers", "", held))
+    return rows
 
 
 def cost_rows(facts: ReportFacts) -> list[CostRow]:
@@ -111,20 +111,20 @@ def cost_rows(facts: ReportFacts) -> list[CostRow]:
             path = facts.layers.layer_of(row.path) if compiled else row.region
             freed[facts.layers.pattern_of("" if path == OUTSIDE else path)] += row.bytes
     names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
-    found = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
+    rows = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
     if planned.watched_s:
-        found.append(CostRow("entering regions, and replays that retain outputs", 0, 0, planned.watched_s))
+        rows.append(CostRow("entering regions, and replays that retain outputs", 0, 0, planned.watched_s))
     compressed = sum(row.bytes for row in plan.rows if row.codec)
     if compressed or planned.coded_s:
-        found.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
+        rows.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
     moved = sum(row.bytes for row in plan.rows if row.action in ("host", "disk") and not row.codec)
     if moved or planned.stalled_s:
-        found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
-    beside_s = sum(row.seconds for row in found) - planned.extra_s
+        rows.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
+    beside_s = sum(row.seconds for row in rows) - planned.extra_s
     if planned.has_two_lines and abs(beside_s) > 1e-9 * planned.step_s:
         what = f"of that, beside the {planned.lines.limit}'s line" if beside_s > 0 else "waiting of host and device"
-        found.append(CostRow(what, 0, 0, -beside_s))
-    return found
+        rows.append(CostRow(what, 0, 0, -beside_s))
+    return rows
 
 
 def layer_rows(facts: ReportFacts) -> list[LayerRow]:
@@ -211,34 +211,36 @@ def figures(facts: ReportFacts) -> list[Figure]:
     plain = f"{size(facts.plain.peak_bytes)} without a plan"
     predicted = size(facts.planned.peak_bytes)
     if facts.measured_peak_bytes is None:
-        found = [Figure("Peak", predicted, PREDICTED, plain)]
+        all_figures = [Figure("Peak", predicted, PREDICTED, plain)]
     else:
-        found = [Figure("Peak", size(facts.measured_peak_bytes), MEASURED, f"predicted: {predicted}, and {plain}")]
+        all_figures = [
+            Figure("Peak", size(facts.measured_peak_bytes), MEASURED, f"predicted: {predicted}, and {plain}")
+        ]
     if facts.budget_bytes:
         used, source = facts.planned.peak_bytes, PREDICTED
         if facts.measured_peak_bytes is not None:
             used, source = facts.measured_peak_bytes, MEASURED
         beside = f"{percent(used / facts.budget_bytes)} of it used, {source}"
-        found.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
+        all_figures.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
     step = f"{duration(graph.step_s)} {MEASURED if graph.is_measured else PREDICTED}"
     if facts.measured_slowdown is not None and facts.measured_step_s is not None:
         beside = f"{duration(facts.measured_step_s)} after {step}; {percent(facts.slowdown)} predicted"
-        found.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
+        all_figures.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
     else:
         beside = f"{duration(facts.planned.extra_s)} on top of {step}"
         if facts.measured_step_s is not None:
             beside += f"; the planned step took {duration(facts.measured_step_s)}, measured"
-        found.append(Figure("Slower", percent(facts.slowdown), PREDICTED, beside))
+        all_figures.append(Figure("Slower", percent(facts.slowdown), PREDICTED, beside))
     if facts.budget_bytes:
         bound = f"no plan adds less than {duration(plan.lower_bound_s)}"
-        found.append(Figure("Gap to the bound", percent(plan.gap), PREDICTED, bound))
-    return found
+        all_figures.append(Figure("Gap to the bound", percent(plan.gap), PREDICTED, bound))
+    return all_figures
 
 
 def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
     """Return what the numbers depend on: hardware, engine, notes of the trace, versions, graph."""
     graph, hardware = facts.graph, facts.graph.hardware
-    found = [
+    entries = [
         (
             "Peaks",
             "are bytes of live tensors and workspaces at every op; the allocator's fragmentation is not modelled.",
@@ -252,12 +254,12 @@ def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
         ("Engine", f"{facts.plan.engine}; {len(graph.ops)} ops, {len(graph.calls)} module calls"),
     ]
     if hardware.link_bytes_per_s and facts.planned.copies:
-        found.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
-    found += [("Note", note) for note in (*graph.notes, *facts.notes)]
+        entries.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
+    entries += [("Note", note) for note in (*graph.notes, *facts.notes)]
     versions = {"lowtide": own_version(), **graph.versions}
-    found.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    found.append(("Graph", graph.fingerprint))
-    return found
+    entries.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    entries.append(("Graph", graph.fingerprint))
+    return entries
 
 
 def _hardware(facts: ReportFacts) -> str:

@@ -299,13 +299,13 @@ class _Reader:
 
 
 def _downstream(sources: list[fx.Node]) -> set[fx.Node]:
-    found, pending = set(sources), list(sources)
+    reached, pending = set(sources), list(sources)
     while pending:
         for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
+            if user not in reached:
+                reached.add(user)
                 pending.append(user)
-    return found
+    return reached
 
 
 def _flags(node: fx.Node) -> tuple[str, ...]:

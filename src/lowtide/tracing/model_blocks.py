@@ -95,17 +95,17 @@ def _blocks(module: nn.Module, *, beside_stack: bool = False) -> list[nn.Module]
     """
     groups = _by_class(module)
     is_container = isinstance(module, _CONTAINERS)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     others: list[nn.Module] = []
     for group in groups.values():
         is_stack = (is_container or not beside_stack) and _is_stack(module, group, groups)
-        (found if is_stack else others).extend(group.values())
+        (blocks if is_stack else others).extend(group.values())
     for child in sorted(others, key=lambda child: not isinstance(child, _CONTAINERS)):
-        inner = _blocks(child, beside_stack=beside_stack or bool(found))
+        inner = _blocks(child, beside_stack=beside_stack or bool(blocks))
         # A Sequential of single layers inside a container is a block.
         is_whole = not inner and is_container and isinstance(child, nn.Sequential)
-        found += [child] if is_whole else inner
-    return found
+        blocks += [child] if is_whole else inner
+    return blocks
 
 
 def _is_stack(parent: nn.Module, group: dict[str, nn.Module], groups: dict[type, dict[str, nn.Module]]) -> bool:
