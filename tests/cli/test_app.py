@@ -1,4 +1,4 @@
-"""The `lowtide` command: what it shows, how it ends, and how it finds a user's script."""
+"""The `lowtide` command: its output, its exit codes, and how it loads a user's script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StepGraph`: what it says of itself, its file, and files that are damaged or meant to do harm."""
+"""`StepGraph`: derived facts, JSON, and JSON that is damaged or malicious."""
 
 from __future__ import annotations
 

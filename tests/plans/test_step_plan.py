@@ -1,4 +1,4 @@
-"""Plans as data: to JSON and back, damaged files, and what they say to people."""
+"""Plans as data: JSON, damaged files, invalid plans, `str()` and `explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that `lowtide.trace` refuses: each error says what was found and what to do, and the model is as it was."""
+"""Steps that `lowtide.trace` refuses: each error says what is wrong and what to do, and the model is restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lowtide.trace`: what a graph says of a step, compared with what the step really does."""
+"""`lowtide.trace`: graphs of many models, compared with measured peaks, times and saved tensors of the real step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measured(job: zoo.Job) -> int:
 
 
 def simulated(graph: lowtide.StepGraph, plan: Plan | None = None) -> int:
-    """The same as foretold: without what was there before."""
+    """The peak as predicted by a trace: without memory from before the step."""
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     return lowtide.simulate(graph, plan).peak_bytes - there
 

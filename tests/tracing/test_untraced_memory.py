@@ -1,4 +1,4 @@
-"""Optimizers given to lowtide are only ever read, wrapped or not."""
+"""Predicted optimizer memory; and optimizers, wrapped or not, are only read."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Ops, values, saves and calls are stored as columns, and each name once, which keeps files of thousands of ops small.
 Reading checks the type and range of every field, and `StepGraph` checks their consistency; damage raises `GraphError`.
-No code is executed. Files of an older version within the same number get defaults for later fields.
+No code is executed. Fields that were added within a version get defaults, so its older files can be read.
 
 `parse_object` and `checked_object`, which check format and version, are shared with `plans.plan_json`.
 """

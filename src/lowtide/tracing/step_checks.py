@@ -2,7 +2,7 @@
 
 **Checks** raise `TypeError`, `ValueError` or `TraceError` with what was found and what to do: the model is on several
 devices, `loss_fn` returns no scalar, no parameter gets a gradient, the ops vary between steps. `trace`, `fit` and
-`apply` call them.
+`max_batch` call them.
 
 **Lock** (`one_at_a_time`): traces and measurements register global module hooks, start torch's profiler, of which a
 process can have one, and restore random states shared by all threads. Two at once would record each other's ops, so
