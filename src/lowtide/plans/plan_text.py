@@ -1,8 +1,7 @@
 """A plan as text: the summary that `print(plan)` shows, `plan.explain(path)`, and the table of candidates of `fit`.
 
 `rows_of` lists every saved activation with its action (keep, recompute, host, disk, compress). Solvers store these rows
-in the plan; the summary, explanations and reports are made from them, so they also work for a plan read from a file
-without its graph.
+in the plan; summary and explanations are made from them, and so need no graph.
 """
 
 from __future__ import annotations

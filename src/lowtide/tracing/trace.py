@@ -5,8 +5,8 @@ measures what kernels allocate), a few times for its total time, and on CUDA onc
 runs it on fake tensors, which allocate nothing, and predicts times and workspaces from FLOPs and bytes. Mode "auto"
 makes a fake trace first, and a real one if a plain step fits in free memory.
 
-`Restorer` puts everything that the steps changed back. `build` converts the recording to a graph. `output_sum_loss`
-is a loss for tracing a model without its `loss_fn`, as for a plan for larger inputs.
+`Restorer` restores everything that the steps changed. `build` converts the recording to a graph. `output_sum_loss` is
+a loss for tracing a model whose `loss_fn` is not at hand, as when a plan for larger inputs is needed.
 
 Cost: a real trace takes five to ten plain steps and, once per machine, the measurement of the engine's host costs.
 """
