@@ -190,6 +190,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
+    """Return text and data of an estimate, and whether the budget is enough."""
     hardware = guess.graph.hardware
     data = {
         "predicted": True,
@@ -219,6 +220,7 @@ def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
 
 
 def plan(result: lowtide.Plan, output: Path | None) -> Display:
+    """Return text and data of a plan that was written to `output`."""
     graph = result.graph
     return str(result), {
         "predicted": True,
@@ -246,6 +248,7 @@ def plan(result: lowtide.Plan, output: Path | None) -> Display:
 
 
 def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
+    """Return text and data of plans for many budgets."""
     names = ("budget_bytes", "peak_bytes", "extra_s", "slowdown", "gap")
     return str(frontier), {
         "predicted": True,
@@ -259,6 +262,8 @@ def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
 
 
 def explanation(plan: lowtide.Plan, module: str) -> Display:
+    """Return text and data of what a plan does to a module."""
+
     def is_inside(path: str) -> bool:
         return path == module or path.startswith(f"{module}.")
 
@@ -272,6 +277,7 @@ def explanation(plan: lowtide.Plan, module: str) -> Display:
 
 
 def comparison(compared: Comparison) -> Display:
+    """Return a table and data of the measurements of `lowtide bench`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("measured")
     for heading in ("peak", "step", "slower", "gradient difference"):
@@ -302,6 +308,7 @@ def comparison(compared: Comparison) -> Display:
 
 
 def findings(found: list[Finding]) -> Display:
+    """Return a table and data of the findings of `lowtide doctor`."""
     table = Table(box=None, show_header=False, pad_edge=False)
     group = ""
     for finding in found:

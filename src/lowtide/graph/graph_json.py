@@ -38,6 +38,7 @@ _SCALARS: dict[str, type[Any]] = {
 
 
 def write_graph(graph: StepGraph) -> str:
+    """See `StepGraph.to_json`."""
     return json.dumps(encode(graph), separators=(",", ":"))
 
 
@@ -59,6 +60,7 @@ def encode(graph: StepGraph) -> dict[str, Any]:
 
 
 def read_graph(text: str) -> StepGraph:
+    """See `StepGraph.from_json`."""
     return decode(parse_json(text, FORMAT, GraphError))
 
 
@@ -93,6 +95,7 @@ def parse_object(text: str, form: str, version: int, error: Callable[[str], Exce
 
 
 def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:
+    """Parse `text` as JSON, or raise `error` with the name of the format."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as cause:

@@ -27,12 +27,14 @@ _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules"
 
 
 def write_plan(plan: Plan, with_graph: bool) -> str:
+    """See `Plan.to_json`."""
     content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
     content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
     return json.dumps(content, separators=(",", ":"))
 
 
 def read_plan(text: str) -> Plan:
+    """See `Plan.from_json`."""
     content = parse_object(text, FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}

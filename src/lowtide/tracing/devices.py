@@ -77,6 +77,7 @@ def named_device(name: str) -> Hardware | None:
 
 
 def unknown_device(name: object) -> TraceError:
+    """Return the error for a device that is neither torch's nor in the table."""
     return TraceError(
         f"{name!r} is neither a torch device nor in lowtide's table of devices: {', '.join(DEVICES)}. "
         "Add one with lowtide.tracing.devices.register_device(Hardware(...))."

@@ -144,6 +144,7 @@ class _Reader:
         self._is_backward = _downstream([node for node in self._inputs if "tangents" in str(node.target)])
 
     def step(self) -> JointStep:
+        """Read all nodes and return the step."""
         for node in self._inputs:
             if _compat.is_tensor_value(_compat.value_of(node)):
                 self._new_value(node, None, -1, "elsewhere")
@@ -208,7 +209,7 @@ class _Reader:
         return next(each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each)))
 
     def _share(self, node: fx.Node, source: tuple[Any, Any]) -> None:
-        """A view, or one of an op's outputs: no value of its own."""
+        """Let a node that is a view, or picks one output of an op, have the value of its source."""
         owner, part = source
         for key in ((owner, part), (owner, None)):
             if key in self._value_of:
@@ -229,10 +230,10 @@ class _Reader:
         self._values.append(Value(_bytes(value), kind, str(node.target) if born >= 0 else node.name, born, born + 1))
         return len(self._values) - 1
 
-    # Lives.
+    # Lifetimes and costs.
 
     def _set_ends(self, num_forward: int) -> None:
-        """When each value is let go: after its last use in its own direction, or never if the graph hands it out."""
+        """Set when each value is dropped: after its last use in forward or backward, or never if it is an output."""
         last_use: dict[int, int] = {}
         for index, op in enumerate(self._ops):
             for value in op.inputs:
@@ -245,7 +246,7 @@ class _Reader:
             self._values[number] = replace(facts, dropped=max(end, facts.born + 1), kind=kind)
 
     def _set_seconds(self, num_forward: int) -> None:
-        """Prices. What a fused op reads or leaves in registers costs nothing."""
+        """Set each op's seconds. Values that a fused op reads from or leaves in registers move no bytes."""
         is_inline, _ = inlined(self._ops, self._values, num_forward)
         for index, (op, node) in enumerate(zip(self._ops, self._nodes, strict=True)):
             touched = {*op.inputs, *op.outputs}
@@ -274,6 +275,7 @@ class _Reader:
         return kinds
 
     def _saves(self, num_forward: int) -> list[Save]:
+        """Return a save for each forward value that the backward reads."""
         reads: dict[int, list[int]] = {}
         for index, op in enumerate(self._ops[num_forward:], num_forward):
             for value in op.inputs:
@@ -286,6 +288,7 @@ class _Reader:
         return saves
 
     def _calls(self, num_forward: int) -> list[Call]:
+        """Return the calls with their inputs and outputs, which follow from the ops inside and after them."""
         calls = []
         for call in self._stacks.calls:
             inside = self._ops[call.first : call.end]

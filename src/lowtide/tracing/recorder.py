@@ -88,6 +88,7 @@ class Recorder(_compat.PlainDispatchMode):
         self._changes, self._thread, self._is_over = ArgumentChanges(), threading.get_ident(), False
 
     def path_of(self, call: int) -> str:
+        """Return the module path of a call, `""` for none (-1)."""
         return self.calls[call].path if call >= 0 else ""
 
     # Values.
@@ -289,6 +290,7 @@ class Recorder(_compat.PlainDispatchMode):
             return kept.tensor.detach()  # its reference shows when the backward is done with the value
 
     def release(self, saves: list[RawSave]) -> None:
+        """Record that autograd dropped a saved tensor; called by the destructor of its alias."""
         if self._is_over:
             return
         for save in saves:

@@ -76,6 +76,7 @@ def device_of(model: nn.Module, args: Any) -> torch.device:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of each module of a model."""
     return {module: name for name, module in model.named_modules()}
 
 
