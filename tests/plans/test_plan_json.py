@@ -191,7 +191,7 @@ def elsewhere(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], dict[str, Plan]]:
-    """What was found here, what elsewhere, and the plans."""
+    """Return the results of this process, those of the second, and the plans."""
     folder = tmp_path_factory.mktemp("plans")
     here, plans = {}, {}
     for name, (_, apply) in CASES.items():
@@ -201,7 +201,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
         (folder / f"{name}.json").write_text(handle.plan.to_json(graph=name != "fitted tightly"))
         here[name] = results(job, handle)
         handle.remove()
-    code = "import sys, test_plans_travel; test_plans_travel.elsewhere(sys.argv[1])"
+    code = "import sys; from plans import test_plan_json; test_plan_json.elsewhere(sys.argv[1])"
     paths = os.pathsep.join([*sys.path, str(Path(__file__).parent.parent)])
     environment = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True)
