@@ -28,9 +28,9 @@ def test_sizes(text: int | str, expected: int) -> None:
 
 def test_a_share_needs_a_total() -> None:
     assert parse_bytes("80%", total_bytes=1000) == 800
-    with pytest.raises(UnitError, match="nothing here to take it of"):
+    with pytest.raises(UnitError, match="the total it is a share of is not known"):
         parse_bytes("80%")
-    with pytest.raises(UnitError, match="more than all"):
+    with pytest.raises(UnitError, match="exceeds 100 %"):
         parse_bytes("120%", total_bytes=1000)
 
 

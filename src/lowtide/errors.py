@@ -1,37 +1,37 @@
-"""What lowtide raises.
+"""The exceptions that lowtide raises.
 
 LowtideError
-├── CaptureError (RuntimeError)      a step that no CUDA graph can hold, or a graph that no longer fits its model
-├── CheckpointError (RuntimeError)   a replay that is not its forward: it diverged, or something it reads was changed
-├── StoreError (RuntimeError)        a stored value cannot be written, or not be had again as it was
-│   ├── CapacityError                no tier has room for a value
-│   └── ChangedInPlaceError          a value was changed in place after it was stored
-├── TraceError (RuntimeError)        a step that cannot be traced: no scalar loss, another step each time
-├── GraphError (ValueError)          a graph that is damaged, or no step that can have run
-├── InfeasibleBudgetError (ValueError)  no plan fits; it names the smallest budget that would do, and what fills it
-├── PlanError (ValueError)           a plan that is damaged, or made for another step
-└── UnitError (ValueError)           bytes that cannot be read: `0.5`, `"12 apples"`, a negative budget
+├── CaptureError (RuntimeError)         the step cannot be captured as a CUDA graph, or changed after the capture
+├── CheckpointError (RuntimeError)      a replay differs from its forward, or a tensor that it reads was changed
+├── StoreError (RuntimeError)           a value cannot be stored, or cannot be read back unchanged
+│   ├── CapacityError                   no tier has room for a value
+│   └── ChangedInPlaceError             a value was changed in place after it was stored
+├── TraceError (RuntimeError)           the step cannot be traced: no scalar loss, or its ops vary between runs
+├── GraphError (ValueError)             a graph is damaged, or its parts contradict each other
+├── InfeasibleBudgetError (ValueError)  no plan fits the budget; names the smallest budget that fits, and what fills it
+├── PlanError (ValueError)              a plan is damaged, or was made for another step or model
+└── UnitError (ValueError)              not a number of bytes: `0.5`, `"12 apples"`, a negative budget
 
-Wrong types and unknown options are plain `TypeError` and `ValueError`, as elsewhere in Python.
+Wrong types and unknown options raise plain `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
 
 
 class LowtideError(Exception):
-    """The base of everything lowtide raises on its own account."""
+    """Base class of all exceptions that lowtide defines."""
 
 
 class CaptureError(LowtideError, RuntimeError):
-    """A step cannot be captured as a CUDA graph, or changed since; the message says what to do. All is as before."""
+    """A step cannot be captured as a CUDA graph, or changed after the capture; nothing was modified."""
 
 
 class CheckpointError(LowtideError, RuntimeError):
-    """A region could not be replayed as its forward ran; the message names the region, the cause and the cure."""
+    """A region could not be replayed as its forward ran; the message names the region, the cause and the fix."""
 
 
 class StoreError(LowtideError, RuntimeError):
-    """A value could not be stored, or cannot be given back as it was; the message says why and what to do."""
+    """A value cannot be stored, or cannot be read back unchanged; the message says why and what to do."""
 
 
 class CapacityError(StoreError):
@@ -43,23 +43,23 @@ class ChangedInPlaceError(StoreError):
 
 
 class TraceError(LowtideError, RuntimeError):
-    """A step could not be traced; the message says what was found and what to do. The model is as it was."""
+    """A step could not be traced; the message says why and what to do. The model is restored."""
 
 
 class GraphError(LowtideError, ValueError):
-    """A graph, or a file of one, that is damaged or describes no step that can have run."""
+    """A graph, or a file of one, is damaged, or its ops, values and calls contradict each other."""
 
 
 class PlanError(LowtideError, ValueError):
-    """A plan, or a file of one, that is damaged or does not belong to the step or model it is used with."""
+    """A plan, or a file of one, is damaged, or was made for another step or model."""
 
 
 class UnitError(LowtideError, ValueError):
-    """A number of bytes could not be read."""
+    """A text or number could not be read as a number of bytes."""
 
 
 class InfeasibleBudgetError(LowtideError, ValueError):
-    """No plan fits the budget. `floor_bytes` is the smallest budget that a plan was found for."""
+    """No plan fits the budget. `floor_bytes` is the smallest budget for which the search has a plan."""
 
     def __init__(self, message: str, floor_bytes: int) -> None:
         super().__init__(message)

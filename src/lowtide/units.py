@@ -1,4 +1,4 @@
-"""Bytes and seconds: read what people write, write what people read. And the version of lowtide."""
+"""Parse and format numbers of bytes and seconds, as in `budget="12GiB"` and in reports; and lowtide's version."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ADVICE = 'Write whole bytes (12884901888) or a number with a unit ("12GiB", "12
 
 
 def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
-    """The number of bytes that `size` means.
+    """Return the number of bytes that `size` means.
 
-    `"80%"` is a share of `total_bytes` and an error where no total is known. A bare fraction (`0.5`) is an error
-    rather than a guess between bytes, GiB and a share.
+    `"80%"` is a share of `total_bytes`, and an error if no total is given. A bare fraction (`0.5`) is an error, since
+    it could mean bytes, GiB or a share.
 
     >>> parse_bytes("1.5KiB")
     1536
@@ -36,9 +36,9 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if total_bytes is None:
-            raise UnitError(f"{size!r} is a share, and there is nothing here to take it of. {_ADVICE}")
+            raise UnitError(f"{size!r} is a share, and the total it is a share of is not known here. {_ADVICE}")
         if number > 100:
-            raise UnitError(f"{size!r} is more than all there is. {_ADVICE}")
+            raise UnitError(f"{size!r} exceeds 100 %. {_ADVICE}")
         return int(total_bytes * number / 100)
     if unit not in _BYTES_PER_UNIT:
         raise UnitError(f"{size!r} has the unknown unit {match[2]!r}. {_ADVICE}")
@@ -46,12 +46,12 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
 
 
 def check_bytes(size: int | str) -> None:
-    """Raise unless `size` can be read, whatever a share (`"80%"`) will be of."""
+    """Raise `UnitError` if `size` cannot be read; a share (`"80%"`) is accepted without its total."""
     parse_bytes(size, total_bytes=1 << 40)
 
 
 def check_seconds(seconds: float, name: str) -> None:
-    """Raise unless the option of that name is a number of seconds.
+    """Raise unless `seconds`, the value of the option `name`, is a number above 0.
 
     >>> check_seconds(10, "time_limit_s")
     """
@@ -62,13 +62,13 @@ def check_seconds(seconds: float, name: str) -> None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` in the largest binary unit that leaves at least 1: `1536` is `1.5 KiB`."""
+    """Format bytes in the largest binary unit that gives at least 1: `1536` is `1.5 KiB`."""
     number, unit = in_bytes_unit(num_bytes)
     return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
 def in_bytes_unit(num_bytes: float) -> tuple[float, str]:
-    """A number and the largest binary unit that leaves at least 1 of it."""
+    """Return a number and its unit: the largest binary unit that gives at least 1."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(num_bytes) >= 1024**power:
             return num_bytes / 1024**power, unit
@@ -76,13 +76,13 @@ def in_bytes_unit(num_bytes: float) -> tuple[float, str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` in the unit that reads best: `0.0042` is `4.2 ms`."""
+    """Format seconds in s, ms or µs: `0.0042` is `4.2 ms`."""
     number, unit = in_seconds_unit(seconds)
     return f"{number:.1f} {unit}"
 
 
 def in_seconds_unit(seconds: float) -> tuple[float, str]:
-    """A number and the largest unit, down to microseconds, that leaves at least 1 of it."""
+    """Return a number and its unit: the largest of s, ms and µs that gives at least 1."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= scale:
             return seconds / scale, unit
@@ -91,6 +91,6 @@ def in_seconds_unit(seconds: float) -> tuple[float, str]:
 
 def own_version() -> str:
     """Return the version of lowtide, for files and reports."""
-    from lowtide import __version__  # when called: `lowtide` imports this module
+    from lowtide import __version__  # not at import: `lowtide` imports this module
 
     return __version__

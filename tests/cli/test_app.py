@@ -1,4 +1,4 @@
-"""The `lowtide` command: what it shows, how it ends, and how it finds a user's script."""
+"""The `lowtide` command: its output, its exit codes, and how it loads a user's script."""
 
 from __future__ import annotations
 
@@ -412,7 +412,7 @@ def test_version_and_help() -> None:
         (["estimate", "{script}:no_optimizer"], 2, "not a torch.optim.Optimizer"),
         (["estimate", "{script}:misspelt"], 2, "Did you mean 'batch'?"),
         (["estimate", "{script}:broken"], 1, "ValueError: no such dataset (train.py, line"),
-        (["estimate", "{script}:leaves"], 1, "ended by itself"),
+        (["estimate", "{script}:leaves"], 1, "called sys.exit"),
         (["bench", "{script}:on_meta", "--budget", "1GiB"], 2, "meta device"),
         (["sweep", "{script}:make", "--png", "curve.doc"], 2, ".png"),
         (["sweep", "{script}:make", "--png", "{folder}/none/curve.png"], 2, "no folder"),

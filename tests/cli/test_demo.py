@@ -1,3 +1,5 @@
+"""`lowtide demo`: its gradients equal the plain run's, its peak is within the budget, and it writes a report."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ops whose outputs regions can retain, as autograd saves them there, and what that costs the host."""
+"""`Retainable`: which op outputs regions can retain, and what that costs the host."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def nested() -> StepGraph:
 
 def test_the_innermost_call_in_which_all_that_an_op_makes_is_saved() -> None:
     graph = nested()
-    # The first op's output is saved in the inner module, the second's around it, the third's by the head alone, though
-    # at the moment at which the block ends; and what the head makes by nobody.
+    # The first op's output is saved in the inner module, the second's in the block around it, the third's in the head
+    # alone, at the position at which the block ends. The head's output is not saved.
     assert graph.retainable.depths.tolist() == [2, 1, 0, -1]
 
 

@@ -1,4 +1,4 @@
-"""Codecs as planning sees them, against the codecs themselves: bytes exactly, working memory from above."""
+"""Predicted codec costs against the codecs themselves: bytes are equal, temporary memory is an upper bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StepGraph`: what it says of itself, its file, and files that are damaged or meant to do harm."""
+"""`StepGraph`: derived facts, JSON, and JSON that is damaged or malicious."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def column(part: str, name: str, index: int, item: Any) -> str:
 BAD_FILES = {
     "nothing": ("", "not JSON"),
     "not JSON": ("{", "not JSON"),
-    "a list": ("[]", "does not say that it is one"),
-    "another file": ('{"format": "lowtide plan"}', "does not say that it is one"),
+    "a list": ("[]", "has no format field"),
+    "another file": ('{"format": "lowtide plan"}', "has no format field"),
     "deep nesting": ("[" * 100_000, "not JSON"),
     "deep objects": ('{"a":' * 100_000, "not JSON"),
     "huge number": (damaged(num_forward=1).replace('"num_forward": 1,', f'"num_forward": {"9" * 5000},'), "not JSON"),
@@ -151,26 +151,26 @@ BAD_FILES = {
     "odd elements": (column("values", "item_bytes", 0, 3), "value 0 has elements of 3 bytes"),
     "empty rows": (column("values", "row_length", 0, 0), "value 0 has rows of 0 elements"),
     "no blocks": (damaged(hardware={**json.loads(TEXT)["hardware"], "block_bytes": 0}), "rounded to 0 bytes"),
-    "negative state": (damaged(optimizer_state_bytes=-1), "fewer than no bytes"),
+    "negative state": (damaged(optimizer_state_bytes=-1), "is negative"),
     "more bytes than there are": (column("values", "bytes", 0, 10**300), "301 digits"),
     "unknown kind": (column("values", "kind", 0, 0), "unknown kind"),
     "unknown flag": (column("ops", "flags", 0, [0]), "unknown flags"),
-    "unknown name": (column("ops", "name", 0, 10**6), "not the number of a name"),
-    "negative name": (column("ops", "name", 0, -1), "not the number of a name"),
+    "unknown name": (column("ops", "name", 0, 10**6), "not an index of a name"),
+    "negative name": (column("ops", "name", 0, -1), "not an index of a name"),
     "unknown input": (column("ops", "inputs", 0, [10**6]), "reads value 1000000 before"),
     "unknown output": (column("ops", "outputs", 0, [10**6]), "makes value 1000000"),
-    "unknown call": (column("ops", "call", 0, 10**6), "call 1000000, which is not there"),
+    "unknown call": (column("ops", "call", 0, 10**6), "call 1000000, which does not exist"),
     "call of another": (column("ops", "call", 0, 5), r"runs outside of its call \(4\)"),
     "parent after child": (column("calls", "parent", 1, 5), "parent that comes after"),
     "call too long": (column("calls", "end", 1, 10**6), "not a run of ops"),
-    "no list": (column("ops", "inputs", 0, 1), "no list"),
+    "no list": (column("ops", "inputs", 0, 1), "not a list"),
     "missing column": (damaged(saves={}), "columns of Save"),
     "short column": (damaged(values={**json.loads(TEXT)["values"], "born": []}), "differ in length"),
-    "names that are no list": (damaged(names="abc"), "str where a list of names belongs"),
+    "names that are no list": (damaged(names="abc"), "expected a list of names, not str"),
     "hardware": (damaged(hardware={"name": "H100", "__class__": "os.system"}), "hardware does not have the fields"),
     "hardware that lacks a field": (damaged(hardware=without("dispatch_s")), "hardware does not have the fields"),
     "hardware of fewer than no seconds": (damaged(hardware=without() | {"spare_s": -1.0}), "spare_s is -1.0"),
-    "versions": (damaged(versions=["torch"]), "versions are not"),
+    "versions": (damaged(versions=["torch"]), "versions is not"),
 }
 
 

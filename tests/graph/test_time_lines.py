@@ -1,4 +1,4 @@
-"""Steps with two time lines: what the host issues and what the device runs."""
+"""Steps with two time lines: when the host issues ops, when the device runs them, and how long a step takes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A plan's JSON is all that it takes to apply it elsewhere: a fresh process has the same results, bytes and replays.
+"""A plan's JSON is enough to apply it in another process, with the same results, bytes and replays.
 
-The cases are made and run in this process. Another process reads the plans from files, makes the models anew and runs
-them; what it found must be the same to the last byte.
+The cases are made and run in this process. A second process reads the plans from files, creates the models again and
+runs them; its results must be equal to the last byte.
 """
 
 import hashlib
@@ -192,7 +192,7 @@ def elsewhere(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], dict[str, Plan]]:
-    """What was found here, what elsewhere, and the plans."""
+    """Return the results of this process, those of the second, and the plans."""
     folder = tmp_path_factory.mktemp("plans")
     here, plans = {}, {}
     for name, (_, apply) in CASES.items():

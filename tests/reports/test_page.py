@@ -1,4 +1,4 @@
-"""Reports: totals that are sums, peaks that thinning leaves alone, names that stay text, and a page that works."""
+"""Reports: totals equal the sum of their rows, thinning keeps peaks, names are escaped, and the page works offline."""
 
 from __future__ import annotations
 

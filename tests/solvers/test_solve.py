@@ -434,7 +434,7 @@ def test_budgets_that_are_none(budget: object) -> None:
 
 
 def test_a_share_of_an_unknown_device() -> None:
-    with pytest.raises(UnitError, match="nothing here to take it of"):
+    with pytest.raises(UnitError, match="the total it is a share of is not known"):
         lowtide.solve(chain([1, 2]), "80%")
 
 

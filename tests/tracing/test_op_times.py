@@ -1,4 +1,4 @@
-"""Op times that add up."""
+"""Op times from `tracing.op_times`: they sum to the measured step, on one time line or two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both time lines of a step on a GPU."""
+"""A real trace on a GPU has both time lines of its step, host and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops of a graph found in a profiler's trace, with their seconds on the host and on the device."""
+"""Ops of a recording are matched to a profiler's trace, with their seconds on the host and on the device."""
 
 from __future__ import annotations
 

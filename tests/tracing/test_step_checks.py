@@ -1,4 +1,4 @@
-"""Steps that `lowtide.trace` refuses: each error says what was found and what to do, and the model is as it was."""
+"""Steps that `lowtide.trace` refuses: each error says what is wrong and what to do, and the model is restored."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_other_layers_each_time(mode: Any) -> None:
     random.seed(1)
     model, x = LayerDrop(), torch.randn(4, 8)
     with pytest.raises(
-        TraceError, match=r"another each time.* in layers\.\d+ and is now .* in (layers\.\d+|the model)"
+        TraceError, match=r"varies between runs.* in layers\.\d+ and is now .* in (layers\.\d+|the model)"
     ):
         lowtide.trace(model, lambda x: model(x).mean(), x, mode=mode)
 
@@ -89,7 +89,7 @@ def test_other_layers_each_time(mode: Any) -> None:
 def test_other_lengths_each_time(mode: Any) -> None:
     random.seed(1)
     model, _ = make()
-    with pytest.raises(TraceError, match=r"another each time.*aten\.slice\.Tensor.* bytes and now on"):
+    with pytest.raises(TraceError, match=r"varies between runs.*aten\.slice\.Tensor.* bytes and now on"):
         lowtide.trace(model, lambda x: model(x[: random.randrange(1, 1000)]).mean(), torch.randn(1000, 8), mode=mode)
 
 
@@ -102,7 +102,7 @@ def test_caches_that_grow(mode: Any) -> None:
         past.append(x)
         return model(torch.cat(past)).mean()
 
-    with pytest.raises(TraceError, match=r"another each time.*aten\.cat\.default"):
+    with pytest.raises(TraceError, match=r"varies between runs.*aten\.cat\.default"):
         lowtide.trace(model, loss_fn, x, mode=mode)
 
 
@@ -145,7 +145,7 @@ def test_a_device_that_is_asked_for_inside() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     model, x = make()
-    with pytest.raises(TraceError, match="asks for cuda"):
+    with pytest.raises(TraceError, match="allocates on cuda"):
         lowtide.trace(model, lambda x: model(x).mean() + torch.zeros(1, device="cuda").sum(), x, mode="fake")
 
 
@@ -162,7 +162,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(TraceError, match="neither a torch device nor in lowtide's table"):
             lowtide.trace(model, loss_fn, x, device=device)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
-        with pytest.raises(TraceError, match=r"no cuda here.*device='H100'"):
+        with pytest.raises(TraceError, match=r"has no cuda.*device='H100'"):
             lowtide.trace(model, loss_fn, x, device="cuda")
 
 

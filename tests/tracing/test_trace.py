@@ -1,4 +1,4 @@
-"""`lowtide.trace`: what a graph says of a step, compared with what the step really does."""
+"""`lowtide.trace`: graphs of many models, compared with measured peaks, times and saved tensors of the real step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measured(job: zoo.Job) -> int:
 
 
 def simulated(graph: lowtide.StepGraph, plan: Plan | None = None) -> int:
-    """The same as foretold: without what was there before."""
+    """The peak as predicted by a trace: without memory from before the step."""
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     return lowtide.simulate(graph, plan).peak_bytes - there
 
@@ -493,8 +493,8 @@ def test_optimizer_workspace() -> None:
     assert at_once == sum(parameter.nbytes for parameter in model.parameters()) > one_by_one > 0
 
 
-def test_optimizer_that_cannot_be_foretold() -> None:
+def test_optimizer_that_cannot_be_predicted() -> None:
     model = Small()
     graph = trace_small(model, torch.randn(4, 8), optimizer=torch.optim.LBFGS(model.parameters()))
     assert graph.static_bytes["optimizer state"] == 0
-    assert any("LBFGS could not be foretold" in note for note in graph.notes)
+    assert any("LBFGS could not be predicted" in note for note in graph.notes)

@@ -1,4 +1,4 @@
-"""Calls that change what they are called with: never recomputed, whatever the budget, and said so."""
+"""Calls whose arguments the forward changes: no plan recomputes them, and a plan that names one is refused."""
 
 from __future__ import annotations
 

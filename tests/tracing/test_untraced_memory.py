@@ -1,4 +1,4 @@
-"""Optimizers given to lowtide are only ever read, wrapped or not."""
+"""Predicted optimizer memory; and optimizers, wrapped or not, are only read."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_step_that_reaches_real_tensors_is_noted() -> None:
     model, loss_fn, x = make()
     loss_fn(x).backward()
     graph = lowtide.trace(model, loss_fn, x, optimizer=Several([torch.optim.AdamW(model.parameters())]), mode="fake")
-    assert any("could not be foretold" in note for note in graph.notes)
+    assert any("could not be predicted" in note for note in graph.notes)
 
 
 @pytest.mark.parametrize(

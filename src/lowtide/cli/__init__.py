@@ -1,8 +1,8 @@
-"""The `lowtide` command: what the library does, from a terminal.
+"""The `lowtide` command: estimate, plan, compare and report from a terminal.
 
     lowtide plan train.py:make --budget 12GiB -o plan.json
 
-It uses lowtide's public names only. typer and rich come with the extra `cli`.
+It uses lowtide's public names only. It needs typer and rich, from the extra `cli`; `main` says so if they are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _INSTALL = "pip install 'lowtide[cli]'"
 
 
 def main() -> None:
-    """Run the command; where typer or rich is missing, say how to get them."""
+    """Run the command, or exit with the pip command if typer or rich is missing."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

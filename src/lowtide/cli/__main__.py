@@ -1,4 +1,4 @@
-"""`python -m lowtide.cli`: the command where its script is not on the path."""
+"""`python -m lowtide.cli`: the `lowtide` command, for environments whose scripts are not on the PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The commands. Each loads what it is given, calls lowtide, and shows the result: as text, or with `--json` as data."""
+"""The commands of `lowtide`, one function each: load a script or a plan, call the library, print the result.
+
+Arguments are parsed by typer from the functions' signatures; `command` adds the options that all commands share.
+Results are printed as text, or with `--json` as one JSON object (`cli.output`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ _COMMON = {
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command, with the options that all of them have; its function gets them as an `Output`."""
+    """Register a function as a command; the options that all commands share are passed to it as an `Output`."""
     signature = inspect.signature(function, eval_str=True)
     own = [parameter for name, parameter in signature.parameters.items() if name != "out"]
     common = [
@@ -120,7 +124,7 @@ def plan(
         stage(f"tracing the step and solving for {budget}")
         if fake or device is not None or engine != "eager":
             found = lowtide.solve(job.trace(fake=fake, device=device), allowed, engine=engine, **allows)
-        else:  # knows the model as well as the step
+        else:  # also records facts of the model, which `apply` checks
             found = lowtide.plan(job.model, job.loss_fn, *job.args, budget=allowed, optimizer=job.optimizer, **allows)
     if output is not None:
         with _writing(output):
@@ -177,7 +181,7 @@ def sweep(
 
 
 def _complete_module(context: typer.Context, incomplete: str) -> Iterable[str]:
-    """Module paths of the plan file that was typed before."""
+    """Complete module paths from the plan file given before."""
     try:
         known = _known_modules(lowtide.Plan.from_json(Path(context.params["file"]).read_text()))
     except (OSError, KeyError, TypeError, lowtide.LowtideError):
@@ -201,14 +205,14 @@ def explain(
     """Say in words what a plan does to the values of a module, and why."""
     found = _read_plan(file)
     known = _known_modules(found)
-    nothing = "It is an empty plan: all is kept."
+    nothing = "It is an empty plan: everything is kept."
     if module is None:
         out.result("\n".join(known) or nothing, {"modules": known})
         return
     if module not in known:
-        shown = [path for path in known if "." not in path][:8] or known[:8]
-        listed = f"It knows {', '.join(shown)}, and what is inside." if known else nothing
-        raise UsageError(f"the plan in {file} knows no module {module!r}.{did_you_mean(module, known)} {listed}")
+        outermost = [path for path in known if "." not in path][:8] or known[:8]
+        listed = f"It has {', '.join(outermost)}, and modules inside them." if known else nothing
+        raise UsageError(f"the plan in {file} has no module {module!r}.{did_you_mean(module, known)} {listed}")
     out.result(*showing.explanation(found, module))
 
 
@@ -322,13 +326,13 @@ def _read_plan(file: Path) -> lowtide.Plan:
     try:
         return lowtide.Plan.from_json(file.read_text())
     except UnicodeDecodeError:
-        raise lowtide.PlanError(f"{file} is no plan: it is not text") from None
+        raise lowtide.PlanError(f"{file} is not a plan: it is not a text file") from None
     except lowtide.PlanError as error:
         raise lowtide.PlanError(f"{file}: {error}") from None
 
 
 def _known_modules(found: lowtide.Plan) -> list[str]:
-    """Every module that a plan says something about, and those around them."""
+    """Return every module that a plan names or has values of, and the modules around them."""
     paths = [row.path for row in found.rows] + [path for region in found.regions for path in region.paths]
     known: dict[str, None] = {}
     for path in paths:
@@ -338,7 +342,7 @@ def _known_modules(found: lowtide.Plan) -> list[str]:
 
 
 def _check_file(file: Path | None) -> None:
-    """Before minutes of work, not after."""
+    """Raise `UsageError` if a file cannot be written; called before the work that would produce it."""
     if file is None:
         return
     if file.is_dir():

@@ -1,4 +1,9 @@
-"""What `lowtide bench` measures: a plain step, torch's checkpoint on each block, and `lowtide.fit`, on one model."""
+"""`lowtide bench`: measure a plain step, torch's checkpoint on each block, and `lowtide.fit`, on the user's own model.
+
+`compare` measures the peak and the gradients of each variant from the same state and seed, then times all of them in
+turns, so that a busy machine affects them alike. `measure_plan` does the same for one plan, for
+`lowtide report --measured`.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,16 @@ from lowtide.cli.script import Job
 PLAIN, PER_BLOCK, OURS = "plain", "torch checkpoint per block", "lowtide.fit"
 _SEED = 0
 
-Way = Callable[[], AbstractContextManager[Any]]
+Variant = Callable[[], AbstractContextManager[Any]]  # opens a context in which the model runs in that way
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One way to run the step. Peaks (of the whole step) and seconds are measured; None where it did not run.
+    """One variant of the step. Peak (of the whole step) and seconds are measured; None if it did not run.
 
-    `gradient_difference` is the largest of any entry against the first way that ran; that one's own is against itself
-    run again, which is more than 0 where kernels are not deterministic. `problem` says why nothing was measured.
+    `gradient_difference` is the largest absolute difference of any entry from the first variant that ran. For that one
+    it is the difference from a second run, which is above 0 if kernels are not deterministic. `problem` says why
+    nothing was measured.
     """
 
     name: str
@@ -42,15 +48,17 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Measurements of all variants, the plan of `lowtide.fit`, and the budget."""
+
     rows: tuple[BenchRow, ...]
     plan: lowtide.Plan
     budget_bytes: int
 
     @property
     def holds(self) -> bool:
-        """Whether ours kept its promise: the measured peak within the budget, and the same gradients.
+        """Whether the measured peak of `lowtide.fit` is within the budget, with the same gradients.
 
-        Gradients are excused where the plan compresses, and where the same step run twice does not give the same.
+        Gradients may differ if the plan compresses, or if the same step run twice gives different gradients.
         """
         ours = next(row for row in self.rows if row.name == OURS)
         if ours.peak_bytes is None or ours.peak_bytes > self.budget_bytes:
@@ -60,7 +68,7 @@ class Comparison:
         return ours.gradient_difference == 0 or is_excused
 
     def slowdown(self, row: BenchRow) -> float | None:
-        """Over the plain step, less one."""
+        """Return a row's time over that of the plain step, minus 1."""
         plain_s = self.rows[0].step_s
         return None if plain_s is None or row.step_s is None else row.step_s / plain_s - 1
 
@@ -68,54 +76,54 @@ class Comparison:
 def compare(
     job: Job, budget: int | str, rounds: int, options: dict[str, Any], stage: Callable[[str], None]
 ) -> Comparison:
-    """Run the job's step in each of the ways, one after another, on the same batch and random numbers.
+    """Run the job's step in each variant, on the same batch and random numbers.
 
-    Raises `InfeasibleBudgetError` before anything is compared where no plan fits.
+    Raises `InfeasibleBudgetError` before anything is compared if no plan fits.
     """
-    _device_of(job)  # before minutes of work, not after
+    _device_of(job)  # raises for a model on the meta device, before minutes of work
     stage("fitting the model into the budget")
     handle = lowtide.fit(job.model, job.loss_fn, *job.args, budget=budget, optimizer=job.optimizer, **options)
     plan = handle.plan
     handle.remove()
     bench = _ModelBench(job, plan, rounds)
-    ways: dict[str, Way] = {
+    variants: dict[str, Variant] = {
         PLAIN: contextlib.nullcontext,
         PER_BLOCK: functools.partial(_torch_checkpoints, job.model),
         OURS: functools.partial(lowtide.apply, job.model, plan),
     }
     rows = {}
-    for name, way in ways.items():
+    for name, variant in variants.items():
         stage(f"measuring: {name}")
-        rows[name] = bench.row(name, way)
+        rows[name] = bench.row(name, variant)
     stage("taking times in turns")
-    times = bench.times({name: way for name, way in ways.items() if not rows[name].problem})
+    times = bench.times({name: variant for name, variant in variants.items() if not rows[name].problem})
     timed = [replace(row, step_s=times.get(name)) for name, row in rows.items()]
     return Comparison(tuple(timed), plan, plan.budget_bytes)
 
 
 def measure_plan(job: Job, plan: lowtide.Plan, rounds: int = 3) -> BenchRow:
-    """What a plan takes on the job's model, measured. Raises where the plan is for another model."""
+    """Measure a step of the job's model with a plan. Raises `PlanError` if the plan is for another model."""
     bench = _ModelBench(job, plan, rounds)
-    way = functools.partial(lowtide.apply, job.model, plan)
-    row = bench.row(OURS, way)
-    return row if row.problem else replace(row, step_s=bench.times({OURS: way})[OURS])
+    variant = functools.partial(lowtide.apply, job.model, plan)
+    row = bench.row(OURS, variant)
+    return row if row.problem else replace(row, step_s=bench.times({OURS: variant})[OURS])
 
 
 class _ModelBench:
-    """Measures one model again and again from the same state."""
+    """Measures one model repeatedly, each time from the same buffers and seed."""
 
     def __init__(self, job: Job, plan: lowtide.Plan, rounds: int) -> None:
         self._job, self._rounds = job, rounds
         self._device = _device_of(job)
         self._absent_bytes = _absent_bytes(job, plan.graph or job.trace(), self._device)
-        # On the host, where they do not count.
+        # Copied to the host, so that they are not part of the measured peak.
         self._buffers = [buffer.detach().to("cpu", copy=True) for buffer in job.model.buffers()]
         self._first: list[Tensor] | None = None
 
-    def row(self, name: str, way: Way) -> BenchRow:
-        """Peak and gradients, or the reason why there are none."""
+    def row(self, name: str, variant: Variant) -> BenchRow:
+        """Measure peak and gradients; if that fails, return the reason."""
         try:
-            with way():
+            with variant():
                 return self._measured(name)
         except torch.OutOfMemoryError:
             return BenchRow(name, problem="out of memory")
@@ -124,16 +132,16 @@ class _ModelBench:
         finally:
             self._start_over()
 
-    def times(self, ways: dict[str, Way]) -> dict[str, float]:
-        """Median seconds of a step in each way. They take turns, so that a busy machine slows all alike."""
-        found: dict[str, list[float]] = {name: [] for name in ways}
+    def times(self, variants: dict[str, Variant]) -> dict[str, float]:
+        """Return the median seconds of a step for each variant, timed in turns."""
+        times: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(self._rounds):
-            for name, way in ways.items():
-                with way():
-                    self._timed_step()  # the first step in a way is not like the others
-                    found[name].append(self._timed_step())
+            for name, variant in variants.items():
+                with variant():
+                    self._timed_step()  # warm-up
+                    times[name].append(self._timed_step())
         self._start_over()
-        return {name: median(seconds) for name, seconds in found.items()}
+        return {name: median(seconds) for name, seconds in times.items()}
 
     def _measured(self, name: str) -> BenchRow:
         if self._first is None:
@@ -160,7 +168,7 @@ class _ModelBench:
             torch.accelerator.synchronize(self._device)
 
     def _start_over(self) -> None:
-        """No gradients, the first buffers, the first random numbers."""
+        """Clear gradients, restore buffers and seed the random number generators."""
         self._job.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, first in zip(self._job.model.buffers(), self._buffers, strict=True):
@@ -168,15 +176,15 @@ class _ModelBench:
         torch.manual_seed(_SEED)
 
     def _gradients(self) -> list[Tensor]:
-        """Those of one step, copied to the host; zeros for a parameter that gets none."""
+        """Run one step and return its gradients on the host; zeros for parameters without one."""
         self._start_over()
         self._step()
-        found = [(p if p.grad is None else p.grad, p.grad is None) for p in self._job.model.parameters()]
-        return [torch.zeros(g.shape) if is_none else g.detach().to_dense().to("cpu", copy=True) for g, is_none in found]
+        pairs = [(p if p.grad is None else p.grad, p.grad is None) for p in self._job.model.parameters()]
+        return [torch.zeros(g.shape) if is_none else g.detach().to_dense().to("cpu", copy=True) for g, is_none in pairs]
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two tensors, in which NaN equals NaN and nothing else."""
+    """Return the largest absolute difference of two tensors; NaN equals NaN and differs from everything else."""
     differs = (one != other) & ~(one.isnan() & other.isnan())
     if not differs.any():
         return 0.0
@@ -186,16 +194,16 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 def _device_of(job: Job) -> torch.device:
     devices = {parameter.device for parameter in job.model.parameters()}
-    found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-    if found.type == "meta":
-        raise UsageError("the model is on the meta device, where nothing can be measured: let the script make it real")
-    return found
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    if device.type == "meta":
+        raise UsageError("the model is on the meta device, where nothing can be measured: create it on a real device")
+    return device
 
 
 def _absent_bytes(job: Job, graph: lowtide.StepGraph, device: torch.device) -> int:
-    """What belongs to the step's peak and is not in what `lowtide.measure` sees.
+    """Return the bytes that belong to the step's peak and that `lowtide.measure` does not count.
 
-    On the CPU that is all that was there before; elsewhere the optimizer's state as far as it is still to come.
+    On the CPU, everything allocated before the step; elsewhere, optimizer state that does not exist yet.
     """
     if device.type == "cpu":
         return sum(size for kind, size in graph.static_bytes.items() if kind not in ("gradients", "other"))
@@ -205,12 +213,12 @@ def _absent_bytes(job: Job, graph: lowtide.StepGraph, device: torch.device) -> i
 
 
 class _NoBlocks(Exception):
-    """A model that has nothing to put a checkpoint per block on."""
+    """The model has no repeated blocks to checkpoint."""
 
 
 @contextlib.contextmanager
 def _torch_checkpoints(model: torch.nn.Module) -> Iterator[None]:
-    """torch's own checkpoint on each repeated block."""
+    """A context in which torch's own checkpoint wraps each repeated block."""
     try:
         with lowtide.apply(model, lowtide.RecomputeAll()) as handle:
             names = [region.name for region in handle.stats().regions]

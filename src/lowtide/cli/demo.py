@@ -1,4 +1,8 @@
-"""A small GPT trained on the CPU: plainly, with a checkpoint on each block, and inside a budget."""
+"""`lowtide demo` and `make demo`: train a small GPT on the CPU plainly, with a checkpoint per block, and with a budget.
+
+All three runs start from the same seed. The demo prints times, measured peaks, the largest gradient difference (0) and
+the plan; `main` also writes a report. Takes about half a minute.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ Prepare = Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with dropout, so that the replay has random numbers to repeat."""
+    """A pre-norm transformer block with dropout, so that replays must reproduce random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +47,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A small decoder-only transformer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
@@ -59,7 +65,7 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps of training left behind."""
+    """Measurements of a few training steps."""
 
     step_s: float
     peak_bytes: int
@@ -97,7 +103,7 @@ def train(prepare: Prepare) -> Trained:
 
 
 def half_of_the_activations() -> tuple[int, int]:
-    """A budget half way from the step's floor to its plain peak, and that peak: both predicted from fake tensors."""
+    """Return a budget halfway between the step's floor and its plain peak, and that peak; from a fake trace."""
     model = GPT()
     tokens = torch.zeros(BATCH, CONTEXT + 1, dtype=torch.long)
     guess = lowtide.estimate(
@@ -108,10 +114,10 @@ def half_of_the_activations() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Three ways to train the same model, side by side. The budget's prediction apart, everything is measured."""
+    """Three trainings of the same model, compared. Everything but `predicted_bytes` is measured."""
 
     num_parameters: int
-    foretold_bytes: int
+    predicted_bytes: int  # the peak of the plain step
     budget_bytes: int
     plan: lowtide.Plan
     measured_peak_bytes: int | None  # by `fit`, of the whole step
@@ -127,12 +133,12 @@ class Demonstration:
         return self.runs[OURS].losses == self.runs[PLAIN].losses
 
     def gradient_difference(self, name: str) -> float:
-        """The largest of any entry against the plain run's, after the last step."""
+        """Return the largest absolute difference of any gradient entry from the plain run, after the last step."""
         pairs = zip(self.runs[PLAIN].gradients, self.runs[name].gradients, strict=True)
         return max((a - b).abs().max().item() for a, b in pairs)
 
     def report(self, path: str | os.PathLike[str]) -> str:
-        """Write the plan's report, with what was measured; what was done, in words."""
+        """Write the plan's report with the measurements; return a summary of what was written."""
         ratio = self.runs[OURS].step_s / self.runs[PLAIN].step_s
         written = self.plan.report(
             path, measured_peak_bytes=self.measured_peak_bytes, measured_step_s=ratio * self.plan.step_s
@@ -147,7 +153,7 @@ class Demonstration:
         ]
         return {
             "budget_bytes": self.budget_bytes,
-            "predicted_plain_peak_bytes": self.foretold_bytes,
+            "predicted_plain_peak_bytes": self.predicted_bytes,
             "is_within_budget": self.is_within_budget,
             "is_exact": self.is_exact,
             "rows": rows,
@@ -158,7 +164,7 @@ class Demonstration:
         lines = [
             f"A GPT of {self.num_parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, "
             "on the CPU",
-            f"A plain step would take {format_bytes(self.foretold_bytes)} (predicted); "
+            f"A plain step would take {format_bytes(self.predicted_bytes)} (predicted); "
             f"the budget is {format_bytes(self.budget_bytes)}\n",
             f"{'':<24}{'step':>10}{'ratio':>8}{'measured peak':>16}{'max gradient difference':>26}",
         ]
@@ -175,10 +181,10 @@ class Demonstration:
 
 
 def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demonstration:
-    """Train in all three ways; `stage` is told what is being done, `NUM_STAGES` times."""
+    """Run all three trainings; `stage` is called with a description of each of the `NUM_STAGES` stages."""
     num_parameters = sum(parameter.numel() for parameter in GPT().parameters())
     stage("estimating")
-    budget, foretold = half_of_the_activations()
+    budget, predicted = half_of_the_activations()
     handles: list[lowtide.Applied] = []
 
     def per_block(model: nn.Module, *_: Any) -> None:
@@ -187,19 +193,19 @@ def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demo
     def within_budget(model: nn.Module, loss_fn: Any, tokens: Tensor) -> None:
         handles.append(lowtide.fit(model, loss_fn, tokens, budget=budget))
 
-    ways: dict[str, Prepare] = {PLAIN: lambda *_: None, PER_BLOCK: per_block, OURS: within_budget}
+    variants: dict[str, Prepare] = {PLAIN: lambda *_: None, PER_BLOCK: per_block, OURS: within_budget}
     runs = {}
-    for name, prepare in ways.items():
+    for name, prepare in variants.items():
         stage(f"training: {name}")
         runs[name] = train(prepare)
     handle: Any = handles[0]
-    return Demonstration(num_parameters, foretold, budget, handle.plan, handle.measured_peak_bytes, runs)
+    return Demonstration(num_parameters, predicted, budget, handle.plan, handle.measured_peak_bytes, runs)
 
 
 def main(report: str = "lowtide-demo.html") -> None:
-    shown = demonstrate()
-    print(shown)
-    print(f"\n{shown.report(report)}")
+    demonstration = demonstrate()
+    print(demonstration)
+    print(f"\n{demonstration.report(report)}")
 
 
 if __name__ == "__main__":

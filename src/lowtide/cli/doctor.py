@@ -1,4 +1,9 @@
-"""What `lowtide doctor` looks at: versions, devices, the link to host memory, limits, and other checkpointing."""
+"""`lowtide doctor`: check versions, devices, the link to host memory, limits, and conflicts with other libraries.
+
+`examine` returns a list of findings. A finding is a "problem" if lowtide cannot work, such as a torch that is too old
+or another library's saved-tensor hooks, and a "note" if it changes what can be expected. Each device is checked by
+tracing a small step on it. With a script, its model is checked too.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +29,18 @@ _OLDEST_TORCH = (2, 11)
 _OTHERS = ("triton", "transformers", "matplotlib", "deepspeed", "fairscale", "trl", "accelerate", "lightning")
 _PINNED_BYTES = 64 << 20
 
-# Set by people and launchers, and what each means for a plan.
+# Environment variables that change memory or timing, and their effect on plans.
 _VARIABLES = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "torch's allocator is off: peaks and times are not those of a training run",
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the host: copies cannot run beside compute",
-    "PYTORCH_CUDA_ALLOC_CONF": "the allocator is set up by hand; lowtide's peaks are of allocated bytes, as ever",
-    "PYTORCH_ALLOC_CONF": "the allocator is set up by hand; lowtide's peaks are of allocated bytes, as ever",
+    "PYTORCH_CUDA_ALLOC_CONF": "allocator settings; lowtide counts allocated bytes, whatever they are",
+    "PYTORCH_ALLOC_CONF": "allocator settings; lowtide counts allocated bytes, whatever they are",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing seen. A `problem` stops lowtide from working, a `note` is worth knowing; `value` is for machines."""
+    """The result of one check. A "problem" keeps lowtide from working, a "note" does not; `value` is for JSON."""
 
     group: str
     name: str
@@ -48,18 +53,18 @@ class Finding:
 
 
 def examine(job: Job | None, stage: Callable[[str], None]) -> list[Finding]:
-    """Everything there is to know; with a job, of its model too."""
-    found: list[Finding] = []
-    looks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+    """Run all checks; with a job, also of its model."""
+    findings: list[Finding] = []
+    checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("versions", _versions),
         ("devices and their links", _devices),
         ("limits", _limits),
         ("other checkpointing", lambda: _conflicts(job)),
     )
-    for name, look in looks:
-        stage(f"looking at {name}")
-        found += look()
-    return found
+    for name, check in checks:
+        stage(f"checking {name}")
+        findings += check()
+    return findings
 
 
 def _versions() -> Iterator[Finding]:
@@ -83,7 +88,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             "devices",
             "accelerator",
-            "none: activations cannot be moved to the host from here. Plan for one that is elsewhere: --device H100",
+            "none, so offload cannot be tried here. To plan for a device of another machine: --device H100",
             status="note",
         )
         return
@@ -93,11 +98,11 @@ def _devices() -> Iterator[Finding]:
 
 
 def _accelerator(device: torch.device) -> Iterator[Finding]:
-    """A device as `lowtide.trace` sees it: a small step is traced there, which also measures the link."""
+    """Trace a small step on a device, which also measures its link to host memory."""
     try:
         model = nn.Linear(64, 64).to(device)
         graph = lowtide.trace(model, lambda x: model(x).sum(), torch.randn(8, 64, device=device), mode="real")
-    except Exception as error:  # whatever is wrong with the device is what is asked for
+    except Exception as error:  # any failure is the result of this check
         first_line = str(error).splitlines()[0] if str(error) else ""
         yield Finding(
             "devices", str(device), f"a small step fails: {type(error).__name__}: {first_line}", None, "problem"
@@ -116,8 +121,8 @@ def _accelerator(device: torch.device) -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     locked = _locked_limit_bytes()
-    shown = "no limit" if locked is None else format_bytes(locked)
-    yield Finding("limits", "locked memory (ulimit -l)", shown, locked)
+    text = "no limit" if locked is None else format_bytes(locked)
+    yield Finding("limits", "locked memory (ulimit -l)", text, locked)
     if torch.accelerator.is_available():
         try:
             torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -131,11 +136,11 @@ def _limits() -> Iterator[Finding]:
 
 
 def _conflicts(job: Job | None) -> Iterator[Finding]:
-    found = [*_variables(), *_hooks(), *_libraries()]
+    conflicts = [*_variables(), *_hooks(), *_libraries()]
     if job is not None:
-        found += _model(job)
-    yield from found
-    if not any(finding.status == "problem" for finding in found):
+        conflicts += _model(job)
+    yield from conflicts
+    if not any(finding.status == "problem" for finding in conflicts):
         of = "in this process" if job is None else "in this process and on the model"
         yield Finding("conflicts", "checkpointing", f"no other checkpointing {of}", True)
 
@@ -147,18 +152,18 @@ def _variables() -> Iterator[Finding]:
 
 
 def _hooks() -> Iterator[Finding]:
-    """Hooks on saved tensors that are on for everything, as activation offloading of others leaves them.
+    """Find saved-tensor hooks that are active outside of any region, as from another library's offloading.
 
-    torch refuses to switch such hooks off while there are any, which is how it is asked here.
+    torch has no public query for them, but refuses to disable hooks while some are active.
     """
     try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("lowtide doctor is looking"):
+        with torch.autograd.graph.disable_saved_tensors_hooks("lowtide doctor is checking"):
             pass
     except RuntimeError:
         yield Finding(
             "conflicts",
             "saved-tensor hooks",
-            "someone moves or packs saved tensors already (an offloading context that was entered): leave it first",
+            "other saved-tensor hooks are active (an offloading context was entered and not left): leave it first",
             True,
             "problem",
         )
@@ -167,19 +172,19 @@ def _hooks() -> Iterator[Finding]:
 def _libraries() -> Iterator[Finding]:
     checkpointing = getattr(sys.modules.get("deepspeed"), "checkpointing", None)
     if checkpointing is not None and checkpointing.is_configured():
-        text = "activation checkpointing is configured: regions run through deepspeed.checkpointing are not seen"
+        text = "activation checkpointing is configured: regions run through deepspeed.checkpointing are not recorded"
         yield Finding("conflicts", "deepspeed", text, True, "note")
 
 
 def _model(job: Job) -> Iterator[Finding]:
     try:
-        lowtide.apply(job.model, lowtide.Plan()).remove()  # a plan that asks for nothing: refused where any would be
+        lowtide.apply(job.model, lowtide.Plan()).remove()  # an empty plan; raises if no plan could be applied
     except lowtide.LowtideError as error:
         yield Finding("conflicts", "model", str(error), None, "problem")
 
 
 def _host_memory_bytes() -> int:
-    """The memory this process may use: the machine's, or its control group's if that is less."""
+    """Return the memory that this process may use: the machine's, or its control group's if that is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -189,7 +194,7 @@ def _host_memory_bytes() -> int:
 
 
 def _locked_limit_bytes() -> int | None:
-    """How much memory a process may lock; None where nothing limits it, or nobody knows."""
+    """Return how much memory a process may lock; None if there is no limit, or it is unknown."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows

@@ -1,4 +1,4 @@
-"""Options that several commands share, and sizes as people type them."""
+"""Typer options that several commands share, and parsing of sizes such as `12GiB`, with suggestions for typos."""
 
 from __future__ import annotations
 

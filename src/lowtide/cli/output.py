@@ -1,8 +1,9 @@
-"""Where the command's words go: results to stdout, as text or JSON; progress, notes and errors to stderr.
+"""What the `lowtide` command prints, and how it exits.
 
-How the command ends: what its exit codes mean, and errors in words instead of tracebacks.
-
-Results in two forms: what a person reads, and the same as data. Predicted numbers say that they are.
+- `Output` writes results to stdout, as text or as JSON, and progress, notes and errors to stderr.
+- `ending_well` turns exceptions into a message and one of the documented exit codes (`ExitCode`).
+- The functions at the end (`estimate`, `plan`, `sweep`, ...) convert the library's results to a pair of text and
+  JSON data, for `Output.result`. Predicted numbers are marked as such in both.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ _PIPE_WIDTH = 200
 
 
 class Output:
-    """What one command shows. Progress is for terminals: it is silent in a pipe, and with `--quiet`."""
+    """Prints for one command. Progress is shown on terminals only, and not with `--quiet`."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> None:
         self.as_json, self.quiet, self.debug = as_json, quiet, debug
-        # A pipe has no width: lines are not to be broken there at a terminal's.
+        # A pipe has no width; without one, rich would wrap lines at 80 columns.
         self._results = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         self._notes = Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
     def result(self, text: RenderableType, data: dict[str, Any]) -> None:
-        """The command's answer: `text` for people, `data` for machines."""
+        """Print the result: `text`, or `data` with `--json`."""
         if self.as_json:
             self._print_json(data)
         else:
             self._results.print(text, markup=False, soft_wrap=isinstance(text, str))
 
     def note(self, text: str) -> None:
-        """Something worth knowing beside the answer."""
+        """Print a note to stderr, unless `--quiet`."""
         if not self.quiet:
             self._notes.print(text, markup=False, style="dim")
 
     def error(self, text: str, data: dict[str, Any]) -> None:
-        """Why there is no answer."""
+        """Print an error to stderr, and with `--json` also as data to stdout."""
         self._notes.print("Error: ", style="bold red", end="")
         self._notes.print(text, markup=False)
         if self.as_json:
@@ -67,9 +68,9 @@ class Output:
 
     @contextlib.contextmanager
     def working(self, num_stages: int) -> Iterator[Stages]:
-        """A block of work in stages, with a bar that goes away at its end.
+        """A context with a progress bar of `num_stages`, which is removed at its end.
 
-        What user code prints meanwhile goes to stderr, so that results stay alone on stdout.
+        Output of user code goes to stderr meanwhile, so that stdout has results only.
         """
         columns = (
             SpinnerColumn(),
@@ -91,7 +92,7 @@ class Output:
 
 
 class Stages:
-    """Steps of a piece of work: each call begins the next one."""
+    """A progress bar's stages: each call begins the next one."""
 
     def __init__(self, bar: Progress, num_stages: int) -> None:
         self._bar, self._begun = bar, False
@@ -103,13 +104,13 @@ class Stages:
 
 
 class ExitCode(IntEnum):
-    """What a script that calls `lowtide` can go by."""
+    """Exit codes of the command; documented in docs/command.md."""
 
     OK = 0
-    FAILED = 1  # something went wrong: the step cannot be traced, a file is damaged, the device is out of memory
-    USAGE = 2  # what was typed is wrong: an option, a file, a function, a module path, a budget
+    FAILED = 1  # the step cannot be traced, a file is damaged, the device is out of memory
+    USAGE = 2  # a wrong option, file, function, module path or budget
     INFEASIBLE = 3  # no plan fits the budget
-    DOES_NOT_HOLD = 4  # doctor found a problem, or bench a peak over the budget or other gradients
+    DOES_NOT_HOLD = 4  # doctor found a problem, or bench a peak over the budget or different gradients
     INTERRUPTED = 130
 
 
@@ -120,18 +121,18 @@ EXIT_CODES = (
 
 
 class UsageError(Exception):
-    """What was typed names nothing there is; the message says what there is."""
+    """An argument of the command is wrong; the message lists what is available."""
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """` Did you mean 'make'?`, or nothing where nothing is close."""
+    """Return ` Did you mean 'make'?`, or an empty text if nothing is similar."""
     near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @contextlib.contextmanager
 def ending_well(out: Output) -> Iterator[None]:
-    """Turn whatever is raised inside into a message and an exit code."""
+    """A context that turns exceptions into a message and an exit code."""
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -170,12 +171,12 @@ def _words(error: BaseException, debug: bool) -> str:
         first_line = str(error).splitlines()[0]
         return f"the device is out of memory: {first_line}\nPlan on fake tensors instead: lowtide plan --fake"
     where = _raised_at(error)
-    shown = f"{_kind(error)}{f': {error}' if str(error) else ''}{f' ({where})' if where else ''}"
-    return shown if debug else f"{shown}\n--debug shows the traceback."
+    text = f"{_kind(error)}{f': {error}' if str(error) else ''}{f' ({where})' if where else ''}"
+    return text if debug else f"{text}\n--debug shows the traceback."
 
 
 def _raised_at(error: BaseException) -> str:
-    """The last line of the user's own code on the way to an error: neither lowtide's nor an installed package's."""
+    """Return the last line of the user's own code in the traceback, excluding lowtide and installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     package = str(Path(lowtide.__file__).parent)
     own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
@@ -189,6 +190,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
+    """Return text and data of an estimate, and whether the budget is enough."""
     hardware = guess.graph.hardware
     data = {
         "predicted": True,
@@ -209,42 +211,44 @@ def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
     allowed = parse_bytes(budget, total_bytes=hardware.memory_bytes or None)
     verdict = "plain" if guess.fits(allowed) else "with a plan" if guess.floor_bytes <= allowed else "no"
     data |= {"budget_bytes": allowed, "fits": verdict}
-    said = {
-        "plain": "fits as it is",
-        "with a plan": "fits with a plan: lowtide plan",
-        "no": "is too small for recomputing alone: smaller batches, or lowtide plan --host",
+    sentence = {
+        "plain": "is enough without a plan",
+        "with a plan": "is enough with a plan: lowtide plan",
+        "no": "is too small for recomputing alone: use smaller batches, or lowtide plan --host",
     }
-    return f"{text}\nA budget of {format_bytes(allowed)} {said[verdict]}", data
+    return f"{text}\nA budget of {format_bytes(allowed)} {sentence[verdict]}", data
 
 
-def plan(found: lowtide.Plan, output: Path | None) -> Display:
-    graph = found.graph
-    return str(found), {
+def plan(result: lowtide.Plan, output: Path | None) -> Display:
+    """Return text and data of a plan that was written to `output`."""
+    graph = result.graph
+    return str(result), {
         "predicted": True,
-        "is_plain": found.is_plain,
-        "engine": found.engine,
-        "budget_bytes": found.budget_bytes,
-        "peak_bytes": found.peak_bytes,
-        "peak_path": found.peak_path,
-        "peak_phase": found.peak_phase,
-        "plain_peak_bytes": found.plain_peak_bytes,
-        "step_s": found.step_s,
+        "is_plain": result.is_plain,
+        "engine": result.engine,
+        "budget_bytes": result.budget_bytes,
+        "peak_bytes": result.peak_bytes,
+        "peak_path": result.peak_path,
+        "peak_phase": result.peak_phase,
+        "plain_peak_bytes": result.plain_peak_bytes,
+        "step_s": result.step_s,
         "is_step_measured": graph is not None and graph.is_measured,
-        "extra_s": found.extra_s,
-        "slowdown": found.slowdown,
-        "lower_bound_s": found.lower_bound_s,
-        "gap": found.gap,
-        "num_regions": len(found.regions),
-        "num_moves": len(found.moves),
-        "bytes_by_action": found.bytes_by_action(),
-        "device": found.hardware.name,
-        "fingerprint": found.fingerprint,
+        "extra_s": result.extra_s,
+        "slowdown": result.slowdown,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "num_regions": len(result.regions),
+        "num_moves": len(result.moves),
+        "bytes_by_action": result.bytes_by_action(),
+        "device": result.hardware.name,
+        "fingerprint": result.fingerprint,
         "notes": [] if graph is None else list(graph.notes),
         "output": None if output is None else str(output),
     }
 
 
 def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
+    """Return text and data of plans for many budgets."""
     names = ("budget_bytes", "peak_bytes", "extra_s", "slowdown", "gap")
     return str(frontier), {
         "predicted": True,
@@ -257,50 +261,54 @@ def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
     }
 
 
-def explanation(found: lowtide.Plan, module: str) -> Display:
+def explanation(plan: lowtide.Plan, module: str) -> Display:
+    """Return text and data of what a plan does to a module."""
+
     def is_inside(path: str) -> bool:
         return path == module or path.startswith(f"{module}.")
 
-    text = found.explain(module)
+    text = plan.explain(module)
     return text, {
         "module": module,
         "text": text,
-        "regions": [asdict(region) for region in found.regions if any(map(is_inside, region.paths))],
-        "values": [asdict(row) for row in found.rows if is_inside(row.path)],
+        "regions": [asdict(region) for region in plan.regions if any(map(is_inside, region.paths))],
+        "values": [asdict(row) for row in plan.rows if is_inside(row.path)],
     }
 
 
-def comparison(found: Comparison) -> Display:
+def comparison(compared: Comparison) -> Display:
+    """Return a table and data of the measurements of `lowtide bench`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("measured")
     for heading in ("peak", "step", "slower", "gradient difference"):
         table.add_column(heading, justify="right", no_wrap=True)
     rows = []
-    for row in found.rows:
-        slower = found.slowdown(row)
+    for row in compared.rows:
+        slower = compared.slowdown(row)
         apart = row.gradient_difference
-        is_odd = apart is not None and not math.isfinite(apart)  # which JSON has no number for
+        is_odd = apart is not None and not math.isfinite(apart)  # JSON has no infinity
         rows.append({**asdict(row), "gradient_difference": str(apart) if is_odd else apart, "slowdown": slower})
         if row.problem or row.peak_bytes is None or row.step_s is None:
             table.add_row(row.name, row.problem, "", "", "")
             continue
-        shown = "" if slower is None else f"{100 * slower:+.1f} %"
+        percent = "" if slower is None else f"{100 * slower:+.1f} %"
         difference = f"{apart:g}"
-        table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), shown, difference)
-    verdict = Text(f"budget {format_bytes(found.budget_bytes)}: ", style="bold")
+        table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), percent, difference)
+    verdict = Text(f"budget {format_bytes(compared.budget_bytes)}: ", style="bold")
     verdict.append(
-        "held, with the same gradients" if found.holds else "did not hold", "green" if found.holds else "red"
+        "held, with the same gradients" if compared.holds else "did not hold", "green" if compared.holds else "red"
     )
     data = {
-        "holds": found.holds,
-        "budget_bytes": found.budget_bytes,
+        "holds": compared.holds,
+        "budget_bytes": compared.budget_bytes,
         "rows": rows,
-        "predicted_slowdown": found.plan.slowdown,
+        "predicted_slowdown": compared.plan.slowdown,
     }
     return Group(table, verdict), data
 
 
 def findings(found: list[Finding]) -> Display:
+    """Return a table and data of the findings of `lowtide doctor`."""
     table = Table(box=None, show_header=False, pad_edge=False)
     group = ""
     for finding in found:

@@ -1,4 +1,8 @@
-"""`train.py:make`: a user's script, imported as `python train.py` would find it, and what its function gives."""
+"""`load("train.py:make")`: import a user's script, call its function, and check the model, loss and batch it returns.
+
+The script is imported with its own folder on `sys.path` and an `argv` without arguments, as `python train.py` would
+have them. Whatever is wrong (no such file or function, wrong return value) raises `UsageError` with a suggestion.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class Job:
 
 
 def load(target: str) -> Job:
-    """The job that `path/to/train.py:function` (or `package.module:function`) gives; `make` if no function is named."""
+    """Return the job of `path/to/train.py:function` or `package.module:function`; the default function is `make`."""
     path, function = _split(target)
     with _argv(path):
         module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
@@ -54,14 +58,14 @@ def load(target: str) -> Job:
 
 def _split(target: str) -> tuple[str, str]:
     path, colon, function = target.rpartition(":")
-    if not colon or "/" in function or "\\" in function:  # no function named; a colon may be a drive's
+    if not colon or "/" in function or "\\" in function:  # no function given; the colon may belong to a drive (C:\\)
         return target, _FUNCTION
     return path, function or _FUNCTION
 
 
 @contextmanager
 def _argv(path: str) -> Iterator[None]:
-    """The command line a script would see if it were started without arguments, not lowtide's own."""
+    """A context in which `sys.argv` is that of a script started without arguments."""
     before, sys.argv = sys.argv, [path]
     try:
         yield
@@ -78,11 +82,11 @@ def _import_file(path: Path) -> ModuleType:
         raise UsageError(f"there is no file {path}.{near}{listed}")
     if (own := str(path.resolve().parent)) != sys.path[0]:
         sys.path.insert(0, own)
-    # Under its own name, so that what it defines can be pickled and imported; unless that is taken already.
+    # Imported under its own name, so that its classes can be pickled; unless another module has that name.
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"lowtide_script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file")
+        raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -104,20 +108,20 @@ def _import_module(name: str) -> ModuleType:
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports
+            raise  # the module exists, and one that it imports does not
         hint = f"Did you mean '{name}.py'?" if Path(f"{name}.py").is_file() else "Name it like train.py:make."
         raise UsageError(f"there is no file or module {name}. {hint}") from None
 
 
 @contextmanager
 def _no_exit(where: str) -> Iterator[None]:
-    """A script that exits while it is loaded would end the command without a word."""
+    """A context that turns `SystemExit` into an error, so that a script cannot end the command silently."""
     try:
         yield
     except SystemExit as error:
         raise RuntimeError(
-            f"{where} ended by itself (exit {error.code}) while it was loaded: "
-            'put what only a run needs under `if __name__ == "__main__":`'
+            f"{where} called sys.exit({error.code}) while it was loaded: "
+            'put code that only a run needs under `if __name__ == "__main__":`'
         ) from error
 
 
@@ -144,7 +148,7 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[[], Any]:
 def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     try:
         return inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some builtins have none to show
+    except (ValueError, TypeError):  # some builtins have no signature
         return ()
 
 
@@ -159,10 +163,10 @@ def _job(found: Any, where: str) -> Job:
         missing = [key for key in _NAMES[:3] if key not in found]
         if unknown or missing:
             near = did_you_mean(str(unknown[0]), _NAMES) if unknown else ""
-            said = [f"has the unknown {key!r}" for key in unknown[:1]] + [f"lacks {key!r}" for key in missing[:1]]
+            wrong = [f"has the unknown {key!r}" for key in unknown[:1]] + [f"lacks {key!r}" for key in missing[:1]]
             raise UsageError(
-                f"the dict from {where} {' and '.join(said)}.{near} Its keys should be {', '.join(_NAMES[:3])} and, if "
-                f"there is one, {_NAMES[3]}."
+                f"the dict from {where} {' and '.join(wrong)}.{near} Its keys should be {', '.join(_NAMES[:3])} and, "
+                f"if there is one, {_NAMES[3]}."
             )
         model, loss_fn, batch, optimizer = (found.get(key) for key in _NAMES)
     elif isinstance(found, (tuple, list)) and len(found) in (3, 4):

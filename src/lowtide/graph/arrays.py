@@ -1,22 +1,16 @@
-"""A graph's facts as arrays, so that playing a plan needs no loop over ops. `graph.arrays` is the one to use.
+"""Tables derived from a `StepGraph`, so that the simulator and the solvers need no Python loop over its ops.
 
-Ops whose outputs a region can retain: those that autograd saves inside the region.
+Each is computed once per graph and reached through it:
 
-A region's forward runs under saved-tensor hooks alone, so an output can be retained only if all of it reaches a hook:
-it is saved directly in the region, not in a region inside. Its replay then runs under a dispatch mode that returns
-retained outputs in place of computing them.
-
-Which values of a compiled step are never written to memory.
-
-A compiler fuses runs of pointwise ops and reductions into one kernel; what passes between them stays in registers, and
-has no bytes unless it is saved. Only ops with the flag "fused" are counted as such: graphs of compiled steps have it,
-graphs of eager ones do not.
-
-What the backward needs of the forward, where each op can be recomputed by itself.
-
-That is how a compiled step works: a set of forward ops has its outputs **saved**; everything else that the backward
-reads is recomputed from saved and static values. Which ops run again follows from which are saved. Views are nothing of
-their own here: they make no values, and a value is a storage.
+- `graph.arrays` (`StepArrays`): ops, values, saves and calls as numpy arrays, for eager plans.
+- `graph.retainable` (`Retainable`): which op outputs a region can retain. A region's forward runs under saved-tensor
+  hooks only, so an output can be retained if it is saved directly in the region, and not in a region inside it. The
+  replay then runs under a dispatch mode that returns retained outputs instead of computing them.
+- `graph.needs` (`BackwardNeeds`): for compiled plans, where single ops are recomputed. A plan names forward ops whose
+  outputs are **saved**; everything else that the backward reads is recomputed from saved and static values, and
+  `derive` says which ops that takes. Views make no values, so they do not appear here.
+- `inlined`: values of a compiled step that are never written to memory. A compiler fuses pointwise ops and reductions,
+  and values between them stay in registers. Only ops with the flag "fused" count, which eager graphs do not have.
 """
 
 from __future__ import annotations
@@ -41,17 +35,19 @@ _ALWAYS_COPIED_BYTES = 256 * 1024
 
 
 class StepArrays:
-    """Ops, the values that they make, saves and calls of a graph.
+    """Ops, values, saves and calls of a graph as arrays.
 
-    Values that the step makes stand in the order of their ops: `places[v]` is where value `v` stands (-1: it is there
-    before the step), and the outputs of op `o` stand at `starts[o]` up to `starts[o + 1]`. Sizes are exact in floats:
-    they are integers far below 2**53. `seconds`, `host_s`, `is_sync` and `workspaces` have an entry for the optimizer's
-    step at their end. `clock[p]` is when the device comes to position `p` of a plain step by itself.
-    `step_s` is that of one plain step after another.
-    For each call that is a region, `frame_bytes` are those of the state that it captures in its forward, random states
-    if it draws from them, copies of buffers and choices ("index"), and `replay_bytes` those of the state that its
-    replay puts back when it is over; `passing_bytes` are of random states that it lets go of at the end of its forward,
-    as nothing was drawn; `num_modules` are the calls that it patches: one, but for segments.
+    - Values that the step makes are sorted by their op. `save_numbers[v]` is the index of value `v` in that order (-1:
+      it existed before the step); `value` is the inverse. The outputs of op `o` are `starts[o]` to `starts[o + 1] - 1`.
+      `sizes` are floats, which hold integers below 2**53 exactly.
+    - `save_number` is that index for the value of each save; the other `save_...` are the fields of `Save`.
+    - `seconds`, `host_s`, `is_sync` and `workspaces` are per op, with a last entry for the optimizer's step.
+    - `clock[p]` is the time at which the device reaches position `p` of a plain step. `step_s` is the time of one plain
+      step among many.
+    - Per call, if it is a region: `frame_bytes` of state that its forward captures (random states if it draws numbers,
+      copies of buffers, outputs of "index" ops); `replay_bytes` of state that its replay restores at its end;
+      `passing_bytes` of random states that are freed after the forward because it drew none; `num_modules`, the number
+      of calls that it consists of: 1, or more for a segment.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -84,13 +80,13 @@ class StepArrays:
         self.set_calls(graph)
         self.frame_bytes, self.replay_bytes, self.passing_bytes = _state_bytes(graph)
         self.num_modules = np.ones(len(graph.calls), dtype=np.int64)
-        there = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
-        self.static_gradient_bytes = sum(value.bytes for value in there if value.kind == "gradient")
-        self.static_bytes = sum(value.bytes for value in there) - self.static_gradient_bytes
+        existing = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
+        self.static_gradient_bytes = sum(value.bytes for value in existing if value.kind == "gradient")
+        self.static_bytes = sum(value.bytes for value in existing) - self.static_gradient_bytes
         self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
 
     def set_calls(self, graph: StepGraph) -> None:
-        """Where calls lie in the forward and in each other, and their inputs."""
+        """Set the arrays of calls: their first ops, their nesting and their inputs."""
         self.first = _ints(call.first for call in graph.calls)
         self.parent = _ints(call.parent for call in graph.calls)
         self.after = self._after(graph)
@@ -98,7 +94,7 @@ class StepArrays:
         self.inputs = self.save_numbers[_ints(value for call in graph.calls for value in call.inputs)]
 
     def _after(self, graph: StepGraph) -> list[int]:
-        """For each call, the number of the first call behind it that is not inside it."""
+        """Return for each call the index of the first later call that is not inside it."""
         after = list(range(1, len(graph.calls) + 1))
         for index in range(len(graph.calls) - 1, -1, -1):
             parent = graph.calls[index].parent
@@ -107,7 +103,7 @@ class StepArrays:
         return after
 
     def captured_bytes(self, calls: Iterable[int], region: int) -> int:
-        """Bytes of state that regions capture: those of `calls` that are inside of `region`, or all if that is -1."""
+        """Return the bytes of state that the regions in `calls` capture; only of those inside `region`, unless -1."""
         inside = range(region + 1, self.after[region] if region >= 0 else len(self.after))
         return sum(int(self.frame_bytes[call]) for call in calls if call in inside)
 
@@ -126,7 +122,7 @@ def plain_peak_bytes(graph: StepGraph) -> int:
     ends = np.where(facts.dropped < facts.num_ops, facts.dropped, after_step)
     for save in sorted(graph.saves, key=lambda save: save.made):
         value = facts.save_numbers[save.value]
-        # A save of a value that was freed before it, or is made after it, holds nothing.
+        # A save of a value that was already freed, or is made later, holds nothing.
         if value >= 0 and facts.maker[value] < save.made <= ends[value]:
             ends[value] = max(ends[value], save.released)
     changes = np.bincount(facts.maker, weights=facts.sizes, minlength=after_step + 1)
@@ -144,7 +140,7 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each call, the bytes of state that it captures as a region, that its replay puts back, and that pass."""
+    """Return `frame_bytes`, `replay_bytes` and `passing_bytes` of each call, see `StepArrays`."""
     is_buffer = [value.kind == "buffer" for value in graph.values]
     buffers = [index for index in range(len(graph.values)) if is_buffer[index]]
     draws = np.zeros(len(graph.calls), dtype=bool)
@@ -179,12 +175,11 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class Retainable:
-    """Finds such ops, and what retaining them costs. `graph.retainable` is the one to use.
+    """Which op outputs a region can retain, and what retaining them costs. Use `graph.retainable`.
 
-    `depths[o]` is the depth of the innermost call around forward op `o` inside which everything that `o` makes is
-    saved for the backward, -1 if there is none. What is saved inside a call is saved inside those around it too: calls
-    around `o` that are no deeper can retain its outputs, unless a region inside them has the only saves.
-    `substituted_s[o]` is what it costs a replay to return the output of `o` instead of computing it.
+    `depths[o]` is the depth of the innermost call around forward op `o` inside which all outputs of `o` are saved for
+    the backward, or -1. Calls around `o` of at most this depth can retain its outputs, unless all saves are in a region
+    inside the call. `substituted_s[o]` is the time for a replay to return the output of `o` instead of computing it.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -194,7 +189,7 @@ class Retainable:
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """For each forward op the depth of that call."""
+        """For each forward op the depth of the innermost call that can retain its outputs."""
         graph = self._graph
         saved_in: dict[int, set[int]] = {}  # by value, the calls around its saves
         for save in graph.saves:
@@ -212,19 +207,19 @@ class Retainable:
         return np.array(depths, dtype=np.int64)
 
     def missing(self, regions: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-        """By region, those of the ops it is to retain of which not every output is saved directly in it."""
+        """For each region, the ops among those to retain that have an output which is not saved directly in it."""
         graph, owner = self._graph, self._graph.innermost(regions)
         saved = {(owner[save.call], save.value) for save in graph.saves}
-        found: dict[int, list[int]] = {}
+        missing: dict[int, list[int]] = {}
         for call, kept in regions.items():
             for op in kept:
                 outputs = graph.ops[graph.calls[call].first + op].outputs
                 if not outputs or any(graph.values[v].bytes and (call, v) not in saved for v in outputs):
-                    found.setdefault(call, []).append(op)
-        return found
+                    missing.setdefault(call, []).append(op)
+        return missing
 
     def retaining_s(self, call: int, kept: Sequence[int], stop: int) -> float:
-        """Seconds of dispatch that it costs a region to retain outputs of some ops, if its replay ends at `stop`."""
+        """Return the host seconds of the dispatch mode of a region that retains ops `kept` and replays up to `stop`."""
         if not kept:
             return 0.0
         first = self._graph.calls[call].first
@@ -233,10 +228,10 @@ class Retainable:
 
 
 def inlined(ops: Sequence[Op], values: Sequence[Value], num_forward: int) -> tuple[list[bool], list[bool]]:
-    """Values that have no bytes where they are made, and forward values that have none where they are made again.
+    """Return for each value whether it needs no memory where it is made, and whether it needs none if recomputed.
 
-    The first: every reader in the same direction is in the same run of fused ops. The second: every reader is fused, in
-    the backward or in what is recomputed for it; whoever reads it there may compute it for itself.
+    It needs none where it is made if every reader in the same direction (forward or backward) is in the same run of
+    fused ops. A recomputed value needs none if every reader is fused, as each may compute it again inside its kernel.
     """
     alone = [index for index, op in enumerate(ops) if "fused" not in op.flags]
     readers: dict[int, list[int]] = {}
@@ -249,53 +244,54 @@ def inlined(ops: Sequence[Op], values: Sequence[Value], num_forward: int) -> tup
             continue
         is_forward = facts.born < num_forward
         if facts.dropped > (num_forward if is_forward else len(ops) - 1):
-            continue  # handed out
+            continue  # an output of the step
         all_readers = readers.get(number, [])
         near = [index for index in all_readers if (index < num_forward) == is_forward]
-        # No kernel of its own from the op that makes it to the last that reads it in this direction.
+        # There is no unfused op between the op that makes it and its last reader in this direction.
         made[number] = bool(near) and bisect_left(alone, near[-1] + 1) == bisect_left(alone, facts.born)
         again[number] = is_forward and all("fused" in ops[index].flags for index in all_readers)
     return made, again
 
 
-# What recomputing a pointwise op or a reduction takes, as a share of its own seconds in eager mode. There it reads and
-# writes memory once each, which is all its time. Compiled, a chain of k such ops becomes part of the kernel that wants
-# its result and only its input is read, at 1 / 2k of the time. Chains between two matrix products have one op to four,
-# so 1/2 to 1/8: this is the middle.
+# The time to recompute a pointwise op or a reduction in compiled code, as a share of its eager time. Eagerly it reads
+# and writes memory once each. Compiled, a chain of k such ops is fused into the kernel that reads its result and only
+# its input is read: 1 / 2k of the time. Chains between two matrix products have one to four ops, so 1/2 to 1/8; this is
+# the middle.
 FUSED_SHARE = 0.25
 
 _NEVER_AGAIN = ("random", "collective", "index", "mutates", "opaque")
 _UNFUSED = ("custom", "opaque", "collective", "index")
-_PRODUCTS = ("attention", "convolution")  # kernels of their own, also where nobody counted their FLOPs
+_PRODUCTS = ("attention", "convolution")  # not fused, even if their FLOPs are unknown
 
 
 def recompute_s(op: Op) -> float:
-    """Seconds that recomputing an op takes in compiled code: all of its own, or its share where it will be fused.
+    """Return the time to recompute an op in compiled code: its own, or `FUSED_SHARE` of it if it will be fused.
 
-    An op with the flag "fused" was timed as part of what it is fused with.
+    The time of an op with the flag "fused" already is its share of the fused kernel.
     """
     return op.seconds if "fused" in op.flags or is_own_kernel(op.name, op.flops, op.flags) else FUSED_SHARE * op.seconds
 
 
 def is_own_kernel(name: str, flops: int, flags: tuple[str, ...]) -> bool:
-    """Whether an op is a kernel by itself in compiled code too."""
+    """Whether an op runs as a kernel of its own in compiled code."""
     return bool(flops) or any(flag in flags for flag in _UNFUSED) or any(product in name for product in _PRODUCTS)
 
 
 @dataclass(frozen=True)
 class DerivedSaves:
-    """What follows from a choice of ops to save: the values saved, and the ops recomputed, both ascending."""
+    """The consequence of a choice of ops to save: the values saved and the ops recomputed, both ascending."""
 
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
 
 
 class CompiledArrays:
-    """What playing a compiled step needs of a graph, as arrays: of values `made` in the step, and of all ops.
+    """Arrays for simulating a compiled step.
 
-    `sizes` is indexed by value, and so are `has_bytes` and `has_bytes_again`: whether a value that is not saved is
-    written to memory at all, where it is made and where it is recomputed. `seconds` and `workspaces` are indexed by op,
-    with an entry for the optimizer's step at the end.
+    `made` are the values that the step makes; `born`, `dropped`, `is_free` and `is_gradient` are indexed as it is.
+    `sizes`, `has_bytes` and `has_bytes_again` are indexed by value: the last two say whether a value that is not saved
+    is written to memory where it is made, and where it is recomputed. `seconds` and `workspaces` are indexed by op,
+    with a last entry for the optimizer's step.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -316,13 +312,15 @@ class CompiledArrays:
 
 
 class BackwardNeeds:
-    """Facts of a graph for compiled steps. `graph.needs` is the one to use.
+    """What the backward reads and what can be recomputed for it, for compiled plans. Use `graph.needs`.
 
-    - `is_free[v]`: value `v` is there in the backward whatever is saved: static, or Python holds it when that begins.
-    - `recomputable[o]`: forward op `o` gives the same again, from inputs that are still what they were.
-    - `seconds[o]`: what recomputing it takes.
-    - `reads[o]`: the values that it reads, but for static ones; `inputs[o]`: those of them that are not free.
-    - `value_of`, `read_at`, `released_at`, `used_at`: each read of a value by the backward itself, one entry a save.
+    - `is_free[v]`: value `v` is available in the backward whatever is saved: it existed before the step, or Python
+      still references it when the backward begins.
+    - `recomputable[o]`: forward op `o` would give the same result again: it is deterministic, and its inputs are not
+      changed later.
+    - `seconds[o]`: the time to recompute it.
+    - `reads[o]`: the values made in the step that it reads; `inputs[o]`: those of them that are not free.
+    - `value_of`, `read_at`, `released_at`, `used_at`: one entry for each save that the backward reads.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -357,16 +355,16 @@ class BackwardNeeds:
         return CompiledArrays(self._graph)
 
     def derive(self, keeps: Container[int]) -> DerivedSaves:
-        """What is saved and recomputed if the outputs of the ops in `keeps` are saved, as far as anything needs them.
+        """Return what is saved and recomputed if the outputs of the ops in `keeps` are saved.
 
-        Ops that cannot be recomputed count as kept.
+        Outputs that nothing needs are not saved. Ops that cannot be recomputed count as kept.
         """
         needed = [False] * len(self.is_free)
         for value in self.value_of.tolist():
             needed[value] = not self.is_free[value]
         saved: list[int] = []
         recomputed: list[int] = []
-        for index, outputs in self._makers:  # from the last
+        for index, outputs in self._makers:  # from the last op to the first
             for value in outputs:
                 if needed[value]:
                     break
@@ -381,9 +379,9 @@ class BackwardNeeds:
         return DerivedSaves(tuple(sorted(saved)), tuple(reversed(recomputed)))
 
     def seconds_of(self, derived: DerivedSaves) -> float:
-        """What recomputing takes, the same in whatever order it is summed."""
+        """Return the seconds of all recomputed ops; exactly rounded, so that the order of summation does not matter."""
         return math.fsum(self.seconds[op] for op in derived.recomputed)
 
     def keeps_of(self, derived: DerivedSaves) -> tuple[int, ...]:
-        """The ops that make what is saved."""
+        """Return the ops that make the saved values."""
         return tuple(sorted({self._graph.values[value].born for value in derived.saved}))

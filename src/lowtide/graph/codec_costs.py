@@ -1,10 +1,12 @@
-"""What lossy codecs make of a value, for planning: bytes, seconds, and what they allocate on the way. No torch.
+"""Predicted cost of the lossy codecs, for plans that compress: encoded bytes, seconds, and temporary memory.
 
-`lowtide.store.codecs` does the work; a test holds the bytes here against it. Sizes follow from the number of values
-alone. Seconds are **predicted**: a codec is a chain of simple kernels, so its time is so many passes over its values in
-float32 (float64 for float64) at the speed of the device's memory, and a launch for each kernel. The passes are fitted
-to what bench/codecs.py measured: on an H200 for accelerators, and on a CPU (a busy one, so only roughly). Most kernels
-reach only part of the memory's nominal speed, which makes the passes more than there are.
+`lowtide.store.codecs` implements the codecs; this module describes them without torch, so that solvers and simulator
+can use them (`encoded_form`). A test compares the bytes of both.
+
+Sizes follow from the number of elements. Seconds are predicted: a codec is a chain of memory-bound kernels, so its time
+is a number of passes over its elements in float32 (float64 for float64) at the device's memory bandwidth, plus a launch
+per kernel. The numbers of passes were fitted to measurements (bench/codecs.py) on an H200, used for all accelerators,
+and roughly on a busy CPU. They exceed the true number of passes, since kernels do not reach the nominal bandwidth.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from dataclasses import dataclass
 from lowtide.graph.step_graph import Hardware, Value
 
 MIN_BYTES = 4096  # smaller values are not worth a codec's launches
-BLOCK = 128  # values with a scale of their own
-LEAST_ROW = 16  # codecs that scale by row take at least so many values as one
-CHUNK = 1 << 22  # values worked on at a time
+BLOCK = 128  # elements that share a scale
+LEAST_ROW = 16  # codecs that scale by row treat shorter rows as rows of this length
+CHUNK = 1 << 22  # elements encoded at a time
 LOSSLESS = "lossless"
 
 _LAUNCH_S = 3e-6
@@ -24,9 +26,9 @@ _LAUNCH_S = 3e-6
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """How fast a codec is in one direction: kernels per chunk, and passes over its values on an accelerator and a CPU.
+    """Speed of a codec in one direction: kernels per chunk, and passes over its elements on an accelerator and a CPU.
 
-    `wide_values` are held at once for each value of a chunk while it is worked on, in float32.
+    `wide_values` is the temporary memory in float32 elements per element of a chunk.
     """
 
     kernels: int
@@ -37,7 +39,7 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """A lossy codec as a plan sees it. `block` is how many values share a scale: 0 for a row, -1 for all."""
+    """Size and speed of a lossy codec. `block` is the number of elements per scale: 0 for a row, -1 for all."""
 
     name: str
     bits: int
@@ -46,9 +48,9 @@ class CodecCost:
     decoding: CodecSpeed
 
     def parts(self, numel: int, item_bytes: int, row_length: int) -> tuple[int, int] | None:
-        """Bytes of the packed values and of their scales; None where the codec declines and the value stays as it is.
+        """Return the bytes of the packed elements and of their scales; None if the codec leaves the value as it is.
 
-        `item_bytes` are those of one floating-point value, 0 for what is none.
+        `item_bytes` is the size of one floating-point element, 0 for other dtypes.
         """
         if item_bytes <= max(1, self.bits // 8) or numel * item_bytes < MIN_BYTES:
             return None
@@ -59,7 +61,7 @@ class CodecCost:
         return (packed, scales) if packed + scales < numel * item_bytes else None
 
     def block_length(self, row_length: int) -> int:
-        """Values to a scale; what is left over at the end is filled up. 0 where all values share one."""
+        """Return the number of elements per scale, 0 if all share one. The last block is padded."""
         return max(self.block, 0) or (max(row_length, LEAST_ROW) if self.block == 0 else 0)
 
 
@@ -81,7 +83,7 @@ CODEC_COSTS: dict[str, CodecCost] = {
 
 @dataclass(frozen=True)
 class EncodedForm:
-    """A value as one codec would hold it: bytes on the device, seconds both ways, and bytes allocated meanwhile."""
+    """A value encoded by a codec: bytes on the device, seconds and temporary bytes of encoding and decoding."""
 
     codec: str
     bytes: int
@@ -92,9 +94,9 @@ class EncodedForm:
 
 
 def encoded_form(value: Value, codec: str, hardware: Hardware) -> EncodedForm | None:
-    """What `codec` makes of a value, None where it declines: it is then held as it is.
+    """Return the encoded form of a value, or None if the codec leaves it as it is.
 
-    So it is too for `"lossless"`, whose bytes depend on what is in the value.
+    None also for "lossless", whose size depends on the content of the value.
     """
     coding = CODEC_COSTS.get(codec)
     if coding is None or not value.item_bytes or not hardware.memory_bytes_per_s:
@@ -117,7 +119,7 @@ def encoded_form(value: Value, codec: str, hardware: Hardware) -> EncodedForm | 
     def working_bytes(pace: CodecSpeed) -> int:
         return int(pace.wide_values * at_once * wide)
 
-    # At the end of encoding, chunks are joined: the encoded form is there twice.
+    # At the end of encoding, chunks are concatenated: the encoded form is allocated twice.
     encode_bytes = max(working_bytes(coding.encoding), size if coding.block >= 0 else 0)
     return EncodedForm(
         codec, size, seconds(coding.encoding), seconds(coding.decoding), encode_bytes, working_bytes(coding.decoding)
@@ -125,5 +127,5 @@ def encoded_form(value: Value, codec: str, hardware: Hardware) -> EncodedForm | 
 
 
 def _wide_bytes(item_bytes: int) -> int:
-    """Of the float type that a codec works in."""
+    """Return the element size of the float dtype that a codec computes in."""
     return max(4, item_bytes)

@@ -1,4 +1,11 @@
-"""A `StepGraph` as JSON: columns rather than records, names written once, so that thousands of ops stay small."""
+"""Read and write a `StepGraph` as JSON, for `StepGraph.to_json` and `from_json` and inside plan files.
+
+Ops, values, saves and calls are stored as columns, and each name once, which keeps files of thousands of ops small.
+Reading checks the type and range of every field, and `StepGraph` checks their consistency; damage raises `GraphError`.
+No code is executed. Fields that were added within a version get defaults, so its older files can be read.
+
+`parse_object` and `checked_object`, which check format and version, are shared with `plans.plan_json`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +20,11 @@ from lowtide.graph.step_graph import FLAGS, Call, Hardware, Op, Save, StepGraph,
 FORMAT = "lowtide step graph"
 VERSION = 3
 
-# Fields of a device, and of an op or a call, that older files of this version do not have: they get their defaults.
+# Fields of `Hardware`, and of `Op` and `Call`, that older files of this version lack: they get their defaults.
 _LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
-_DROPPED = {"forward_dispatch_factor"}  # of a device: older files have it, and it is ignored
+_DROPPED = {"forward_dispatch_factor"}  # a field of `Hardware` in older files; ignored
 
-_LARGEST = 1 << 53  # what every reader of JSON agrees on; more bytes than there are
+_LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 
 _RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
 _SCALARS: dict[str, type[Any]] = {
@@ -31,11 +38,12 @@ _SCALARS: dict[str, type[Any]] = {
 
 
 def write_graph(graph: StepGraph) -> str:
+    """See `StepGraph.to_json`."""
     return json.dumps(encode(graph), separators=(",", ":"))
 
 
 def encode(graph: StepGraph) -> dict[str, Any]:
-    """The graph as what JSON can hold."""
+    """Return the graph as an object that `json.dumps` accepts."""
     names: dict[str, int] = {}
 
     def number(item: Any) -> Any:
@@ -52,11 +60,12 @@ def encode(graph: StepGraph) -> dict[str, Any]:
 
 
 def read_graph(text: str) -> StepGraph:
+    """See `StepGraph.from_json`."""
     return decode(parse_json(text, FORMAT, GraphError))
 
 
 def decode(content: Any) -> StepGraph:
-    """The graph that `encode` gave. Raises `GraphError` where it is damaged."""
+    """Return the graph that `encode` wrote. Raises `GraphError` if the content is damaged."""
     content = checked_object(content, FORMAT, VERSION, GraphError)
     try:
         names = _strings(content["names"])
@@ -65,7 +74,7 @@ def decode(content: Any) -> StepGraph:
         hardware = decode_hardware(content["hardware"])
         versions = content["versions"]
         if not isinstance(versions, dict):
-            raise ValueError("versions are not names and versions")
+            raise ValueError("versions is not an object of names and versions")
         return StepGraph(
             **parts,
             **scalars,
@@ -81,11 +90,12 @@ def decode(content: Any) -> StepGraph:
 
 
 def parse_object(text: str, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
-    """The JSON object in `text`, if it says it is a `form` of this `version`."""
+    """Parse `text` as a JSON object whose format is `form` and whose version is `version`, or raise `error`."""
     return checked_object(parse_json(text, form, error), form, version, error)
 
 
 def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:
+    """Parse `text` as JSON, or raise `error` with the name of the format."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as cause:
@@ -93,9 +103,9 @@ def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:
 
 
 def checked_object(content: Any, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
-    """`content`, if it is an object that says it is a `form` of this `version`."""
+    """Return `content` if it is an object of this format and version, else raise `error`."""
     if not isinstance(content, dict) or content.get("format") != form:
-        raise error(f"not a {form}: it does not say that it is one")
+        raise error(f"not a {form}: it has no format field that says so")
     if content.get("version") != version:
         raise error(
             f"this {form} has version {content.get('version')!r}, and this lowtide reads version {version}. "
@@ -113,7 +123,7 @@ def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
     if not isinstance(columns, dict) or not known - _LATER_COLUMNS <= columns.keys() <= known:
         raise ValueError(f"the columns of {record.__name__} are not those of version {VERSION}")
     if any(not isinstance(column, list) for column in columns.values()):
-        raise ValueError(f"a column of {record.__name__} is no list")
+        raise ValueError(f"a column of {record.__name__} is not a list")
     if len({len(column) for column in columns.values()}) > 1:
         raise ValueError(f"the columns of {record.__name__} differ in length")
     wanted = [f for f in fields(record) if f.name in columns]
@@ -130,7 +140,7 @@ def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[
     if kind == "float":
         return [_number(item, float, label) for item in column]
     if any(not isinstance(item, list) for item in column):
-        raise ValueError(f"{label} holds something that is no list")
+        raise ValueError(f"{label} holds an item that is not a list")
     if kind == "tuple[int, ...]":
         return [tuple(_number(each, int, label) for each in item) for item in column]
     flags = [tuple(names[_index(each, names)] for each in item) for item in column]
@@ -142,7 +152,7 @@ def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[
 
 def _index(item: Any, names: list[str]) -> int:
     if type(item) is not int or not 0 <= item < len(names):
-        raise ValueError(f"{item!r} is not the number of a name")
+        raise ValueError(f"{item!r} is not an index of a name")
     return item
 
 
@@ -160,21 +170,21 @@ def _number(item: Any, kind: type[Any], label: str) -> Any:
 
 def _strings(items: Any) -> list[str]:
     if not isinstance(items, list):
-        raise ValueError(f"there is {type(items).__name__} where a list of names belongs")
-    found = list(items)
-    if any(not isinstance(item, str) for item in found):
-        raise ValueError("a name is no text")
-    return found
+        raise ValueError(f"expected a list of names, not {type(items).__name__}")
+    names = list(items)
+    if any(not isinstance(item, str) for item in names):
+        raise ValueError("a name is not a string")
+    return names
 
 
 def decode_hardware(content: Any) -> Hardware:
-    """The device that `asdict` gave. Raises `ValueError` where it is damaged."""
+    """Return the `Hardware` that `asdict` wrote. Raises `ValueError` if it is damaged."""
     kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
     if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() - _DROPPED <= kinds.keys():
-        raise ValueError("hardware does not have the fields of a device")
+        raise ValueError("hardware does not have the fields of a Hardware")
     content = {key: item for key, item in content.items() if key not in _DROPPED}
     name = _strings([content["name"]])[0]
     numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
     if any(number < 0 for number in numbers.values()):
-        raise ValueError("a number of the hardware is below 0")
+        raise ValueError("a number of hardware is negative")
     return Hardware(name, **numbers)

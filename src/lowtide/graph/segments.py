@@ -1,10 +1,15 @@
-"""Which module calls are the same but for names: a solver need look at one of them only, and they take equally long.
+"""Repeated structure in the calls of a graph: equal calls, segments of sibling calls, and the model's blocks.
 
-Segments: runs of sibling calls that are recomputed together, from what the run is given from outside.
+**Structures**: `with_structures` gives the same number to calls that run the same ops on values of the same sizes, so
+solvers need to examine only one of them. `with_even_times` gives such calls equal op times, since measured differences
+between equal layers are noise.
 
-A segment is replayed as a region around a call would be that spans the run and is the parent of its calls. So a graph
-`with_segments` has such calls, of the kind "Segment", in its call tree; ops, values and saves keep their numbers, and
-whatever plays or plans regions works on it as it is.
+**Segments**: a segment is a run of sibling calls (`layers.3 ... layers.9`) that is recomputed together from the inputs
+of the run. `with_segments` inserts a call of kind "Segment" around each run, as the parent of its calls. Ops, values
+and saves keep their numbers, so the simulator and the solvers treat a segment like any other region. `runs` finds the
+longest possible segments.
+
+**Blocks**: `block_calls` and `all_blocks` find the layers on which one would put a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from lowtide.graph.step_graph import Call, Op, Save, StepGraph, Value
 
 
 def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Value], saves: list[Save]) -> list[Call]:
-    """`calls`, those that do the same to values of the same sizes marked by the same `structure` number."""
+    """Return `calls` with a `structure` number, equal for calls that run the same ops on values of the same sizes."""
     ops = list(graph_ops)
     saves_of: dict[int, list[Save]] = {}
     for save in saves:
@@ -64,14 +69,14 @@ def with_structures(graph_ops: Iterable[Op], calls: list[Call], values: list[Val
 
 
 def with_even_times(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
-    """`ops`, those that do the same in calls of one structure with the same seconds: the mean of what was measured.
+    """Return `ops` with the mean of the measured seconds for corresponding ops of calls of one structure.
 
-    What layers that are alike seem to differ in is noise, and a solver would go by it.
+    Differences between equal layers are noise, which would otherwise influence the solver.
     """
     alike: dict[int, list[Call]] = {}
     for call in calls:
         alike.setdefault(call.structure, []).append(call)
-    found, is_done = list(ops), [False] * len(ops)
+    evened, is_done = list(ops), [False] * len(ops)
     for call in calls:  # the outermost first
         firsts = [each.first for each in alike[call.structure]]
         for offset in range(call.end - call.first if len(firsts) > 1 else 0):
@@ -85,8 +90,8 @@ def with_even_times(ops: Sequence[Op], calls: Sequence[Call]) -> list[Op]:
             for index in same:
                 is_done[index] = True
                 if (ops[index].seconds, ops[index].host_s) != (seconds, host_s):
-                    found[index] = replace(ops[index], seconds=seconds, host_s=host_s)
-    return found
+                    evened[index] = replace(ops[index], seconds=seconds, host_s=host_s)
+    return evened
 
 
 def _mean(seconds: list[float]) -> float:
@@ -97,11 +102,11 @@ Span = tuple[int, int]  # the first and the last call of a segment, as numbered 
 
 
 class SegmentedGraph(StepGraph):
-    """The graph `plain` with other `calls`, some of which are segments.
+    """The graph `plain` with further calls, which are segments. Made by `with_segments`.
 
-    `plain_members[c]` are the calls of the plain graph that call `c` stands for: itself, or those of a segment.
-    `numbers` are the new numbers of the plain graph's calls. Ops and saves, which differ in their calls alone, are made
-    when they are asked for: to play regions takes only `arrays`, and solvers play many graphs.
+    `plain_members[c]` are the calls of the plain graph that call `c` consists of: one, or those of a segment. `numbers`
+    are the new indices of the plain graph's calls. Ops and saves differ in their call indices only and are made on
+    first access: simulating regions needs `arrays` only, and solvers simulate many such graphs.
     """
 
     plain: StepGraph
@@ -138,17 +143,20 @@ class SegmentedGraph(StepGraph):
 
     @cached_property
     def arrays(self) -> StepArrays:
-        """As of any graph; segments capture the state of each of their calls, and their replays run one by one."""
-        found, plain = copy(self.plain.arrays), self.plain.arrays
-        found.save_call = np.array(vars(self)["_numbers"], dtype=np.int64)[plain.save_call]
-        found.set_calls(self)
-        found.num_modules = np.array([len(members) for members in self.plain_members], dtype=np.int64)
-        starts = np.cumsum(found.num_modules) - found.num_modules
+        """The plain graph's arrays with those of calls replaced.
+
+        A segment captures the state of each of its calls, and restores it one call at a time.
+        """
+        arrays, plain = copy(self.plain.arrays), self.plain.arrays
+        arrays.save_call = np.array(vars(self)["_numbers"], dtype=np.int64)[plain.save_call]
+        arrays.set_calls(self)
+        arrays.num_modules = np.array([len(members) for members in self.plain_members], dtype=np.int64)
+        starts = np.cumsum(arrays.num_modules) - arrays.num_modules
         members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
-        found.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
-        found.replay_bytes = np.maximum.reduceat(plain.replay_bytes[members], starts)
-        found.passing_bytes = np.maximum.reduceat(plain.passing_bytes[members], starts)
-        return found
+        arrays.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
+        arrays.replay_bytes = np.maximum.reduceat(plain.replay_bytes[members], starts)
+        arrays.passing_bytes = np.maximum.reduceat(plain.passing_bytes[members], starts)
+        return arrays
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
         return tuple((self.plain.calls[each].path, self.plain.nths[each]) for each in self.plain_members[call])
@@ -160,34 +168,34 @@ class SegmentedGraph(StepGraph):
 
 
 def members_of(graph: StepGraph, span: Span) -> list[int]:
-    """The calls of a segment, in the order of the forward."""
+    """Return the calls of a segment, in the order of the forward."""
     first, last = span
     parent = graph.calls[first].parent
     return [call for call in range(first, last + 1) if graph.calls[call].parent == parent]
 
 
 def runs(graph: StepGraph) -> list[tuple[int, ...]]:
-    """The longest runs of calls that can be recomputed together, each of two calls at least, by their first call.
+    """Return the longest runs of two or more calls that can be recomputed together, sorted by their first call.
 
-    Such calls have one parent and come directly one after the other; an op between them may only make what no later op
-    reads, such as the random number by which a layer could be skipped. Each call is of a module of the model that can
-    be replayed, and of what the run makes it is given no more than what the call before it returns.
+    The calls of a run have one parent and follow each other; an op between them may only make values that no later op
+    reads, such as the random number of stochastic depth. Each is a replayable call of a module of the model. Of the
+    values that the run makes, a call receives only outputs of the call before it.
     """
     children: dict[int, list[int]] = {}
     for index, call in enumerate(graph.calls):
         children.setdefault(call.parent, []).append(index)
-    found: list[tuple[int, ...]] = []
+    candidates: list[tuple[int, ...]] = []
     for siblings in children.values():
         run: list[int] = []
         for index in siblings:
             call = graph.calls[index]
             can_be = bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
             if run and not (can_be and _is_linked(graph, run, index)):
-                found.append(tuple(run))
+                candidates.append(tuple(run))
                 run = []
             run += [index] if can_be else []
-        found.append(tuple(run))
-    return sorted(run for run in found if sum(graph.calls[c].end > graph.calls[c].first for c in run) > 1)
+        candidates.append(tuple(run))
+    return sorted(run for run in candidates if sum(graph.calls[c].end > graph.calls[c].first for c in run) > 1)
 
 
 def _is_linked(graph: StepGraph, run: Sequence[int], index: int) -> bool:
@@ -197,7 +205,7 @@ def _is_linked(graph: StepGraph, run: Sequence[int], index: int) -> bool:
 
 
 def ops_that_matter(graph: StepGraph, before: Call, after: Call) -> list[int]:
-    """The ops between two calls that a replay of both would have to run: they change a value, or make one for later."""
+    """Return the ops between two calls that a replay would have to run: they change a value, or make one read later."""
     between = range(before.end, after.first)
     return [
         index
@@ -208,20 +216,20 @@ def ops_that_matter(graph: StepGraph, before: Call, after: Call) -> list[int]:
 
 
 def has_gaps(graph: StepGraph, members: Sequence[int]) -> bool:
-    """Whether ops run between these calls: the engine does not count them among the ops of a segment."""
+    """Whether ops run between these calls; the engine does not count such ops as the segment's."""
     return any(graph.calls[a].end != graph.calls[b].first for a, b in pairwise(members))
 
 
 def with_segments(graph: StepGraph, spans: Iterable[Span]) -> StepGraph:
-    """`graph` with a call around each of these runs of calls. Spans may lie inside one another, and not overlap.
+    """Return `graph` with a "Segment" call around each of these runs of calls. Spans may nest, but not overlap.
 
-    Raises `GraphError` for calls between which ops run that a replay would need.
+    Raises `GraphError` if ops that a replay would need run between the calls of a span.
     """
     ordered = sorted(set(spans), key=lambda span: (span[0], -span[1]))
     if not ordered:
         return graph
     if isinstance(graph, SegmentedGraph):
-        raise GraphError("a graph that has segments is given no others: begin with the plain one")
+        raise GraphError("this graph has segments already: add segments to the plain graph instead")
     all_members = [members_of(graph, span) for span in ordered]
     for span, members in zip(ordered, all_members, strict=True):
         _check(graph, span, members)
@@ -232,7 +240,7 @@ def with_segments(graph: StepGraph, spans: Iterable[Span]) -> StepGraph:
     for number, (span, members) in enumerate(zip(ordered, all_members, strict=True)):  # the inner ones last
         segment_parents.append(parents[members[0]])
         if parents[members[0]] != parents[members[-1]]:
-            raise GraphError(f"segments overlap: {_title(graph, members)} leaves another that it begins in")
+            raise GraphError(f"segments overlap: {_title(graph, members)} begins inside another and ends outside")
         for member in members:
             parents[member] = span[0] + number
     calls: list[Call] = []
@@ -249,7 +257,7 @@ def with_segments(graph: StepGraph, spans: Iterable[Span]) -> StepGraph:
 
 
 def segment_name(names: Sequence[tuple[str, int]]) -> str:
-    """What people call a region over these calls (path and nth): `layers.3 ... layers.9`."""
+    """Return the display name of a region over these calls (path and nth): `layers.3 ... layers.9`."""
     return names[0][0] if len(names) == 1 else f"{names[0][0]} ... {names[-1][0]}"
 
 
@@ -269,37 +277,39 @@ def _title(graph: StepGraph, members: Sequence[int]) -> str:
 def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
     title = _title(graph, members) if members else str(span)
     if len(members) < 2 or members[-1] != span[1]:
-        raise GraphError(f"{title} is no run of several calls under one parent")
+        raise GraphError(f"{title} is not a run of several calls under one parent")
     for before, after in pairwise(members):
         a, b = graph.calls[before], graph.calls[after]
         if ops := ops_that_matter(graph, a, b):
-            raise GraphError(f"{title} is no segment: {graph.ops[ops[0]].name} runs between {a.path} and {b.path}")
+            raise GraphError(
+                f"{title} cannot be a segment: {graph.ops[ops[0]].name} runs between {a.path} and {b.path}"
+            )
 
 
 def block_calls(graph: StepGraph) -> list[int]:
-    """The calls that one would put a checkpoint on: those of the repeated structure with most ops in all, and its kin.
+    """Return the calls that one would put a checkpoint on: the siblings of one class with most ops in total.
 
-    Blocks of the same class at the same place in the tree count even where their structure differs, as that of a first
-    or last layer does.
+    Siblings of one class count as blocks even if their structures differ, as those of a first or last layer do.
     """
     return max(_repeated(graph), key=lambda calls: _num_ops(graph, calls), default=[])
 
 
 def all_blocks(graph: StepGraph) -> list[int]:
-    """The blocks of every stack in a model, an encoder's and a decoder's, say: those of `block_calls` and their like.
+    """Return the blocks of every stack of a model, such as those of an encoder and of a decoder.
 
-    Their like are repeated calls with at least a quarter as many ops in all, in no block and with no block inside.
+    Beside `block_calls` these are groups of sibling calls of one class with at least a quarter as many ops in total,
+    which neither contain a block nor lie in one.
     """
     groups = sorted(_repeated(graph), key=lambda calls: (-_num_ops(graph, calls), calls))
-    found: list[int] = []
+    blocks: list[int] = []
     for calls in groups:
-        spans = [(graph.calls[call].first, graph.calls[call].end) for call in found]
+        spans = [(graph.calls[call].first, graph.calls[call].end) for call in blocks]
         apart = all(
             graph.calls[call].end <= first or end <= graph.calls[call].first for call in calls for first, end in spans
         )
         if apart and 4 * _num_ops(graph, calls) >= _num_ops(graph, groups[0]):
-            found += calls
-    return sorted(found)
+            blocks += calls
+    return sorted(blocks)
 
 
 def _repeated(graph: StepGraph) -> list[list[int]]:

@@ -1,14 +1,17 @@
-"""StepGraph: one training step as data.
+"""`StepGraph`: one training step as frozen data, made by `lowtide.trace` and read by the simulator and the solvers.
 
-Time is counted in **positions**: position `p` is the moment after `p` ops have finished, so op `i` runs between
-positions `i` and `i + 1`. Ops `0 .. num_forward - 1` are the forward, the others the backward. A **value** is one
-storage; its views are the same value. A value lives from the op that makes it (`born`) to the position at which Python
-lets go of it (`dropped`), and beyond that as long as a **save** holds it for the backward. A **call** is one call of
-one module, hence a run of forward ops: what can be replayed as a region.
+Time is counted in **positions**: position `p` is the point after `p` ops have finished, so op `i` runs between
+positions `i` and `i + 1`. Ops `0 .. num_forward - 1` are the forward, the others the backward.
 
-Keeping Python's hold and autograd's apart is what lets a simulator say what happens when saves are dropped.
+A **value** is one storage; its views are the same value. It is alive from the op that makes it (`born`) to the
+position at which Python drops its last reference (`dropped`), and longer while a **save** (a saved tensor) holds it for
+the backward. A **call** is one call of one module: a contiguous run of forward ops, which can be replayed as a region.
 
-Whether a step graph can have run: everything in it refers to what is there, in order.
+Python's references and autograd's are recorded separately, because plans change only what autograd holds: the
+simulator can then tell which memory is freed when saves are dropped.
+
+`check`, called on construction, raises `GraphError` if indices or positions contradict each other. Facts that are
+derived from the graph are cached properties; the larger ones are computed in `graph.arrays` and `graph.time_lines`.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque",
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One storage on the device. Static ones are there before the step: `born` is -1.
+    """One storage on the device. For storages from before the step, `born` is -1.
 
-    `item_bytes` are those of one element where the storage holds floating-point numbers that a codec could write in
-    fewer bytes, else 0; `row_length` is the last dimension of the tensor that was saved, for codecs that scale by row.
+    `item_bytes` is the size of one element if the storage holds floating-point numbers that a codec can encode, else 0.
+    `row_length` is the last dimension of the saved tensor, for codecs that scale by row.
     """
 
     bytes: int
@@ -51,11 +54,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One kernel call: values it reads, values it makes (views make none), and what it costs.
+    """One op as dispatched: values it reads, values it makes (views make none), and what it costs.
 
-    `seconds` are those of the device, `host_s` those in which the host issues the op, the Python before it included (0
-    on the CPU, which has one line). `workspace_bytes` are allocated and freed inside. A backward op names the forward
-    op whose derivative it is.
+    `seconds` is device time. `host_s` is the host's time to issue the op, including the Python before it (0 on the CPU,
+    which has one time line). `workspace_bytes` are allocated and freed inside the op. A backward op names the forward
+    op whose derivative it computes (`forward_op`).
     """
 
     name: str
@@ -75,9 +78,9 @@ class Op:
 class Save:
     """A value that autograd holds for the backward, from `made` to `released`; first read at `read` (-1: never).
 
-    Whoever reads it is done with it at `used`, a little before autograd lets go (-1: then). A value that was brought
-    back for the read, by a replay or a copy, ends there. `number` counts the saves of one call as they are made, those
-    included that are let go of before the backward and hence not in a graph (-1: by their order here).
+    `used` is the position at which the reading ops are done with it, shortly before `released` (-1: at `released`); a
+    copy of the value made by a replay or a transfer is freed there. `number` counts the saves of one call in the order
+    they are made, including saves released before the backward, which are not in the graph (-1: by their order here).
     """
 
     value: int
@@ -93,7 +96,7 @@ class Save:
 class Call:
     """One call of one module: forward ops `first` to `end - 1`. Calls of equal `structure` differ in names only.
 
-    `changes` names an argument that is no tensor (a cache, a list) and is changed while the forward runs, if any is.
+    `changes` names a non-tensor argument (a cache, a list) that the forward changes, or is empty.
     """
 
     path: str
@@ -109,18 +112,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the times are for: the most it can do. `link_bytes_per_s` is to host memory, each way; 0 for none.
+    """The device that times are for: peak speeds, and what the eager engine costs its host.
 
-    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32.
+    `half_flops_per_s` is for matrix products in bf16 and fp16, `single_flops_per_s` for fp32. `link_bytes_per_s` is the
+    bandwidth to host memory, in each direction; 0 if there is no link.
 
-    What the eager engine adds on the host, in seconds: `region_s` for a region beside its ops, in its forward and its
-    replay; `save_s` for each tensor saved in a region; `dispatch_s` for each op of a replay whose region retains
-    outputs, and `spare_s` to return a retained output, if that is less than to compute it; `move_s` for each value that
-    is moved, there and back.
+    Host seconds of the eager engine: `region_s` per region, for forward and replay together, beside its ops; `save_s`
+    per tensor saved in a region; `dispatch_s` per op of a replay whose region retains outputs; `spare_s` to return a
+    retained output, if that is less than computing it; `move_s` per moved value, out and back.
 
-    `region_bytes` are of random states: held on the device by each region while it runs, by one with ops that draw
-    random numbers until its replay, and by that replay for the time after it. Allocations are rounded up to
-    `block_bytes`.
+    `region_bytes` is the size of the random state that a region saves on the device: held while its forward runs, until
+    its replay if it draws random numbers, and once more by the replay. Allocations are rounded up to `block_bytes`.
     """
 
     name: str
@@ -146,11 +148,11 @@ UNKNOWN_HARDWARE = Hardware("unknown")
 class StepGraph:
     """One training step: ops, values, saves, module calls and static memory. Made by `lowtide.trace`.
 
-    - `optimizer_state_bytes` counts states that the first step will create; `optimizer_workspace_bytes` is the most
+    - `optimizer_state_bytes` includes state that the first step will create; `optimizer_workspace_bytes` is the most
       that the optimizer's own step allocates on top.
-    - `other_bytes` is what else the process has allocated on the device.
-    - `step_s` is the plain step, forward and backward: measured where `is_measured`, else predicted.
-    - `notes` say what could not be seen, in words.
+    - `other_bytes` is other memory that the process has allocated on the device.
+    - `step_s` is the time of the plain step, forward and backward: measured if `is_measured`, else predicted.
+    - `notes` are sentences on what the trace could not record.
 
     `print(graph)` is a summary; `to_json` and `from_json` are in `lowtide.StepGraph` too.
     """
@@ -174,26 +176,26 @@ class StepGraph:
 
     @cached_property
     def has_host_line(self) -> bool:
-        """Whether ops cost the host something beside the device: the step has two time lines then."""
+        """Whether ops have host seconds: the step then has two time lines."""
         return self.arrays.has_host_line
 
     @cached_property
     def lines(self) -> StepLines:
-        """Seconds of the plain step's two lines, as simulated."""
+        """Simulated seconds of the plain step's two time lines."""
         from lowtide.graph.time_lines import plain_lines
 
         return plain_lines(self)
 
     @cached_property
     def static_bytes(self) -> dict[str, int]:
-        """Bytes that are there during the whole step, by kind; gradients as they are when the step ends."""
-        found = Counter({f"{kind}s" if kind != "batch" else kind: 0 for kind in ("parameter", "gradient", "buffer")})
+        """Bytes allocated during the whole step, by kind; gradients as of the end of the step."""
+        sizes = Counter({f"{kind}s" if kind != "batch" else kind: 0 for kind in ("parameter", "gradient", "buffer")})
         for value in self.values:
             if value.kind == "gradient" or (value.born < 0 and value.kind in STATIC_KINDS):
-                found[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
-        found["optimizer state"] = self.optimizer_state_bytes
-        found["other"] = self.other_bytes
-        return dict(found)
+                sizes[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
+        sizes["optimizer state"] = self.optimizer_state_bytes
+        sizes["other"] = self.other_bytes
+        return dict(sizes)
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -203,27 +205,27 @@ class StepGraph:
 
     @cached_property
     def plain_peak_bytes(self) -> int:
-        """The most bytes live at any time of a step without a plan, as simulated."""
+        """The simulated peak of a step without a plan."""
         from lowtide.graph.arrays import plain_peak_bytes
 
         return plain_peak_bytes(self)
 
     @property
     def handed_out_bytes(self) -> int:
-        """Bytes that the forward makes and Python still holds when the backward begins: for whoever called it."""
+        """Bytes made by the forward that Python still references when the backward begins, such as its outputs."""
         return sum(value.bytes for value in self.values if 0 <= value.born < self.num_forward < value.dropped)
 
     @cached_property
     def calls_by_path(self) -> dict[str, tuple[int, ...]]:
-        """Which calls belong to each module path, in the order they ran."""
-        found: dict[str, list[int]] = {}
+        """The calls of each module, by its path, in the order they ran."""
+        by_path: dict[str, list[int]] = {}
         for index, call in enumerate(self.calls):
-            found.setdefault(call.path, []).append(index)
-        return {path: tuple(indices) for path, indices in found.items()}
+            by_path.setdefault(call.path, []).append(index)
+        return {path: tuple(indices) for path, indices in by_path.items()}
 
     @cached_property
     def reaches_model(self) -> int:
-        """The position at which the backward comes to what the model gave: behind what the loss made of it."""
+        """The position at which the backward reaches the model, after the backward of the loss function."""
         spans = [(call.first, call.end) for call in self.calls if not call.path]
         own = (at for at, op in enumerate(self.ops) if any(first <= op.forward_op < end for first, end in spans))
         return next(own, self.num_forward)
@@ -231,98 +233,98 @@ class StepGraph:
     @cached_property
     def nths(self) -> list[int]:
         """For each call, how many calls of the same module came before it."""
-        found = [0] * len(self.calls)
+        nths = [0] * len(self.calls)
         for calls in self.calls_by_path.values():
             for nth, call in enumerate(calls):
-                found[call] = nth
-        return found
+                nths[call] = nth
+        return nths
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:
-        """What a plan calls a call, path and nth: one pair, or those of all calls of a segment."""
+        """Return how a plan names a call: (path, nth), or one such pair for each call of a segment."""
         return ((self.calls[call].path, self.nths[call]),)
 
     def input_number(self, call: int, number: int) -> tuple[str, int, int]:
-        """What names an input of a recomputed call: path and nth of the call that is given it, and its number there."""
+        """Return how a plan names an input of a recomputed call: path and nth of the receiving call, input number."""
         return self.calls[call].path, self.nths[call], number
 
     @cached_property
     def last_writes(self) -> dict[int, int]:
-        """The last forward op that changes each value in place, of those that are changed."""
+        """For each value that the forward changes in place, the last op that does."""
         return {value: index for index, op in enumerate(self.ops[: self.num_forward]) for value in op.mutates}
 
     @cached_property
     def last_reads(self) -> dict[int, int]:
-        """The last op that reads each value, of those that are read; a save is read where its value is made."""
-        found = {value: index for index, op in enumerate(self.ops) for value in op.inputs}
-        return found | {save.value: len(self.ops) for save in self.saves}
+        """For each value that is read, the last op that does; the number of ops for a value that autograd saves."""
+        last = {value: index for index, op in enumerate(self.ops) for value in op.inputs}
+        return last | {save.value: len(self.ops) for save in self.saves}
 
     @cached_property
     def unreplayable(self) -> dict[int, str]:
-        """The calls that no plan can recompute, and why: the forward changes what they were called with."""
-        last_write, found = self.last_writes, dict[int, str]()
+        """The calls that no plan can recompute, because the forward changes one of their arguments, with the reason."""
+        last_write, reasons = self.last_writes, dict[int, str]()
         for index, call in enumerate(self.calls):
             written = max((last_write.get(value, -1) for value in call.inputs), default=-1)
             if call.changes:
-                found[index] = f"the forward changes what it is called with ({call.changes})"
+                reasons[index] = f"the forward changes what it is called with ({call.changes})"
             elif written >= call.first:
-                found[index] = f"{self.ops[written].name} changes one of its inputs in place"
-        return found
+                reasons[index] = f"{self.ops[written].name} changes one of its inputs in place"
+        return reasons
 
     @cached_property
     def depths(self) -> list[int]:
-        """For each call, how deep in the module tree it is: 0 for the outermost."""
-        found: list[int] = []
+        """For each call its depth in the call tree: 0 for the outermost."""
+        depths: list[int] = []
         for call in self.calls:
-            found.append(found[call.parent] + 1 if call.parent >= 0 else 0)
-        return found
+            depths.append(depths[call.parent] + 1 if call.parent >= 0 else 0)
+        return depths
 
     def ancestors(self, call: int) -> Iterator[int]:
-        """A call and those that it lies in, the innermost first; none for -1."""
+        """Yield a call and the calls around it, from the inside out; nothing for -1."""
         while call >= 0:
             yield call
             call = self.calls[call].parent
 
     def innermost(self, regions: Container[int]) -> dict[int, int]:
-        """For each call, the innermost of `regions` that it is or lies in; -1 for none, and for no call at all (-1)."""
-        found = {-1: -1}
+        """For each call (and -1), the innermost of `regions` that is the call or contains it; -1 for none."""
+        owners = {-1: -1}
         for index, call in enumerate(self.calls):
-            found[index] = index if index in regions else found[call.parent]
-        return found
+            owners[index] = index if index in regions else owners[call.parent]
+        return owners
 
     @cached_property
     def save_numbers(self) -> list[tuple[int, int]]:
-        """For each save, what names it: a call that has a name, and the save's number there.
+        """For each save how a plan names it: the call that it is counted in, and its number among that call's saves.
 
-        Modules that are not part of the model have no name; what they save counts as their caller's.
+        Modules outside of the model have no path of their own: their saves are counted in the call around them.
         """
         named = {-1: -1}
         for index, call in enumerate(self.calls):
             named[index] = index if not call.path.startswith("<") else named[call.parent]
-        found: list[tuple[int, int]] = []
+        numbers: list[tuple[int, int]] = []
         next_number: dict[int, int] = {}
         for save in self.saves:
-            place = named[save.call]
-            number = save.number if save.number >= 0 else next_number.get(place, 0)
-            next_number[place] = number + 1
-            found.append((place, number))
-        return found
+            call_number = named[save.call]
+            number = save.number if save.number >= 0 else next_number.get(call_number, 0)
+            next_number[call_number] = number + 1
+            numbers.append((call_number, number))
+        return numbers
 
     @cached_property
     def saves_by_number(self) -> dict[tuple[int, int], int]:
-        """The saves by what names them: the reverse of `save_places`."""
-        return {place: index for index, place in enumerate(self.save_numbers)}
+        """The inverse of `save_numbers`."""
+        return {number: index for index, number in enumerate(self.save_numbers)}
 
     def outermost(self, regions: Container[int]) -> dict[int, int]:
-        """For each call, the outermost of `regions` that it is or lies in; -1 for none, and for no call at all (-1)."""
-        found = {-1: -1}
+        """For each call (and -1), the outermost of `regions` that is the call or contains it; -1 for none."""
+        owners = {-1: -1}
         for index, call in enumerate(self.calls):
-            outer = found[call.parent]
-            found[index] = outer if outer >= 0 or index not in regions else index
-        return found
+            outer = owners[call.parent]
+            owners[index] = outer if outer >= 0 or index not in regions else index
+        return owners
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of what ran and how large it was; times and the machine do not count."""
+        """A digest of ops, values and calls with their sizes; independent of times and hardware."""
         digest = hashlib.sha256()
         for op in self.ops:
             digest.update(repr((op.name, op.call, op.inputs, op.outputs)).encode())
@@ -335,27 +337,27 @@ class StepGraph:
 
     @cached_property
     def retainable(self) -> Retainable:
-        """Which ops' outputs a region can retain, and what that costs: for eager steps."""
+        """Which op outputs regions can retain, and what that costs; for eager plans."""
         from lowtide.graph.arrays import Retainable
 
         return Retainable(self)
 
     @cached_property
     def needs(self) -> BackwardNeeds:
-        """What the backward needs of the forward, where single ops can be recomputed: for compiled steps."""
+        """Which forward values the backward needs, and which ops can be recomputed; for compiled plans."""
         from lowtide.graph.arrays import BackwardNeeds
 
         return BackwardNeeds(self)
 
     @cached_property
     def arrays(self) -> StepArrays:
-        """The graph's facts as arrays, for playing eager steps."""
+        """The graph as numpy arrays, for simulating eager plans."""
         from lowtide.graph.arrays import StepArrays
 
         return StepArrays(self)
 
     def path_of(self, op: int) -> str:
-        """The module in which op `op` runs (a backward op: its forward op), `""` for the model itself or none."""
+        """Return the path of the module that an op belongs to; `""` for the model itself or no module."""
         call = self.ops[op].call
         return self.calls[call].path if call >= 0 else ""
 
@@ -364,19 +366,19 @@ class StepGraph:
         return sum(op.seconds for op in self.ops[: self.num_forward])
 
     def to_json(self) -> str:
-        """The graph as text, with a version; `StepGraph.from_json` reads it."""
+        """Return the graph as versioned JSON, which `StepGraph.from_json` reads."""
         from lowtide.graph.graph_json import write_graph
 
         return write_graph(self)
 
     @staticmethod
     def from_json(text: str) -> StepGraph:
-        """The graph that `to_json` wrote. Raises `GraphError` where the text is damaged; nothing in it can run."""
+        """Read a graph that `to_json` wrote. Raises `GraphError` if the text is damaged. No code in it is executed."""
         from lowtide.graph.graph_json import read_graph
 
         return read_graph(text)
 
-    def _words_on_lines(self) -> list[str]:
+    def _time_line_text(self) -> list[str]:
         if not self.has_host_line:
             return []
         host, device = format_seconds(self.lines.host_s), format_seconds(self.lines.device_s)
@@ -393,7 +395,7 @@ class StepGraph:
             f"StepGraph on {self.hardware.name}: {self.num_forward} forward and {len(self.ops) - self.num_forward} "
             f"backward ops, {len(self.calls)} module calls",
             f"  step        {format_seconds(self.step_s)} {'measured' if self.is_measured else 'predicted'}",
-            *self._words_on_lines(),
+            *self._time_line_text(),
             f"  activations {format_bytes(self.saved_bytes)} saved for the backward",
         ]
         lines += [f"  {name:<11} {format_bytes(size)}" for name, size in self.static_bytes.items() if size]
@@ -404,16 +406,16 @@ class StepGraph:
 
 
 def check(graph: StepGraph) -> None:
-    """Raise `GraphError` unless everything in the graph refers to what is there, in an order that can have run."""
+    """Raise `GraphError` if an index is out of range, or if ops, values, saves and calls are in an impossible order."""
     num_ops, num_values, num_calls = len(graph.ops), len(graph.values), len(graph.calls)
     _require(0 <= graph.num_forward <= num_ops, "num_forward is not a number of ops")
     sizes = (graph.optimizer_state_bytes, graph.optimizer_workspace_bytes, graph.other_bytes)
     _require(graph.hardware.block_bytes >= 1, f"allocations are rounded to {graph.hardware.block_bytes} bytes")
-    _require(min(sizes) >= 0 and graph.step_s >= 0, "there are fewer than no bytes or seconds")
+    _require(min(sizes) >= 0 and graph.step_s >= 0, "a number of bytes or seconds is negative")
     made: set[int] = {index for index, value in enumerate(graph.values) if value.born < 0}
     for index, op in enumerate(graph.ops):
         where = f"op {index} ({op.name})"
-        _require(-1 <= op.call < num_calls, f"{where} belongs to call {op.call}, which is not there")
+        _require(-1 <= op.call < num_calls, f"{where} belongs to call {op.call}, which does not exist")
         _require(
             -1 <= op.forward_op < graph.num_forward,
             f"{where} is the derivative of op {op.forward_op}, not a forward op",
@@ -427,8 +429,8 @@ def check(graph: StepGraph) -> None:
             _require(read in made, f"{where} reads value {read} before anything made it")
         _require(len(set(op.outputs)) == len(op.outputs), f"{where} makes a value twice")
         for new in op.outputs:
-            _require(0 <= new < num_values, f"{where} makes value {new}, which is not there")
-            _require(graph.values[new].born == index, f"{where} makes value {new}, which was made elsewhere")
+            _require(0 <= new < num_values, f"{where} makes value {new}, which does not exist")
+            _require(graph.values[new].born == index, f"{where} makes value {new}, which another op made")
         made.update(op.outputs)
     for index, value in enumerate(graph.values):
         _require(value.bytes >= 0, f"value {index} has {value.bytes} bytes")
@@ -439,8 +441,8 @@ def check(graph: StepGraph) -> None:
         _require(value.born < value.dropped <= num_ops, f"value {index} is dropped before it is made")
     for index, save in enumerate(graph.saves):
         where = f"save {index}"
-        _require(0 <= save.value < num_values, f"{where} holds value {save.value}, which is not there")
-        _require(-1 <= save.call < num_calls, f"{where} belongs to call {save.call}, which is not there")
+        _require(0 <= save.value < num_values, f"{where} holds value {save.value}, which does not exist")
+        _require(-1 <= save.call < num_calls, f"{where} belongs to call {save.call}, which does not exist")
         _require(save.number >= -1, f"{where} has the number {save.number}")
         first_read = save.released if save.read == -1 else save.read
         in_order = 0 <= save.made <= graph.num_forward <= first_read <= save.released <= num_ops
@@ -457,7 +459,7 @@ def check(graph: StepGraph) -> None:
         if call.parent >= 0:
             outer = graph.calls[call.parent]
             _require(
-                outer.first <= call.first and call.end <= outer.end, f"call {index} ({call.path}) leaves its parent"
+                outer.first <= call.first and call.end <= outer.end, f"call {index} ({call.path}) exceeds its parent"
             )
         _require(last_end.get(call.parent, 0) <= call.first, f"call {index} ({call.path}) begins inside another")
         last_end[call.parent] = call.end
@@ -466,4 +468,4 @@ def check(graph: StepGraph) -> None:
 
 def _require(condition: bool, problem: str) -> None:
     if not condition:
-        raise GraphError(f"not a step that can have run: {problem}")
+        raise GraphError(f"this graph is not a valid step: {problem}")

@@ -1,12 +1,14 @@
-"""The two time lines of a step: the host issues ops, the device runs them later.
+"""The two time lines of a step: the host issues ops, the device runs them later. Used by simulator, solvers and trace.
 
-The device starts an op when it was issued and when it is free. Steps follow one another: while the device is busy with
-the last ops of one, the host issues the first of the next. So a step takes as long as the line that works longer,
-unless an op synchronises (flag `sync`) and makes the host wait for the device. What the engine does for a region runs
-on the host: half of its fee in the forward, the rest in the replay.
+The device starts an op once it was issued and the device is free. In a training loop the host issues the first ops of
+a step while the device still runs the last ops of the previous one. A step therefore takes as long as the line with
+more work, and longer only if an op synchronises (flag "sync"), which makes the host wait for the device.
 
-A graph whose ops have no host seconds has one line: that of the CPU, or of a file from before there were two. There,
-what the engine does is added to the step as it is.
+`play_lines` computes when each op is issued and started, `step_seconds` the time of one step among many.
+`EngineHostCosts` is the engine's own work for regions, on the host: half in the forward, half in the replay. `line_of`
+gives a graph with a single line, for solvers that need costs which add up.
+
+Graphs without host seconds (from a CPU, or from old files) have one line, to which the engine's work is added.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _HOST_FEES = ("region_s", "save_s", "dispatch_s", "spare_s", "move_s")
 
 @dataclass(frozen=True)
 class StepLines:
-    """Seconds that each line works in a step, and that the step takes."""
+    """Seconds of work on each line of a step, and of the step itself."""
 
     host_s: float
     device_s: float
@@ -34,7 +36,7 @@ class StepLines:
 
     @property
     def limit(self) -> str:
-        """The line that works longer."""
+        """The line with more work: "host" or "device"."""
         return "host" if self.host_s > self.device_s else "device"
 
     def of(self, line: str) -> float:
@@ -42,10 +44,10 @@ class StepLines:
 
 
 def play_lines(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """When the host has issued each of a row of events, and when the device starts it, from the seconds of both.
+    """Return when the host has issued each event and when the device starts it, from the times of both.
 
-    Between two events that synchronise, event `j` starts at `before[j] + max(issued[k] - before[k] for k <= j)`, with
-    `before` the device seconds of all events before it: the last event for which the device was idle sets the clock.
+    Between two synchronising events, event `j` starts at `before[j] + max(issued[k] - before[k] for k <= j)`, where
+    `before` is the device time of all events before it: the maximum is at the last event that the device waited for.
     """
     issues, starts = np.zeros(len(host_s)), np.zeros(len(host_s))
     host = device = 0.0
@@ -57,20 +59,20 @@ def play_lines(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) ->
         starts[first:end] = before + np.maximum(np.maximum.accumulate(issued - before), device)
         if end > first:
             device = float(starts[end - 1] + device_s[end - 1])
-            host = max(float(issued[-1]), device)  # it has waited
+            host = max(float(issued[-1]), device)  # the host waits for the device
         first = end
     return issues, starts
 
 
 def device_starts(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> np.ndarray:
-    """When the device starts each of a row of events."""
+    """Return when the device starts each event."""
     return play_lines(host_s, device_s, is_sync)[1]
 
 
 def step_seconds(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> float:
-    """Seconds of a step of these events that is run again and again.
+    """Return the time of a step of these events that is repeated many times.
 
-    At an op that synchronises both lines are at one point of time, so the row is played from there on around to it.
+    Both lines meet at an op that synchronises, so the events are played once around, starting after the last such op.
     """
     syncs = np.flatnonzero(is_sync)
     if not len(syncs):
@@ -81,7 +83,7 @@ def step_seconds(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) 
 
 
 def plain_lines(graph: StepGraph) -> StepLines:
-    """Both lines of the step without a plan."""
+    """Return both lines of the step without a plan."""
     arrays = graph.arrays
     if not graph.has_host_line:
         total_s = float(np.cumsum(arrays.seconds)[-1])
@@ -90,11 +92,11 @@ def plain_lines(graph: StepGraph) -> StepLines:
 
 
 class EngineHostCosts:
-    """What the eager engine does on the host for the regions of a plan, in seconds: `total_s`, and when.
+    """Host seconds of the eager engine for the regions of a plan: `total_s`, and per region in forward and replay.
 
-    `kept` are the regions' retained ops; `stops` says where replays end, for each region with saves; `num_saves` how
-    many of these each region has itself. Half of a region's fee falls due in its forward, the rest in its replay; all
-    of it in the forward, if it is not among those `replayed`.
+    `kept` are the regions' retained ops, `stops` where the replay of each region with saves ends, and `num_saves` the
+    number of saves directly in each region. Half of a region's cost is in its forward, the rest in its replay; all of
+    it is in the forward if the region is not among those `replayed`.
     """
 
     def __init__(
@@ -121,16 +123,16 @@ class EngineHostCosts:
 
 
 def line_of(graph: StepGraph, host_share: float) -> StepGraph:
-    """The graph with one line in place of two: seconds are those of the host, of the device, or a mean of both.
+    """Return the graph with one line instead of two: `host_share` of the host's seconds plus the rest of the device's.
 
-    What a plan adds to this graph is a sum over its ops and regions, which solvers need; and as a step takes no less
-    than either line works, it takes no less than their mean. Times of day (`arrays.clock`) stay those of the whole
-    step, for copies run beside both lines.
+    What a plan adds to such a graph is a sum over its ops and regions, which solvers need. A step takes at least as
+    long as either line, hence at least as long as their weighted mean. Start times (`arrays.clock`) remain those of the
+    whole step, since copies run beside both lines.
     """
     host, device = host_share, 1 - host_share
     ops = tuple(replace(op, seconds=host * op.host_s + device * op.seconds, host_s=0.0) for op in graph.ops)
     fees = {name: host * getattr(graph.hardware, name) for name in _HOST_FEES}
-    found = replace(graph, ops=ops, hardware=replace(graph.hardware, **fees))
-    found.arrays.clock = graph.arrays.clock
-    found.retainable.substituted_s = host * graph.retainable.substituted_s
-    return found
+    line = replace(graph, ops=ops, hardware=replace(graph.hardware, **fees))
+    line.arrays.clock = graph.arrays.clock
+    line.retainable.substituted_s = host * graph.retainable.substituted_s
+    return line

@@ -1,4 +1,9 @@
-"""A `Plan` as JSON, with a version; read back with every field checked."""
+"""Read and write a `Plan` as JSON, for `Plan.to_json` and `Plan.from_json`.
+
+Reading checks the type and range of every field, and that the plan is consistent: its bound is below its cost, and its
+graph, if it has one, is the graph it was made for. Damage raises `PlanError`. No code is executed. Fields that were
+added later get defaults, so that older files of the same version can be read.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,24 @@ from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueR
 
 FORMAT = "lowtide plan"
 VERSION = 4
-_LARGEST = 1 << 53  # as in graph files: what every reader of JSON agrees on
-_LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack: they get their defaults
+_LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
+_LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack, with their defaults
     Recompute: {"more": ()},
     Plan: {"choosers": [], "measured_peak_bytes": None, "measured_step_s": None, "measured_plain_s": None},
 }
-_DROPPED: dict[type[Any], set[str]] = {
-    Recompute: {"skip_ops"}
-}  # fields that older files of this version have, and that are ignored
+_DROPPED: dict[type[Any], set[str]] = {Recompute: {"skip_ops"}}  # fields of older files of this version; ignored
 _RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": ValueRow}
 
 
 def write_plan(plan: Plan, with_graph: bool) -> str:
+    """See `Plan.to_json`."""
     content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
     content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
     return json.dumps(content, separators=(",", ":"))
 
 
 def read_plan(text: str) -> Plan:
+    """See `Plan.from_json`."""
     content = parse_object(text, FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}
@@ -49,7 +54,7 @@ def read_plan(text: str) -> Plan:
         if not isinstance(versions, dict) or not all(
             isinstance(item, str) for pair in versions.items() for item in pair
         ):
-            raise ValueError("versions are not names and versions")
+            raise ValueError("versions is not an object of names and versions")
         for name, kind in known.items():
             if kind.removesuffix(" | None") in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
                 content[name] = _scalar(content[name], kind, name)
@@ -73,7 +78,7 @@ def _record(row: Any, record: type[Any]) -> Any:
 
 def _list(items: Any, name: str) -> list[Any]:
     if not isinstance(items, list):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is not a list")
     return items
 
 
@@ -81,7 +86,7 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
     if kind == "tuple[tuple[str, int], ...]":
         pairs = [_list(each, name) for each in _list(item, name)]
         if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{name} holds something that is no path and number of a call")
+            raise ValueError(f"{name} holds an item that is not the path and number of a call")
         return tuple((_scalar(path, "str", name), _scalar(nth, "int", name)) for path, nth in pairs)
     if kind in ("tuple[int, ...]", "tuple[str, ...]"):
         return tuple(_scalar(each, kind[6:9], name) for each in _list(item, name))
@@ -97,19 +102,19 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
 
 
 def _check(plan: Plan) -> None:
-    """Raise unless the plan agrees with itself."""
+    """Raise `PlanError` if parts of the plan contradict each other."""
     paths = [(region.path, region.nth, region.more) for region in plan.regions]
     if len(set(paths)) < len(paths):
         raise PlanError("damaged plan: a module is recomputed twice")
     if list(plan.keeps) != sorted(set(plan.keeps)):
-        raise PlanError("damaged plan: ops to keep are not in order, or there twice")
+        raise PlanError("damaged plan: the ops to keep are not ascending, or one is repeated")
     if (
         plan.peak_bytes > plan.budget_bytes > 0
         and not (plan.measured_peak_bytes or plan.peak_bytes) <= plan.budget_bytes
     ):
         raise PlanError(f"damaged plan: its peak of {plan.peak_bytes} bytes is above its budget of {plan.budget_bytes}")
     if plan.lower_bound_s > plan.extra_s * (1 + 1e-9):
-        raise PlanError("damaged plan: its bound is above what it costs")
+        raise PlanError("damaged plan: its lower bound is above its cost")
     if plan.graph is not None and plan.graph.fingerprint != plan.fingerprint:
         raise PlanError(
             f"damaged plan: it was made for the graph {plan.fingerprint!r} and comes with {plan.graph.fingerprint!r}"

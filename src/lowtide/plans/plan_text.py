@@ -1,8 +1,7 @@
-"""What becomes of each saved value under a plan, as rows for people.
+"""A plan as text: the summary that `print(plan)` shows, `plan.explain(path)`, and the table of candidates of `fit`.
 
-A plan in words: a page that fits a screen, and why a value is treated as it is.
-
-Candidates that `fit` has tried, as rows of a table.
+`rows_of` lists every saved activation with its action (keep, recompute, host, disk, compress). Solvers store these rows
+in the plan; summary and explanations are made from them, and so need no graph.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lowtide.units import format_bytes, format_seconds
 
 
 def rows_of(graph: StepGraph, plan: Plan) -> tuple[ValueRow, ...]:
-    """One row per saved activation, where it is first saved, in the order of the forward."""
+    """Return one row per saved activation, at its first save, in the order of the forward."""
     if plan.engine == "compiled":
         return _compiled_rows(graph, plan)
     graph = plan.segmented(graph)
@@ -56,7 +55,7 @@ def rows_of(graph: StepGraph, plan: Plan) -> tuple[ValueRow, ...]:
 
 
 def _compiled_rows(graph: StepGraph, plan: Plan) -> tuple[ValueRow, ...]:
-    """Values that the backward reads, and those saved to recompute others from."""
+    """Return rows for values that the backward reads and for values saved to recompute others from."""
     needs = graph.needs
     derived = needs.derive(range(graph.num_forward) if plan.is_plain else frozenset(plan.kept_ops(graph)))
     again = set(derived.recomputed)
@@ -88,7 +87,7 @@ _VERBS = {
 
 
 def summary(plan: Plan) -> str:
-    """Budget, peaks, slowdown and gap, and a table grouped over layers that are treated alike."""
+    """Return budget, peaks, slowdown and gap, and a table in which layers with equal actions are one line."""
     if plan.is_plain or (plan.engine == "compiled" and plan.rows and not _recomputes(plan)):
         head = "Plan: nothing to do, every activation is kept"
         if plan.budget_bytes:
@@ -119,13 +118,13 @@ def summary(plan: Plan) -> str:
 
 
 def explain(plan: Plan, path: str) -> str:
-    """What happens to the values saved in module `path` and below it."""
+    """Explain what happens to the values saved in module `path` and below it. Raises `PlanError` if there are none."""
     rows = [row for row in plan.rows if not path or _is_in(row.path, path)]
     inside = [region for region in plan.regions if any(_is_in(each, path) for each in region.paths)]
     if not rows and not inside:
         known = sorted({row.path for row in plan.rows})
         near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]][:5] or known[:5]
-        raise PlanError(f"the plan knows of no value saved in {path!r}. It knows, among others: {', '.join(near)}")
+        raise PlanError(f"the plan has no value saved in {path!r}. It has values saved in: {', '.join(near)}")
     lines = []
     for region in inside:
         held = f", but for the outputs of {len(region.keep_ops)} ops" if region.keep_ops else ""
@@ -166,17 +165,17 @@ def _reason(row: ValueRow) -> str:
     what = f"{format_bytes(row.bytes)} made by {row.op}"
     if row.action == "recompute" and not row.region:
         own = f"{format_seconds(row.seconds)} for its own op"
-        return f"{what} is not saved: it is recomputed right before it is needed, from what is saved ({own})."
+        return f"{what} is not saved: it is recomputed right before it is needed, from saved values ({own})."
     if row.action == "recompute":
         return f"{what} is dropped and recomputed with {row.region} ({format_seconds(row.seconds)} for its own op)."
     if row.action == "keep" and row.region:
-        return f"{what} is kept: {row.region} is replayed from it, or it costs more to make again than it weighs."
+        return f"{what} is kept: {row.region} is replayed from it, or recomputing it costs too much for its size."
     if row.action == "keep":
         return (
             f"{what} is kept: there is room for it, and recomputing would cost {format_seconds(row.seconds)} or more."
         )
     coding = (
-        f"{row.codec} makes {format_bytes(row.stored_bytes)} of it, in {format_seconds(row.coding_s)} there and back; "
+        f"{row.codec} reduces it to {format_bytes(row.stored_bytes)}, in {format_seconds(row.coding_s)} both ways; "
         "gradients are approximate"
     )
     if row.action == "compress":
@@ -186,7 +185,7 @@ def _reason(row: ValueRow) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    """Modules and what becomes of their values, neighbours that are treated alike in one line."""
+    """Return a line per module with the actions on its values; neighbours with equal actions share a line."""
     per_module: dict[str, Counter[str]] = {}
     for row in plan.rows:
         if row.action != "keep" or row.region or plan.engine == "compiled":
@@ -214,9 +213,9 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _block(path: str) -> str:
-    """The block that a module belongs to: its path up to the first number."""
-    found = re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", path)
-    return found.group() if found else path
+    """Return the block that a module belongs to: its path up to the first number."""
+    match = re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", path)
+    return match.group() if match else path
 
 
 def _numbers(path: str) -> list[int]:
@@ -229,10 +228,10 @@ HEAD = ("candidate", "peak predicted", "peak measured", "slower predicted", "slo
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One candidate: what was predicted of it, what real steps measured (None: nothing), and what became of it.
+    """One candidate of `fit`: predicted and measured peak and slowdown (None: not measured), and the outcome.
 
-    Peaks are of the whole step. Slowdowns are over the plain step; a measured one is None where the plain step did not
-    run. `outcome` is "kept", or says why the candidate was not.
+    Peaks are of the whole step. Slowdowns are relative to the plain step; the measured one is None if the plain step
+    did not run. `outcome` is "kept", or says why the candidate was not kept.
     """
 
     name: str
@@ -247,7 +246,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The columns of `HEAD`, as text."""
+        """The cells of the columns of `HEAD`."""
         peak, slower = self.measured_peak_bytes, self.measured_slowdown
         return (
             self.name,
@@ -260,7 +259,7 @@ class Trial:
 
 
 def trials_table(trials: Sequence[Trial]) -> str:
-    """The trials as lines of text, in columns."""
+    """Format the trials as a text table."""
     rows = [HEAD, *(trial.cells for trial in trials)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -1,6 +1,12 @@
-"""The calls of a graph that a plan names, and whether the plan can be carried out on them.
+"""`Plan`: what happens to the activations of one step, as frozen data. Also `Frontier`, plans for many budgets.
 
-Plan: what happens to the activations of one step, as frozen data.
+A plan names calls by module path and number, not by graph index, so that it can be saved and applied to a live model.
+`Plan.calls`, `moves_by_value` and `forms` look the names up in a `StepGraph`, and raise `PlanError` if the graph has no
+such call or the call cannot be recomputed in that way.
+
+Two kinds of plans share the class. Eager plans have `regions` (`Recompute`: module calls or segments that are replayed)
+and `moves` (values held on the host, on disk or compressed). Compiled plans have `keeps`, the forward ops whose outputs
+are saved.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def segmented(graph: StepGraph, regions: Sequence[Recompute]) -> StepGraph:
-    """`graph` with the segments among `regions` as calls. Raises `PlanError` where it has no such segment."""
+    """Return `graph` with the segments among `regions` as calls. Raises `PlanError` if it has no such segment."""
     segments = [region for region in regions if region.more]
     if not segments or isinstance(graph, SegmentedGraph):
         return graph
@@ -33,8 +39,8 @@ def segmented(graph: StepGraph, regions: Sequence[Recompute]) -> StepGraph:
         calls = [call_named(graph, path, nth) for path, nth in ((region.path, region.nth), *region.more)]
         if members_of(graph, (calls[0], calls[-1])) != calls:
             raise PlanError(
-                f"{region.name} is no segment of this step: it takes {len(calls)} calls, one after the other and "
-                "under one parent. Was the plan made for another model?"
+                f"{region.name} is not a segment of this step: its {len(calls)} calls must follow each other under one "
+                "parent. Was the plan made for another model?"
             )
         spans.append((calls[0], calls[-1]))
     try:
@@ -44,26 +50,27 @@ def segmented(graph: StepGraph, regions: Sequence[Recompute]) -> StepGraph:
 
 
 def check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> None:
-    """Raise `PlanError` where a region is to retain what it cannot."""
+    """Raise `PlanError` if a region is to retain an output that it cannot retain."""
     owner = graph.innermost(regions)
     for call, kept in regions.items():
         if kept and isinstance(graph, SegmentedGraph) and has_gaps(graph.plain, graph.plain_members[call]):
             raise PlanError(
-                f"{graph.calls[call].path} keeps ops, and other ops run between its calls: that shifts the numbers of "
-                "ops in its replay. Leave keep_ops empty for such a segment."
+                f"{graph.calls[call].path} has keep_ops, and other ops run between its calls, which shifts the numbers "
+                "of ops in its replay. Leave keep_ops empty for such a segment."
             )
         if kept and owner[graph.calls[call].parent] >= 0:
-            raise PlanError(f"{graph.calls[call].path} keeps ops inside a region that is itself recomputed")
+            raise PlanError(f"{graph.calls[call].path} has keep_ops and lies inside a region that is itself recomputed")
     for call, ops in graph.retainable.missing(regions).items():
         path, first = graph.calls[call].path, graph.calls[call].first
         names = ", ".join(f"{op} ({graph.ops[first + op].name})" for op in ops[:5])
         raise PlanError(
             f"{path or 'the model'} is to retain the outputs of ops {names}, and autograd does not save all of them "
-            "directly in it, so that no saved-tensor hook sees them. Leave these ops out of keep_ops."
+            "directly in it, so no saved-tensor hook receives them. Leave these ops out of keep_ops."
         )
 
 
 def call_named(graph: StepGraph, path: str, nth: int) -> int:
+    """Return the `nth` call of module `path`. Raises `PlanError`, with similar names, if there is none."""
     calls = graph.calls_by_path.get(path)
     if calls is None:
         near = [known for known in graph.calls_by_path if known.split(".")[-1] == path.split(".")[-1]][:3]
@@ -75,19 +82,19 @@ def call_named(graph: StepGraph, path: str, nth: int) -> int:
 
 
 ENGINES = ("eager", "compiled")
-MOVE_TARGETS = ("device", "host", "disk")  # where moved values are; on the device they are compressed
+MOVE_TARGETS = ("device", "host", "disk")  # where moved values are held; on the device they are compressed
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """One call of one module (its `nth`) whose activations are dropped and recomputed, or a segment: a run of calls.
+    """A region: the `nth` call of module `path` is dropped and recomputed, or a segment that begins with it.
 
-    `more` are the calls after it, as path and nth, that are recomputed together with it, in the order of the forward:
-    siblings, with no op between them. What lies between two of them is not held but made anew by the first replay.
-    Regions may lie inside it, and one of them may begin with the same call; outer ones come first.
+    For a segment, `more` are the following calls (path, nth) that are recomputed together with it: siblings in the
+    order of the forward, without ops between them. Values passed between them are not held; the replay recomputes them.
+    Regions may contain other regions, which may begin with the same call; outer ones come first.
 
-    `keep_ops` are ops, counted from the region's first, whose outputs are retained and not computed again. All that
-    they make must be saved for the backward directly in the region, and not in a region inside it.
+    `keep_ops` are ops, counted from the region's first, whose outputs are retained instead of recomputed. All of their
+    outputs must be saved for the backward directly in the region, and not in a region inside it.
     """
 
     path: str
@@ -97,7 +104,7 @@ class Recompute:
 
     @property
     def name(self) -> str:
-        """What people call it: `layers.3`, or `layers.3 ... layers.9`."""
+        """Its display name: `layers.3`, or `layers.3 ... layers.9`."""
         return segment_name([(self.path, self.nth), *self.more])
 
     @property
@@ -108,15 +115,15 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A value that is not held as it is: the one of the `save`-th save made directly in the `nth` call of `path`.
+    """A value that is held on the host, on disk, or compressed, from forward to backward.
 
-    Of a call that is recomputed its inputs are held and no saves, and so it is its `save`-th input; so it is for each
-    call of a segment, of which the inputs are held that come from outside. The value goes `to`
-    the host or disk, or stays on the device; `codec` names how it is written there (`""`: as it is). A value that is
-    held in several places leaves the device if there is a move for each.
+    It is the value of the `save`-th save made directly in the `nth` call of `path`. A recomputed call holds its inputs
+    and no saves: then it is the `save`-th input of that call, which may also be a call of a segment. With `op`, it is
+    the first output of that op of a recomputed call, which must be among its `keep_ops`; a segment is named by its
+    first call, and such an output cannot have a codec.
 
-    With `op`, it is the first output of that op of a recomputed call, one of its `keep_ops`; it moves as it is. A
-    segment goes by its first call here.
+    `to` is "host", "disk" or "device"; `codec` is how the value is encoded there (`""`: not at all). A value that is
+    saved several times leaves the device only if there is a move for each save.
     """
 
     path: str
@@ -130,24 +137,24 @@ class Move:
         if self.to not in MOVE_TARGETS:
             raise PlanError(f"a value moves to {', '.join(map(repr, MOVE_TARGETS))}, not {self.to!r}")
         if self.to == "device" and not self.codec:
-            raise PlanError(f"a value of {self.path} is to stay on the device as it is: that is no move")
+            raise PlanError(f"a value of {self.path} stays on the device and has no codec: this move does nothing")
         if self.codec and self.codec not in (*CODEC_COSTS, LOSSLESS):
             raise PlanError(f"no codec is called {self.codec!r}: there are {', '.join((*CODEC_COSTS, LOSSLESS))}")
         if self.op is not None and (self.codec or self.save):
             raise PlanError(
-                f"the output of op {self.op} of {self.path} is to be moved as save {self.save}, with the codec "
-                f"{self.codec!r}: an output that is held is no save, and moves as it is"
+                f"the move of the output of op {self.op} of {self.path} has save={self.save} and codec={self.codec!r}: "
+                "a retained output is not a save and cannot be encoded. Leave both out."
             )
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what comes back is not quite what left."""
+        """Whether the codec is lossy."""
         return self.codec in CODEC_COSTS
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModule:
-    """A module that a plan is about, as it was: its class, its calls in a step, and its parameters if seen."""
+    """A module that a plan names, for checking a model: its class, calls per step, and parameters if known."""
 
     path: str
     kind: str
@@ -158,10 +165,10 @@ class PlannedModule:
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """One saved value, for people: where it is saved, by which op it was made, and what becomes of it.
+    """One saved value, for display: the module that saves it, the op that made it, its bytes, and its action.
 
-    `seconds` is what making it again takes (its own op). `region` is the recomputed module it lies in, if any. Where it
-    is held by a `codec`, it takes `stored_bytes` instead, and `coding_s` to encode it and decode it once.
+    `seconds` is the time of that op. `region` is the recomputed module that it lies in, if any. A value with a `codec`
+    takes `stored_bytes`, and `coding_s` to encode and decode it once.
     """
 
     path: str
@@ -178,22 +185,23 @@ class ValueRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which regions are recomputed, which values moved or compressed; everything else is kept. An empty plan keeps all.
+    """Which regions are recomputed and which values are moved or compressed; everything else is kept.
 
-    For the `engine` "compiled" it is the other way around: `keeps` are the forward ops whose outputs are saved, and
-    whatever else the backward needs is recomputed, op by op. Without a budget and keeps such a plan is empty too.
+    For the `engine` "compiled", `keeps` are the forward ops whose outputs are saved, and everything else that the
+    backward needs is recomputed, op by op; a plan without `keeps` and budget keeps all.
 
-    Made by `lowtide.solve`; frozen, and plain data: `to_json` and `from_json` go both ways. All its numbers but the
-    measured ones are predicted. `peak_bytes` is the simulated peak and `plain_peak_bytes` that of the step without a
-    plan; `extra_s` is what the plan adds to the step's `step_s`, and no plan adds less than `lower_bound_s`.
-    `fingerprint` names the graph it was made for, and `graph` is that graph where it is at hand: what a report is drawn
-    from. `modules` are those the plan is about, as they were, and `input_shapes` the shapes that the model was called
-    with (the largest; empty where nobody looked). `choosers` are modules inside of regions whose own ops choose by
-    their numbers, such as routers: what they choose in the forward is kept for the replays. `rows` say what becomes of
-    each saved value.
+    Made by `lowtide.solve`. Plain frozen data: `to_json` writes it, `from_json` reads it.
 
-    What `lowtide.fit` measured on real steps is in `measured_peak_bytes`, of the whole step, and in the seconds of
-    steps under the plan and without it, `measured_step_s` and `measured_plain_s`; None where it was not measured.
+    - Predicted: `peak_bytes` and `plain_peak_bytes`, the simulated peaks with and without the plan; `step_s`, the time
+      of the plain step; `extra_s`, what the plan adds to it; `lower_bound_s`, the least that any plan would add.
+    - Measured by `lowtide.fit`, else None: `measured_peak_bytes` of the whole step, `measured_step_s` with the plan and
+      `measured_plain_s` without it.
+    - `fingerprint` identifies the graph that the plan was made for; `graph` is that graph, if available, from which
+      reports are drawn. `modules` describe the modules that the plan names, and `input_shapes` are the largest shapes
+      that the model was called with (empty if not recorded): both are checked when the plan is applied.
+    - `choosers` are modules inside regions with ops that compute indices from floating-point numbers, such as routers;
+      the indices of the forward are kept for the replay.
+    - `rows` list every saved value with its action.
 
     >>> import lowtide
     >>> lowtide.Plan(regions=(lowtide.plans.Recompute("layers.0"),)).regions[0].path
@@ -230,7 +238,7 @@ class Plan:
         if self.engine not in ENGINES:
             raise PlanError(f"a plan is for the engine {' or '.join(map(repr, ENGINES))}, not {self.engine!r}")
         if self.engine == "eager" and self.keeps:
-            raise PlanError(f"an eager plan has regions; {len(self.keeps)} single ops are to be kept")
+            raise PlanError(f"an eager plan has regions, not keeps; {len(self.keeps)} keeps are given")
         if self.engine == "compiled" and (self.regions or self.moves):
             raise PlanError(
                 f"a compiled plan has ops to keep; {len(self.regions)} regions and {len(self.moves)} moves are given"
@@ -245,55 +253,55 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plan asks for nothing, so that the step runs as it is."""
+        """Whether the plan changes nothing: every activation is kept."""
         if self.engine == "compiled":
             return not self.keeps and not self.budget_bytes
         return not self.regions and not self.moves
 
     @property
     def is_lossy(self) -> bool:
-        """Whether values come back approximately, and gradients with them."""
+        """Whether a value is encoded by a lossy codec, so that gradients are approximate."""
         return any(move.is_lossy for move in self.moves)
 
     @property
     def gap(self) -> float:
-        """How much faster, as a share of the step's time, a plan within the same budget could be at the very most."""
+        """Upper bound on how much faster a plan within the same budget could be, as a share of the step's time."""
         return (self.extra_s - self.lower_bound_s) / self.step_s if self.step_s else 0.0
 
     @property
     def slowdown(self) -> float:
-        """The step's time under the plan over its plain time, less one."""
+        """Predicted: the step's time with the plan over its plain time, minus 1."""
         return self.extra_s / self.step_s if self.step_s else 0.0
 
     @property
     def measured_slowdown(self) -> float | None:
-        """As `slowdown`, of steps that `lowtide.fit` ran with the plan and without it; None where it did not."""
+        """Measured: as `slowdown`, from steps that `lowtide.fit` ran with and without the plan; None without those."""
         if self.measured_step_s is None or not self.measured_plain_s:
             return None
         return self.measured_step_s / self.measured_plain_s - 1
 
     def bytes_by_action(self) -> dict[str, int]:
-        """Bytes of saved activations kept, recomputed, moved, and compressed on the device: as large as they were."""
-        found = dict.fromkeys(("keep", "recompute", "host", "disk", "compress"), 0)
+        """Bytes of saved activations by action, in their size before compression."""
+        sizes = dict.fromkeys(("keep", "recompute", "host", "disk", "compress"), 0)
         for row in self.rows:
-            found[row.action] = found.get(row.action, 0) + row.bytes
-        return found
+            sizes[row.action] = sizes.get(row.action, 0) + row.bytes
+        return sizes
 
     def to_json(self, *, graph: bool = True) -> str:
-        """The plan as text, with a version; `Plan.from_json` reads it. With `graph=False` its graph is left out."""
+        """Return the plan as versioned JSON, which `Plan.from_json` reads; with `graph=False`, without its graph."""
         from lowtide.plans.plan_json import write_plan
 
         return write_plan(self, graph)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote. Raises `PlanError` where the text is damaged; nothing in it can run."""
+        """Read a plan that `to_json` wrote. Raises `PlanError` if the text is damaged. No code in it is executed."""
         from lowtide.plans.plan_json import read_plan
 
         return read_plan(text)
 
     def explain(self, path: str) -> str:
-        """In words, what happens to each value saved in a module and below it, and why."""
+        """Say what happens to each value saved in a module and below it, and why."""
         from lowtide.plans.plan_text import explain
 
         return explain(self, path)
@@ -308,11 +316,11 @@ class Plan:
         frontier: Frontier | None = None,
         time_limit_s: float = 5.0,
     ) -> Report:
-        """Write a report to a file: a page that needs nothing else, or by its ending a picture, Markdown or a trace.
+        """Write a report to a file; its suffix selects the format. Returns a summary of what was written.
 
-        `.html`, `.png` (with the extra `report`), `.md`, or `.json` for ui.perfetto.dev. All numbers are predicted but
-        for what is given as measured. The trade-off curve of a page is `frontier`, from `lowtide.sweep`, or made in
-        about `time_limit_s`. What is returned says in words what was done.
+        `.html` (one page without external files), `.png` (needs the extra `report`), `.md`, or `.json`, a trace for
+        ui.perfetto.dev. All numbers are predicted except those given as measured. The trade-off curve of a page is
+        `frontier`, from `lowtide.sweep`, or computed in about `time_limit_s`.
         """
         from lowtide.api.report import write_report
 
@@ -327,7 +335,7 @@ class Plan:
         )
 
     def plot(self) -> Figure:
-        """A matplotlib figure of memory over the step, with and without the plan (the extra `report`)."""
+        """Return a matplotlib figure of memory over the step, with and without the plan (needs the extra `report`)."""
         from lowtide.reports.charts import plan_figure
         from lowtide.reports.report_facts import report_facts
 
@@ -339,42 +347,42 @@ class Plan:
         return summary(self)
 
     def segmented(self, graph: StepGraph) -> StepGraph:
-        """`graph` with the plan's segments as calls, which are numbered anew; `graph` itself if there are none.
+        """Return `graph` with the plan's segments inserted as calls (which renumbers calls), or `graph` if none.
 
-        Raises `PlanError` where the graph has no such segment.
+        Raises `PlanError` if the graph has no such segment.
         """
         return segmented(graph, self.regions)
 
     def calls(self, graph: StepGraph) -> dict[int, Recompute]:
-        """The recomputed calls, by their number in `segmented(graph)`: that of `graph`, if there are no segments.
+        """Return the recomputed calls by their index in `segmented(graph)`.
 
-        Raises `PlanError` where the graph has no such call.
+        Raises `PlanError` if the graph has no such call, or it cannot be recomputed.
         """
         graph = self.segmented(graph)
         numbers = {graph.names_of(call): call for call in range(len(graph.calls))}
-        found: dict[int, Recompute] = {}
+        planned: dict[int, Recompute] = {}
         for region in self.regions:
             call = numbers.get(((region.path, region.nth), *region.more), -1)
-            if call < 0:  # raises, and says what there is
+            if call < 0:  # raises an error with similar names
                 call = call_named(graph, region.path, region.nth)
-            if call in found:
+            if call in planned:
                 raise PlanError(f"{region.name} is recomputed twice")
             if call in graph.unreplayable:
                 raise PlanError(f"{region.name} cannot be recomputed: {graph.unreplayable[call]}")
             length = graph.calls[call].end - graph.calls[call].first
             if any(not 0 <= op < length for op in region.keep_ops):
-                raise PlanError(f"{region.name} has {length} ops; {region.keep_ops} are to be kept")
-            found[call] = region
+                raise PlanError(f"{region.name} has {length} ops; its keep_ops are {region.keep_ops}")
+            planned[call] = region
         if any(region.keep_ops for region in self.regions):
-            check_retained(graph, {call: region.keep_ops for call, region in found.items()})
-        return found
+            check_retained(graph, {call: region.keep_ops for call, region in planned.items()})
+        return planned
 
     def held_ops(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The calls of `calls`, and for each the ops, counted from its first, whose outputs are kept."""
+        """Return the calls of `calls` with their retained ops, counted from the first op of each."""
         return {call: region.keep_ops for call, region in self.calls(graph).items()}
 
     def kept_ops(self, graph: StepGraph) -> tuple[int, ...]:
-        """The ops of a compiled plan whose outputs are saved. Raises `PlanError` where the graph has no such op."""
+        """Return the ops of a compiled plan whose outputs are saved. Raises `PlanError` if the graph has no such op."""
         if any(not 0 <= op < graph.num_forward for op in self.keeps):
             raise PlanError(
                 f"the step has {graph.num_forward} forward ops; the plan keeps the output of op {max(self.keeps)}. "
@@ -383,39 +391,41 @@ class Plan:
         return self.keeps
 
     def moves_by_value(self, graph: StepGraph) -> dict[int, Move]:
-        """The move of each value of `graph` that has one."""
+        """Return the move of each value of `graph` that has one. Raises `PlanError` for two different moves."""
         if not self.moves:
             return {}
         graph = self.segmented(graph)
         regions = graph.innermost(self.calls(graph))
-        found: dict[int, Move] = {}
+        moves: dict[int, Move] = {}
         for move in self.moves:
             value = self._moved_value(graph, move, regions)
-            other = found.setdefault(value, move)
+            other = moves.setdefault(value, move)
             if (other.to, other.codec) != (move.to, move.codec):
-                raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: one can be done")
-        return found
+                raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: name one")
+        return moves
 
     def moved_outputs(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:
-        """The values that the calls of `calls` hold elsewhere than on the device, in the order of their ops."""
+        """Return the retained outputs that the calls of `calls` hold off the device, in the order of their ops."""
         named = [move for move in self.moves if move.op is not None]
         graph = self.segmented(graph) if named else graph
         regions = self.calls(graph) if named else {}
-        found: dict[int, set[int]] = {}
+        moved: dict[int, set[int]] = {}
         for move in named:
             value = self._moved_value(graph, move, {})
             keepers = [c for c, region in regions.items() if move.op in region.keep_ops and _begins(region, move)]
-            found.setdefault(keepers[0], set()).add(value)
-        return {call: tuple(sorted(values, key=lambda v: graph.values[v].born)) for call, values in found.items()}
+            moved.setdefault(keepers[0], set()).add(value)
+        return {call: tuple(sorted(values, key=lambda v: graph.values[v].born)) for call, values in moved.items()}
 
     @staticmethod
     def _moved_value(graph: StepGraph, move: Move, regions: dict[int, int]) -> int:
-        """The value that a move names: one of a recomputed call's inputs, an output it holds, or that of a save."""
+        """Return the value that a move names: an input of a recomputed call, a retained output, or a saved value."""
         call = call_named(graph, move.path, move.nth)
         if move.op is not None:
             outputs = graph.ops[graph.calls[call].first + move.op].outputs
             if not outputs:
-                raise PlanError(f"op {move.op} of {move.path} is to be moved, and makes nothing of its own")
+                raise PlanError(
+                    f"the output of op {move.op} of {move.path} is to be moved, but the op makes no new value"
+                )
             return outputs[0]
         parent = graph.calls[call].parent
         if regions[call] == call or (regions[call] == parent >= 0 and graph.calls[parent].kind == "Segment"):
@@ -425,25 +435,25 @@ class Plan:
             return inputs[move.save]
         index = graph.saves_by_number.get((call, move.save))
         if index is None:
-            number = sum(place[0] == call for place in graph.save_numbers)
+            number = sum(saver == call for saver, _ in graph.save_numbers)
             raise PlanError(f"{move.path} makes {number} saves; number {move.save} is to be moved")
         return graph.saves[index].value
 
     def forms(self, graph: StepGraph) -> dict[int, EncodedForm]:
-        """What codecs make of the values of `graph` that they are to write, less those that they decline."""
+        """Return the encoded forms of the values of `graph` that have a lossy codec which does not decline them."""
         coded = {value: move.codec for value, move in self.moves_by_value(graph).items() if move.is_lossy}
         if coded and not graph.hardware.memory_bytes_per_s:
             raise PlanError(
-                f"the plan compresses values, and the speed of {graph.hardware.name}'s memory is not known: nobody can "
-                "say what that costs. Trace for a device that is known."
+                f"the plan compresses values, and the memory bandwidth of {graph.hardware.name} is unknown, so the "
+                "cost cannot be predicted. Trace for a device in lowtide.tracing.devices.DEVICES."
             )
-        found = {}
+        forms = {}
         for value, codec in coded.items():
             facts = graph.values[value]
             form = encoded_form(facts, codec, graph.hardware) if facts.kind == "activation" else None
             if form is not None:
-                found[value] = form
-        return found
+                forms[value] = form
+        return forms
 
 
 def _begins(region: Recompute, move: Move) -> bool:
@@ -452,7 +462,7 @@ def _begins(region: Recompute, move: Move) -> bool:
 
 @dataclass(frozen=True)
 class Reference:
-    """Something people use today, as simulated on the same graph."""
+    """A common practice (such as a checkpoint per block), simulated on the same graph for comparison."""
 
     name: str
     peak_bytes: int
@@ -461,7 +471,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Plans from the smallest budget to the plain peak, and where the usual alternatives stand. All predicted."""
+    """Plans for budgets from the floor to the plain peak, and common practices for comparison. All predicted."""
 
     plans: tuple[Plan, ...]
     references: tuple[Reference, ...]
@@ -470,7 +480,7 @@ class Frontier:
     plain_peak_bytes: int
 
     def plot(self) -> Figure:
-        """A matplotlib figure of slowdown against peak memory, with the alternatives (the extra `report`)."""
+        """Return a matplotlib figure of slowdown over peak memory, with the references (needs the extra `report`)."""
         from lowtide.reports.charts import frontier_figure
 
         return frontier_figure(self)

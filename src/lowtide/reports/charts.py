@@ -1,8 +1,10 @@
-"""The data behind a page's charts: timelines thinned out so that no peak is lost, and names written once.
+"""Charts of a simulated step in three forms: data for the HTML page, a Chrome trace, and matplotlib figures.
 
-A plan's step as a Chrome trace: opens in ui.perfetto.dev and chrome://tracing.
-
-Figures of plans and frontiers, drawn with matplotlib (the extra `report`).
+- `chart_data`: the JSON that the scripts of the page draw. Timelines are reduced to a few thousand events, keeping the
+  highest and lowest of each group, so that no peak is lost; each name is stored once.
+- `trace_json`: ops, replays and copies as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
+- `plan_figure`, `frontier_figure`: figures for `plan.plot()`, `frontier.plot()` and `.png` reports. They need
+  matplotlib (the extra `report`).
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
 
 _MOST_POINTS = 3000
 _MOST_PLAIN_POINTS = 1500
-_NUM_LIVE = 6  # values named at each moment
+_NUM_LIVE = 6  # values listed for each event
 _MOST_COPIES = 2000
 
 
 class _Names:
-    """Texts by number, each written once."""
+    """Numbers texts, so that each is stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -41,7 +43,7 @@ class _Names:
 
 
 def chart_data(facts: ReportFacts) -> dict[str, Any]:
-    """What the page draws, as plain data. Times are whole nanoseconds, sizes whole bytes."""
+    """Return the data of the page's charts. Times are in nanoseconds, sizes in bytes."""
     names = _Names()
     rows = layer_rows(facts)
     actions = actions_of(rows)
@@ -56,12 +58,12 @@ def chart_data(facts: ReportFacts) -> dict[str, Any]:
         "curve": _curve(facts),
         "actions": actions,
         "layers": [[names(row.layer), *(row.bytes.get(action, 0) for action in actions)] for row in rows],
-        "names": names.all(),  # last: by now they are all known
+        "names": names.all(),  # last, when all names are numbered
     }
 
 
 def thinned(total: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` events that tell the same story: first, last, lowest and highest of each run of events."""
+    """Return at most `most` event indices: the first, last, lowest and highest of each group of events."""
     num = len(total)
     if num <= most:
         return np.arange(num)
@@ -78,7 +80,7 @@ def _planned(facts: ReportFacts, names: _Names) -> dict[str, Any]:
     events = thinned(timeline.total_bytes, _MOST_POINTS)
     ops = timeline.ops[events].tolist()
     labels: dict[int, int] = {}
-    lists: dict[tuple[int, ...], int] = {}  # neighbours often have the same values live
+    lists: dict[tuple[int, ...], int] = {}  # neighbouring events often have the same live values
     live = []
     for sizes in timeline.live_at_each(events.tolist(), most=_NUM_LIVE):
         flat: list[int] = []
@@ -101,7 +103,7 @@ def _planned(facts: ReportFacts, names: _Names) -> dict[str, Any]:
 
 
 def _label(timeline: Timeline, value: int) -> str:
-    """How a value is called: a gradient by its parameter, an activation by where and by which op it was made."""
+    """Return a value's display name: a gradient's parameter, or the module and op that made an activation."""
     graph = timeline.graph
     known = graph.values[value]
     if known.kind == "gradient":
@@ -126,31 +128,31 @@ def _has_times(timeline: Timeline) -> bool:
 
 
 def _nanoseconds(timeline: Timeline, events: np.ndarray) -> list[int]:
-    """When events start; where a graph knows no times, every event takes the same."""
+    """Return the start times of events; in a graph without times, events are equally spaced."""
     if not _has_times(timeline):
         return [int(event) * 1000 for event in events]
     return np.rint(timeline.starts_s[events] * 1e9).astype(np.int64).tolist()
 
 
 def _end(timeline: Timeline) -> int:
-    """When the optimizer's step is over, which is drawn with some width: it has no time of its own."""
+    """Return the end of the chart: the optimizer's step has no time, and is drawn 1 % wide."""
     if not _has_times(timeline):
         return len(timeline.ops) * 1000
     return int(timeline.starts_s[-1] * 1e9 * 1.01) + 1
 
 
 def _copies(facts: ReportFacts, names: _Names) -> dict[str, list[list[int]]]:
-    """Copies by direction, and stalls: [start, end, name, bytes]; the longest where there are very many."""
+    """Return copies by direction, and stalls: [start, end, name, bytes]; only the longest if there are very many."""
     graph = facts.graph
-    found: dict[str, list[list[int]]] = {}
+    copies: dict[str, list[list[int]]] = {}
     for copy in facts.planned.copies:
         row = [int(copy.start_s * 1e9), int(copy.end_s * 1e9), names(_label(facts.planned, copy.value))]
-        found.setdefault(copy.kind, []).append([*row, graph.values[copy.value].bytes])
-    return {kind: sorted(sorted(rows, key=lambda row: row[0] - row[1])[:_MOST_COPIES]) for kind, rows in found.items()}
+        copies.setdefault(copy.kind, []).append([*row, graph.values[copy.value].bytes])
+    return {kind: sorted(sorted(rows, key=lambda row: row[0] - row[1])[:_MOST_COPIES]) for kind, rows in copies.items()}
 
 
 def _curve(facts: ReportFacts) -> dict[str, Any]:
-    """Points [peak bytes, slowdown, budget bytes, least slowdown of any plan] of plans, and the alternatives."""
+    """Return points [peak bytes, slowdown, budget bytes, lower bound of the slowdown] of plans, and alternatives."""
     step_s = facts.graph.step_s or 1.0
     plans = [
         [plan.peak_bytes, plan.extra_s / step_s, plan.budget_bytes, plan.lower_bound_s / step_s]
@@ -162,12 +164,12 @@ def _curve(facts: ReportFacts) -> dict[str, Any]:
 
 
 def _undominated(facts: ReportFacts) -> list[Any]:
-    """Plans that no other beats in both time and memory, by peak."""
-    found: list[Any] = []
+    """Return the plans for which no other is better in both time and memory, sorted by peak."""
+    best: list[Any] = []
     for plan in sorted(facts.curve.plans, key=lambda plan: (plan.peak_bytes, plan.extra_s)):
-        if not found or plan.extra_s < found[-1].extra_s:
-            found.append(plan)
-    return found
+        if not best or plan.extra_s < best[-1].extra_s:
+            best.append(plan)
+    return best
 
 
 _COMPUTE = 1
@@ -175,7 +177,10 @@ _LANES = {"out": (2, "copies out"), "in": (3, "copies in"), "stall": (4, "stalls
 
 
 def trace_json(facts: ReportFacts) -> str:
-    """Ops, replays, copies and stalls as slices and live bytes as counters, with and without the plan. Predicted."""
+    """Return a Chrome trace of the predicted step with and without the plan.
+
+    Ops, replays, copies and stalls are slices, live bytes are counters.
+    """
     steps = {"with the plan (predicted)": facts.planned, "without a plan (predicted)": facts.plain}
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -201,42 +206,42 @@ def _slice(process: int, thread: int, name: str, start_s: float, seconds: float,
 
 def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     graph = timeline.graph
-    found = []
+    slices = []
     columns = zip(timeline.ops.tolist(), timeline.phases.tolist(), timeline.starts_s.tolist(), strict=True)
     for index, phase, start_s in columns:
-        if index < 0 or PHASES[phase] in ("compression", "decompression"):  # no op of the graph's own
+        if index < 0 or PHASES[phase] in ("compression", "decompression"):  # not an op of the graph
             continue
         op = graph.ops[index]
         seconds = timeline.recomputed_s(index) if PHASES[phase] == "replay" else op.seconds
-        if seconds:  # views take no time, nor does what a replay leaves out
+        if seconds:  # views take no time, nor do ops that a replay leaves out
             facts = {"module": graph.path_of(index), "phase": PHASES[phase]}
-            found.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
-    return found
+            slices.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
+    return slices
 
 
 def _copy_slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     graph = timeline.graph
-    found = []
+    slices = []
     for copy in timeline.copies:
         value = graph.values[copy.value]
         facts = {"bytes": value.bytes, "module": graph.path_of(value.born) if value.born >= 0 else ""}
         thread, _ = _LANES[copy.kind]
         seconds = copy.end_s - copy.start_s
-        found.append(_slice(process, thread, short_op(value.name), copy.start_s, seconds, cat="copy", args=facts))
-    return found
+        slices.append(_slice(process, thread, short_op(value.name), copy.start_s, seconds, cat="copy", args=facts))
+    return slices
 
 
 def _counters(timeline: Timeline, process: int) -> list[dict[str, Any]]:
-    """Live bytes by kind wherever they change."""
+    """Return counters of live bytes by kind, for each event that changes them."""
     live = timeline.live_bytes
     changed = np.ones(len(live), dtype=bool)
     changed[1:] = (live[1:] != live[:-1]).any(axis=1)
-    found = []
+    counters = []
     for event in np.flatnonzero(changed).tolist():
         sizes = dict(zip(KINDS, live[event].tolist(), strict=True))
         at = _micro(float(timeline.starts_s[event]))
-        found.append({"ph": "C", "name": "live bytes", "pid": process, "tid": 0, "ts": at, "args": sizes})
-    return found
+        counters.append({"ph": "C", "name": "live bytes", "pid": process, "tid": 0, "ts": at, "args": sizes})
+    return counters
 
 
 def _micro(seconds: float) -> float:
@@ -255,7 +260,7 @@ _INK, _MOST_PLOT_POINTS = "#16202b", 6000
 
 
 def plan_figure(facts: ReportFacts) -> Figure:
-    """Memory over the step, stacked by kind, with the plain step and the budget."""
+    """Return a figure of memory over the step, stacked by kind, with the plain step and the budget."""
     figure = _figure(10, 4.5)
     axes = figure.subplots()
     planned, plain = facts.planned, facts.plain
@@ -294,7 +299,7 @@ def plan_figure(facts: ReportFacts) -> Figure:
 
 
 def frontier_figure(frontier: Frontier) -> Figure:
-    """The slowdown of the fastest plan found against its peak, the bound, and what people use today."""
+    """Return a figure of slowdown over peak memory: the plans, the lower bound, and common practices."""
     figure = _figure(7, 4.5)
     axes = figure.subplots()
     unit, name = _unit(frontier.plain_peak_bytes)
@@ -322,9 +327,7 @@ def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "plots are drawn with matplotlib, which is not here: pip install 'lowtide[report]'"
-        ) from error
+        raise ImportError("plots need matplotlib, which is not installed: pip install 'lowtide[report]'") from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")  # no pyplot: no global state
 
 
@@ -333,7 +336,7 @@ def _unit(num_bytes: int) -> tuple[int, str]:
 
 
 def _plain_text(text: str) -> str:
-    """Text that matplotlib takes for no formula."""
+    """Return text that matplotlib does not parse as a formula."""
     return text.replace("$", r"\$")
 
 

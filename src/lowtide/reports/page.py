@@ -1,7 +1,11 @@
-"""The report as one HTML file: inline styles, scripts and data, nothing from the network.
+"""`to_html`: the report of a plan as one HTML file, with styles, script and data inline.
 
-A policy in the page's head lets run only the script whose digest it names, so that even a name that slipped through
-unescaped could not do anything.
+`api.report.write_report` calls it with the facts of a report. The template and the scripts are in `assets/`; tables are
+rendered here, charts are drawn in the browser from `charts.chart_data`. To add a section, write a function that returns
+its HTML, pass it to the template in `to_html`, and put its name into `assets/page.html`.
+
+The page loads nothing from the network. Its content security policy allows only the script whose hash it names, so a
+module name that was not escaped could still not run code.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def to_html(facts: ReportFacts) -> str:
-    """The whole page."""
+    """Return the whole page."""
     script = "(() => {\n" + '"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     root = next((call.kind for call in facts.graph.calls if call.parent < 0), "step")
@@ -62,7 +66,7 @@ def to_html(facts: ReportFacts) -> str:
         curve_text=escape(_curve_text(facts)),
         alternatives=_alternatives(facts),
         candidates=_candidates(facts),
-        layers_text=escape("Bytes of each layer by what becomes of them; the table below has the numbers."),
+        layers_text=escape("Bytes of each layer by action; the table below has the numbers."),
         layers=_layers(facts),
         peak_hint=escape(_peak_hint(facts)),
         bars_text=escape("Both peaks by kind; the table below has the numbers of the one with the plan."),
@@ -78,7 +82,7 @@ def to_html(facts: ReportFacts) -> str:
 
 
 def script_json(content: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it looks like a tag."""
+    """Return JSON that is safe inside a script element: characters of tags are escaped."""
     text = json.dumps(content, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -88,7 +92,7 @@ def _asset(name: str) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Text in which no line ends between a number and its unit."""
+    """Return text without line breaks between a number and its unit."""
     return re.sub(r"(?<=\d) (?=%|[KMGT]iB|B\b)", "&nbsp;", text)
 
 
@@ -104,10 +108,10 @@ def _figure(figure: Figure) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    """A table; a column whose head ends in `|` holds numbers, and one without a head, but for the first, bars."""
+    """Return an HTML table. A heading that ends in `|` marks numbers; an empty one, except the first, marks bars."""
     cells = []
-    for place, name in enumerate(head):
-        kind = "n" if name.endswith("|") else "w" if name or not place else "b"
+    for column, name in enumerate(head):
+        kind = "n" if name.endswith("|") else "w" if name or not column else "b"
         cells.append(f'<th scope="col" class="{kind}">{escape(name.removesuffix("|"))}</th>')
     return f"<table><thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
@@ -145,7 +149,7 @@ def _alternatives(facts: ReportFacts) -> str:
 
 
 def _candidates(facts: ReportFacts) -> str:
-    """A section with what `fit` tried; nothing where it tried nothing."""
+    """Return the section on the candidates that `fit` ran, or nothing if there were none."""
     if not facts.candidates:
         return ""
     rows = []
@@ -154,7 +158,7 @@ def _candidates(facts: ReportFacts) -> str:
         kind = "here" if trial.outcome == KEPT else ""
         rows.append(_row(_words(name), *map(_number, numbers), _words(outcome), kind=kind))
     first, *heads, last = HEAD
-    hint = "Plans that were considered for this budget, and what real steps under them took, in turns."
+    hint = "Plans that were considered for this budget, and what real steps with them measured, run in turns."
     return (
         '<section aria-labelledby="tried-h"><h2 id="tried-h">Candidates tried</h2>'
         f'<p class="hint">{hint}</p><div class="scroll">'
@@ -221,14 +225,14 @@ def _copies(facts: ReportFacts) -> str:
         seconds = sum(copy.end_s - copy.start_s for copy in copies)
         rows.append(_row(_words(name), _number(str(len(copies))), _number(size(moved)), _number(duration(seconds))))
     hint = (
-        f"Beside the compute; at most {size(planned.host_bytes)} are away at once. When they run is drawn under the "
-        "memory chart above, with the time that is spent waiting for them."
+        f"Copies run beside the compute; at most {size(planned.host_bytes)} are on the host or disk at once. The lanes "
+        "under the memory chart show when they run, and when the step waits for them."
     )
     table = _table(["", "copies|", "bytes|", "time|"], rows)
     return f'<p class="hint">{escape(hint)}</p><div class="scroll">{table}</div>'
 
 
-# Words.
+# Sentences.
 
 
 def _memory_text(facts: ReportFacts) -> str:
@@ -251,15 +255,15 @@ def _peak_hint(facts: ReportFacts) -> str:
     planned = facts.planned
     where = f" of {planned.peak_path}" if planned.peak_path else ""
     return (
-        f"The peak of {size(planned.peak_bytes)} is in the {planned.peak_phase}{where}. Values that are alike in "
-        "several layers are one row, with * for the number of the layer."
+        f"The peak of {size(planned.peak_bytes)} is in the {planned.peak_phase}{where}. Equal values of several "
+        "layers are one row, with * for the number of the layer."
     )
 
 
 def _cost_hint(facts: ReportFacts) -> str:
     if facts.plan.is_plain:
-        return "Nothing: every activation is kept, and the step runs as it is."
-    return "Modules whose activations are dropped and computed again in the backward, and what else takes time."
+        return "Nothing: every activation is kept."
+    return "Modules whose activations are dropped and recomputed in the backward, and other costs of the plan."
 
 
 # Files.
@@ -274,7 +278,7 @@ def _files(facts: ReportFacts) -> list[str]:
 
 
 def _packed(name: str, text: str, what: str) -> str:
-    """A link to a file in the page, compressed; the page's script hands it out as it is."""
+    """Return a link to a compressed file inside the page; the page's script offers it decompressed."""
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
     link = f'<a href="data:application/gzip;base64,{packed}" download="{name}.gz" data-name="{name}">{name}.gz</a>'
     return f"<li>{link}<span>{escape(what)}</span></li>"

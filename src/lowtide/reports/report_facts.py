@@ -1,6 +1,7 @@
-"""Which layer a module belongs to, and what it is called in all layers that are alike.
+"""`ReportFacts`: everything that a report is made from, the same for HTML, Markdown, traces and figures.
 
-What a report is made from: a plan and its graph, played with and without the plan, and what was measured.
+`report_facts` simulates the step with and without the plan; measurements, alternatives and the trade-off curve are
+passed in. `Layers` maps module paths to layers, so that tables can group equal modules (`layers.*.mlp`).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ OUTSIDE = "outside of modules"
 
 
 class Layers:
-    """The layers of a step: its repeated blocks, and what is beside them by the model's outermost modules."""
+    """The layers of a step: its repeated blocks, and the model's outermost modules for everything else."""
 
     def __init__(self, graph: StepGraph) -> None:
         self._blocks = {graph.calls[call].path for call in all_blocks(graph)}
 
     def layer_of(self, path: str) -> str:
-        """The block that a module is or lies in, else the outermost module around it."""
+        """Return the block that a module is or lies in, else the outermost module around it."""
         block = self._block(path)
         return block if block is not None else path.split(".")[0] or OUTSIDE
 
     def pattern_of(self, path: str) -> str:
-        """A module's path with the number of its block left open: `layers.*.mlp` for `layers.7.mlp`."""
+        """Return a module's path with `*` for the number of its block: `layers.*.mlp` for `layers.7.mlp`."""
         block = self._block(path)
         if block is None:
             return path or OUTSIDE
@@ -47,7 +48,7 @@ class Layers:
 
 
 def short_op(name: str) -> str:
-    """`addmm` for `aten.addmm.default`: the namespace goes if it is torch's own, and so does the overload."""
+    """Return `addmm` for `aten.addmm.default`: torch's own namespaces and overload names are left out."""
     parts = name.split(".")
     if len(parts) >= 3 and parts[0] in ("aten", "prims"):
         return parts[1]
@@ -55,12 +56,13 @@ def short_op(name: str) -> str:
 
 
 def counted(num: int, noun: str) -> str:
+    """Return `1 call` or `2 calls`."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """A plan, the timelines with and without it, the trade-off around it, and what was measured (None: was not)."""
+    """A plan, the timelines with and without it, the trade-off curve, and measurements (None: not measured)."""
 
     plan: Plan
     graph: StepGraph
@@ -79,7 +81,7 @@ class ReportFacts:
 
     @property
     def curve(self) -> Frontier:
-        """The trade-off, or as much of it as is known without looking."""
+        """The trade-off curve; without one, a frontier of the two simulated peaks only."""
         if self.frontier is not None:
             return self.frontier
         peaks = self.planned.peak_bytes, self.plain.peak_bytes
@@ -87,17 +89,17 @@ class ReportFacts:
 
     @property
     def budget_bytes(self) -> int:
-        """0 where the plan was made for none."""
+        """The budget of the plan; 0 if it has none."""
         return self.plan.budget_bytes
 
     @property
     def slowdown(self) -> float:
-        """Predicted, as a share of the plain step."""
+        """The predicted slowdown, as a share of the plain step."""
         return self.planned.extra_s / self.graph.step_s if self.graph.step_s else 0.0
 
     @property
     def measured_slowdown(self) -> float | None:
-        """Only where both the plain step and the planned one were measured."""
+        """The measured slowdown; None unless both the plain and the planned step were measured."""
         if self.measured_step_s is None or not self.graph.is_measured or not self.graph.step_s:
             return None
         return self.measured_step_s / self.graph.step_s - 1
@@ -119,9 +121,9 @@ def report_facts(
     notes: tuple[str, ...] = (),
     candidates: tuple[Trial, ...] = (),
 ) -> ReportFacts:
-    """Simulate the step with and without the plan; the rest of what a report shows is given."""
+    """Simulate the step with and without the plan, and combine that with what is given."""
     graph = graph_of(plan)
-    if not plan.rows:  # one made by hand
+    if not plan.rows:  # written by the user, not made by a solver
         plan = replace(plan, rows=rows_of(graph, plan))
     return ReportFacts(
         plan,
@@ -144,9 +146,9 @@ def graph_of(plan: Plan) -> StepGraph:
     graph = plan.graph
     if graph is None:
         raise PlanError(
-            "this plan comes without the graph it was made for, and a report is drawn from that. Plans made by "
-            "lowtide.solve have theirs, and so has a plan file, unless it was written with graph=False; "
-            "dataclasses.replace(plan, graph=graph) gives one back."
+            "this plan comes without the graph it was made for, which a report needs. Plans made by lowtide.solve have "
+            "one, and so has a plan file unless it was written with graph=False; dataclasses.replace(plan, "
+            "graph=graph) adds one."
         )
     if plan.fingerprint and plan.fingerprint != graph.fingerprint:
         raise PlanError(f"this plan was made for the graph {plan.fingerprint!r} and comes with {graph.fingerprint!r}")

@@ -1,8 +1,9 @@
-"""The tables of a report. Totals are the literal sum of their rows, and rows left out are one row themselves.
+"""The tables and sentences of a report, and the report as Markdown.
 
-Numbers and the verdict, as a report says them. Three digits: enough to tell a peak from its budget.
-
-A report as Markdown, for a pull request: the verdict and its tables.
+`peak_rows`, `cost_rows` and `layer_rows` are the tables, as data for both HTML and Markdown. The total of a table is
+the exact sum of its rows; rows beyond the limit are summed in one row. `verdict`, `figures` and `assumptions` are the
+text. Numbers have three digits, enough to tell a peak from its budget, and each is marked as measured, predicted or
+given. `to_markdown` puts everything together for a pull request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ACTIONS = ("keep", "recompute", "host", "disk", "compress")
 
 @dataclass(frozen=True)
 class PeakRow:
-    """Part of what lives at the peak."""
+    """A group of bytes that are live at the peak."""
 
     what: str
     where: str
@@ -31,7 +32,7 @@ class PeakRow:
 
 @dataclass(frozen=True)
 class CostRow:
-    """Part of what a plan costs: the time it adds, and the bytes it need not hold for that."""
+    """A part of a plan's cost: the time it adds, and the bytes that it frees."""
 
     what: str
     num_calls: int
@@ -41,14 +42,14 @@ class CostRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What becomes of the bytes that one layer saves for the backward."""
+    """Bytes that one layer saves for the backward, by action."""
 
     layer: str
     bytes: dict[str, int]
 
 
 def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
-    """What fills the peak: static memory by kind, then live values, alike ones of all layers together."""
+    """Return what is live at the peak: static memory by kind, then values, with equal ones of all layers in one row."""
     graph, planned = facts.graph, facts.planned
     event = planned.peak_event
     static: Counter[str] = Counter()
@@ -68,30 +69,30 @@ def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
             key = short_op(graph.ops[value.born].name), facts.layers.pattern_of(graph.path_of(value.born))
             sizes[key] += size
             numbers[key] += 1
-    found = [PeakRow(kind, "", size) for kind, size in static.items() if size]
+    rows = [PeakRow(kind, "", size) for kind, size in static.items() if size]
     ranked = sorted(sizes, key=lambda key: -sizes[key])
     for key in ranked[:most]:
         what = key[0] if numbers[key] == 1 else f"{numbers[key]} x {key[0]}"
-        found.append(PeakRow(what, key[1], sizes[key]))
+        rows.append(PeakRow(what, key[1], sizes[key]))
     if rest := ranked[most:]:
         num_values = sum(numbers[key] for key in rest)
-        found.append(PeakRow(counted(num_values, "smaller value"), "", sum(sizes[key] for key in rest)))
+        rows.append(PeakRow(counted(num_values, "smaller value"), "", sum(sizes[key] for key in rest)))
 
     op = int(planned.ops[event]) if event >= 0 else -1
     workspace = graph.ops[op].workspace_bytes if op >= 0 else graph.optimizer_workspace_bytes
     name = short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"
     if workspace:
-        found.append(
+        rows.append(
             PeakRow(f"workspace of {name}", facts.layers.pattern_of(graph.path_of(op)) if op >= 0 else "", workspace)
         )
-    held = planned.peak_bytes - sum(row.bytes for row in found)
+    held = planned.peak_bytes - sum(row.bytes for row in rows)
     if held:
-        found.append(PeakRow("held for replays: random states and buffers", "", held))
-    return found
+        rows.append(PeakRow("held for replays: random states and buffers", "", held))
+    return rows
 
 
 def cost_rows(facts: ReportFacts) -> list[CostRow]:
-    """What is recomputed, alike calls together, and what else the plan adds; seconds sum to what the plan costs."""
+    """Return what is recomputed, equal calls in one row, and other costs; seconds sum to the plan's cost."""
     plan, planned = facts.plan, facts.planned
     graph = plan.segmented(facts.graph)
     calls: dict[str, set[int]] = {}
@@ -110,32 +111,32 @@ def cost_rows(facts: ReportFacts) -> list[CostRow]:
             path = facts.layers.layer_of(row.path) if compiled else row.region
             freed[facts.layers.pattern_of("" if path == OUTSIDE else path)] += row.bytes
     names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
-    found = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
+    rows = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
     if planned.watched_s:
-        found.append(CostRow("entering regions, and watching ops whose outputs are held", 0, 0, planned.watched_s))
+        rows.append(CostRow("entering regions, and replays that retain outputs", 0, 0, planned.watched_s))
     compressed = sum(row.bytes for row in plan.rows if row.codec)
     if compressed or planned.coded_s:
-        found.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
+        rows.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))
     moved = sum(row.bytes for row in plan.rows if row.action in ("host", "disk") and not row.codec)
     if moved or planned.stalled_s:
-        found.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
-    beside_s = sum(row.seconds for row in found) - planned.extra_s
+        rows.append(CostRow("waiting for copies", 0, moved, planned.stalled_s))
+    beside_s = sum(row.seconds for row in rows) - planned.extra_s
     if planned.has_two_lines and abs(beside_s) > 1e-9 * planned.step_s:
         what = f"of that, beside the {planned.lines.limit}'s line" if beside_s > 0 else "waiting of host and device"
-        found.append(CostRow(what, 0, 0, -beside_s))
-    return found
+        rows.append(CostRow(what, 0, 0, -beside_s))
+    return rows
 
 
 def layer_rows(facts: ReportFacts) -> list[LayerRow]:
-    """For each layer, in the order of the forward, bytes of saved values by what becomes of them."""
-    found: dict[str, Counter[str]] = {}
+    """Return for each layer, in the order of the forward, the bytes of saved values by action."""
+    layers: dict[str, Counter[str]] = {}
     for row in facts.plan.rows:
-        found.setdefault(facts.layers.layer_of(row.path), Counter())[row.action] += row.bytes
-    return [LayerRow(layer, dict(sizes)) for layer, sizes in found.items()]
+        layers.setdefault(facts.layers.layer_of(row.path), Counter())[row.action] += row.bytes
+    return [LayerRow(layer, dict(sizes)) for layer, sizes in layers.items()]
 
 
 def actions_of(rows: list[LayerRow]) -> list[str]:
-    """The actions that occur, the usual ones first; keeping and recomputing are always among them."""
+    """Return the actions that occur, in the order of `ACTIONS`; always including keep and recompute."""
     present = {action for row in rows for action in row.bytes} | {"keep", "recompute"}
     return [action for action in ACTIONS if action in present] + sorted(present - set(ACTIONS))
 
@@ -145,7 +146,7 @@ PREDICTED, MEASURED = "predicted", "measured"
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the summary: what it is, how it was come by, and what to compare it with."""
+    """One number of the summary, with its source (measured, predicted, given) and a number to compare it with."""
 
     name: str
     number: str
@@ -154,13 +155,13 @@ class Figure:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1: `1536` is `1.50 KiB`."""
+    """Format bytes in the largest binary unit that gives at least 1: `1536` is `1.50 KiB`."""
     number, unit = in_bytes_unit(num_bytes)
     return f"{number:.0f} B" if unit == "B" else f"{_three(number)} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best: `0.0042` is `4.20 ms`."""
+    """Format seconds in s, ms or µs: `0.0042` is `4.20 ms`."""
     number, unit = in_seconds_unit(seconds)
     return f"{_three(number)} {unit}" if seconds else "0 s"
 
@@ -174,12 +175,12 @@ def _three(number: float) -> str:
 
 
 def verdict(facts: ReportFacts) -> str:
-    """The report in one line."""
+    """Return the report in one line."""
     return "".join(verdict_parts(facts))
 
 
 def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
-    """Whether it fits, and the rest of the line."""
+    """Return whether the plan fits, and the rest of the line."""
     plan, peak = facts.plan, size(facts.planned.peak_bytes)
     if not facts.budget_bytes:
         head = "No budget given"
@@ -205,39 +206,41 @@ def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
-    """The numbers of the verdict one by one, each with its source."""
+    """Return the numbers of the verdict, each with its source."""
     plan, graph = facts.plan, facts.graph
     plain = f"{size(facts.plain.peak_bytes)} without a plan"
     predicted = size(facts.planned.peak_bytes)
     if facts.measured_peak_bytes is None:
-        found = [Figure("Peak", predicted, PREDICTED, plain)]
+        all_figures = [Figure("Peak", predicted, PREDICTED, plain)]
     else:
-        found = [Figure("Peak", size(facts.measured_peak_bytes), MEASURED, f"predicted: {predicted}, and {plain}")]
+        all_figures = [
+            Figure("Peak", size(facts.measured_peak_bytes), MEASURED, f"predicted: {predicted}, and {plain}")
+        ]
     if facts.budget_bytes:
         used, source = facts.planned.peak_bytes, PREDICTED
         if facts.measured_peak_bytes is not None:
             used, source = facts.measured_peak_bytes, MEASURED
         beside = f"{percent(used / facts.budget_bytes)} of it used, {source}"
-        found.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
+        all_figures.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
     step = f"{duration(graph.step_s)} {MEASURED if graph.is_measured else PREDICTED}"
     if facts.measured_slowdown is not None and facts.measured_step_s is not None:
         beside = f"{duration(facts.measured_step_s)} after {step}; {percent(facts.slowdown)} predicted"
-        found.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
+        all_figures.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
     else:
         beside = f"{duration(facts.planned.extra_s)} on top of {step}"
         if facts.measured_step_s is not None:
             beside += f"; the planned step took {duration(facts.measured_step_s)}, measured"
-        found.append(Figure("Slower", percent(facts.slowdown), PREDICTED, beside))
+        all_figures.append(Figure("Slower", percent(facts.slowdown), PREDICTED, beside))
     if facts.budget_bytes:
         bound = f"no plan adds less than {duration(plan.lower_bound_s)}"
-        found.append(Figure("Gap to the bound", percent(plan.gap), PREDICTED, bound))
-    return found
+        all_figures.append(Figure("Gap to the bound", percent(plan.gap), PREDICTED, bound))
+    return all_figures
 
 
 def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
-    """What the numbers rest on."""
+    """Return what the numbers depend on: hardware, engine, notes of the trace, versions, graph."""
     graph, hardware = facts.graph, facts.graph.hardware
-    found = [
+    entries = [
         (
             "Peaks",
             "are bytes of live tensors and workspaces at every op; the allocator's fragmentation is not modelled.",
@@ -251,12 +254,12 @@ def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
         ("Engine", f"{facts.plan.engine}; {len(graph.ops)} ops, {len(graph.calls)} module calls"),
     ]
     if hardware.link_bytes_per_s and facts.planned.copies:
-        found.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
-    found += [("Note", note) for note in (*graph.notes, *facts.notes)]
+        entries.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
+    entries += [("Note", note) for note in (*graph.notes, *facts.notes)]
     versions = {"lowtide": own_version(), **graph.versions}
-    found.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    found.append(("Graph", graph.fingerprint))
-    return found
+    entries.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    entries.append(("Graph", graph.fingerprint))
+    return entries
 
 
 def _hardware(facts: ReportFacts) -> str:
@@ -275,7 +278,7 @@ _ESCAPES = str.maketrans(
 
 
 def to_markdown(facts: ReportFacts) -> str:
-    """The verdict, its numbers, the alternatives, what fills the peak, and what the plan costs."""
+    """Return the report as Markdown: verdict, figures, alternatives, peak, candidates, costs and assumptions."""
     others = [("this plan", facts.planned.peak_bytes, facts.slowdown)]
     step_s = facts.graph.step_s or 1.0
     others += [(other.name, other.peak_bytes, other.extra_s / step_s) for other in facts.alternatives]
@@ -283,7 +286,7 @@ def to_markdown(facts: ReportFacts) -> str:
     parts = [
         verdict(facts),
         markdown_table(["", "", "source", ""], [(f.name, f.number, f.source, f.beside) for f in figures(facts)]),
-        "**Beside it** (predicted)",
+        "**Alternatives** (predicted)",
         markdown_table(
             ["", "peak", "slower"], [(name, size(peak), percent(slower)) for name, peak, slower in others], "lrr"
         ),
@@ -312,20 +315,20 @@ def to_markdown(facts: ReportFacts) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str = "") -> str:
-    """A Markdown table; `alignment` has a letter per column, l or r."""
+    """Return a Markdown table; `alignment` has a letter per column, l or r."""
     rules = ["---:" if letter == "r" else "---" for letter in alignment.ljust(len(head), "l")]
     lines = [head, rules, *([escaped(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it is: names of modules may hold anything."""
+    """Return text with Markdown's special characters escaped; module names may contain any."""
     return " ".join(text.translate(_ESCAPES).split())
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written: where, how large, how long it took, and what it says in one line."""
+    """A report that was written: its path, size, the time it took, its verdict and notes."""
 
     path: Path
     num_bytes: int

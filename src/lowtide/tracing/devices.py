@@ -1,13 +1,15 @@
-"""What devices can do: a small table for those that are not here, and what is known of the one that is.
+"""Speeds and memory of devices, for predicted op times; and what the eager engine costs the host on this machine.
 
-Peaks are the vendors' figures without sparsity; `EFFICIENCY` is what large kernels reach of them. Links are what
-pinned copies reach over the usual slot.
+`DEVICES` is a table of common accelerators, so that a step can be traced for a device that this machine does not have
+(`trace(..., device="H100")`). FLOP/s and bandwidths are the vendors' figures without sparsity; `MATMUL_EFFICIENCY` and
+`MEMORY_EFFICIENCY` are the shares that large kernels reach. Link speeds are those of pinned copies over the usual PCIe
+slot. For the device that the trace runs on, `link_bytes_per_s` and `free_bytes` measure.
 
-What the eager engine adds on the host: measured once per machine, and kept in a small file.
-
-Measuring is the engine's own business: it registers what does it. Results are kept in the process, and under
-`LOWTIDE_CACHE_DIR`, or lowtide's folder in `XDG_CACHE_HOME` or `~/.cache`, by machine, device and versions. Where that
-cannot be written, every process measures for itself.
+`engine_costs` are host seconds per region, saved tensor, dispatched op and move of a plan, which the simulator adds to
+the host's time line. `eager.host_costs` registers the function that measures them, since this package must not import
+`eager`. They are measured once per machine, device and versions, in a few seconds, and cached as JSON under
+`LOWTIDE_CACHE_DIR`, else in lowtide's folder in `XDG_CACHE_HOME` or `~/.cache`. If that folder cannot be written, every
+process measures again.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from lowtide.units import own_version
 
 _GIB = 1024**3
 
-# Share of the peaks that kernels reach: matrix products, and those that only move memory.
+# Share of the peak FLOP/s that matrix products reach, and of the peak bandwidth that memory-bound kernels reach.
 MATMUL_EFFICIENCY = 0.6
 MEMORY_EFFICIENCY = 0.75
 LAUNCH_S = 3e-6
-# What the host takes to issue an op and a view in the forward, the Python of a model around them included, and in the
-# backward: means over six models on the host of an H200. They vary by half between models, and between days.
+# Host seconds to issue (an op, a view), including the model's Python around it, in the forward and in the backward:
+# means over six models on the host of an H200. They vary by half between models, and between days.
 FORWARD_ISSUE_S, BACKWARD_ISSUE_S = (28e-6, 5e-6), (22e-6, 9e-6)
-# What cuBLAS keeps allocated once it was used: a workspace for the forward's thread and one for the backward's.
+# cuBLAS keeps a workspace for the thread of the forward and one for that of the backward.
 CUBLAS_BYTES = 65 << 20
 
 DEVICES: dict[str, Hardware] = {
@@ -64,17 +66,18 @@ DEVICES: dict[str, Hardware] = {
 
 
 def register_device(hardware: Hardware) -> None:
-    """Make a device known by its name, for `trace(..., device=name)`."""
+    """Add a device to the table, for `trace(..., device=name)`."""
     DEVICES[hardware.name] = hardware
 
 
 def named_device(name: str) -> Hardware | None:
-    """The device of that name in the table, whatever its case."""
+    """Return the device of that name (in any case) in the table, or None."""
     wanted = name.strip().lower()
     return next((device for known, device in DEVICES.items() if known.lower() == wanted), None)
 
 
 def unknown_device(name: object) -> TraceError:
+    """Return the error for a device that is neither torch's nor in the table."""
     return TraceError(
         f"{name!r} is neither a torch device nor in lowtide's table of devices: {', '.join(DEVICES)}. "
         "Add one with lowtide.tracing.devices.register_device(Hardware(...))."
@@ -82,11 +85,14 @@ def unknown_device(name: object) -> TraceError:
 
 
 def present_device(device: torch.device) -> Hardware:
-    """What is known of a device that is here; speeds of one that is not in the table are those of its nearest kin."""
+    """Return the hardware facts of a device of this machine.
+
+    A CUDA device takes its speeds from the longest table name that its own name contains, else from the A100.
+    """
     if device.type == "cpu":
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-        state_bytes = torch.get_rng_state().nbytes  # on an accelerator these lie on the host
+        state_bytes = torch.get_rng_state().nbytes  # a region's saved random state; elsewhere it is host memory
         return Hardware("cpu", memory, 3e10 * cores, 3e10 * cores, 1.5e10, region_bytes=state_bytes)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -104,7 +110,7 @@ def present_device(device: torch.device) -> Hardware:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a step could still allocate on a device, what torch's allocator has cached included."""
+    """Return the bytes that a step could still allocate on a device, including memory cached by torch's allocator."""
     if device.type == "cpu":
         if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
             return 1 << 62
@@ -116,11 +122,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def link_bytes_per_s(device: torch.device, num_bytes: int = 1 << 26) -> float:
-    """Measured speed of pinned copies between a device and host memory, the slower way; 0 on the CPU."""
+    """Measure the bandwidth of pinned copies between device and host, in the slower direction; 0 on the CPU."""
     if device.type != "cuda":
         return 0.0
     slowest = 0.0
-    with _compat.without_fake_mode():  # a compiler may ask, in the middle of its pass over fake tensors
+    with _compat.without_fake_mode():  # may be called while torch.compile runs on fake tensors
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         for target, source in ((there, here), (here, there)):
@@ -137,19 +143,19 @@ def link_bytes_per_s(device: torch.device, num_bytes: int = 1 << 26) -> float:
 
 
 def block_bytes(device: torch.device) -> int:
-    """The allocator's granularity: sizes are rounded up to it."""
+    """Return the allocator's granularity, to which sizes are rounded up."""
     return 512 if device.type == "cuda" else 1
 
 
 def trace_device(device: torch.device) -> torch.device:
-    """With an index, as tensors have it."""
+    """Return the device with its index, as tensors report it."""
     if device.type == "cuda" and device.index is None and _compat.accelerator() is not None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 class EngineCosts(NamedTuple):
-    """Seconds on the host, as the fields of `Hardware` that have these names."""
+    """Host seconds that the eager engine adds; the fields of `Hardware` with the same names explain each."""
 
     region_s: float = 0.0
     save_s: float = 0.0
@@ -158,7 +164,7 @@ class EngineCosts(NamedTuple):
     move_s: float = 0.0
 
 
-# For devices that are not here: as measured on the host of an H200, torch 2.11.
+# For devices that this machine does not have: measured on the host of an H200, torch 2.11.
 ENGINE_COSTS = EngineCosts(region_s=120e-6, save_s=17e-6, dispatch_s=35e-6, move_s=50e-6)
 
 _measures: list[Callable[[torch.device], EngineCosts]] = []
@@ -166,31 +172,31 @@ _known: dict[str, EngineCosts] = {}
 
 
 def register(measure: Callable[[torch.device], EngineCosts]) -> None:
-    """Let `measure` say what the engine costs."""
+    """Set the function that measures the engine's costs."""
     _measures[:] = [measure]
 
 
 def engine_costs(device: torch.device) -> EngineCosts:
-    """What the engine adds on the host of this machine, for steps on `device`."""
+    """Return the engine's host costs for steps on `device`: cached, or measured now."""
     key = _key(device)
     if key not in _known:
         path = cache_folder() / f"engine-costs-{key}.json"
-        found = _read(path)
-        if found is None and _measures:
-            found = _measures[0](device)
-            _write(path, found)
-        _known[key] = found or EngineCosts()
+        costs = _read(path)
+        if costs is None and _measures:
+            costs = _measures[0](device)
+            _write(path, costs)
+        _known[key] = costs or EngineCosts()
     return _known[key]
 
 
 def cache_folder() -> Path:
-    """The folder for what is measured once per machine; it need not be there."""
+    """Return the folder for measurements of this machine; it may not exist yet."""
     if own := os.environ.get("LOWTIDE_CACHE_DIR"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(base) / "lowtide" if base else Path.home() / ".cache" / "lowtide"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # the user has no home directory
         return Path(tempfile.gettempdir()) / "lowtide"
 
 
@@ -204,10 +210,10 @@ def _key(device: torch.device) -> str:
 def _read(path: Path) -> EngineCosts | None:
     try:
         content = json.loads(path.read_text())
-        found = EngineCosts(**{name: float(content[name]) for name in EngineCosts._fields})
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged: measured again
+        costs = EngineCosts(**{name: float(content[name]) for name in EngineCosts._fields})
+    except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: measure again
         return None
-    return found if all(0 <= each < math.inf for each in found) else None
+    return costs if all(0 <= each < math.inf for each in costs) else None
 
 
 def _write(path: Path, costs: EngineCosts) -> None:

@@ -1,10 +1,12 @@
-"""A model and its batch without bytes: fake tensors in place of parameters, buffers and arguments.
+"""Fake tensors for tracing: `Faker` replaces a model's and a batch's tensors, `Shadows` tracks small integer values.
 
-Numbers behind fake tensors, where they are cheap to know: whole numbers that follow from shapes and from the batch.
+A fake trace (`tracing.trace`, mode "fake") runs a step on fake tensors, which have shapes and dtypes but no memory.
+`Faker` makes one for every parameter, buffer and argument, also for a device that this machine does not have.
 
-Models ask such tensors for values (is this mask all ones? are positions consecutive?) and choose their kernels by the
-answer. Fake tensors have none. So small integer and boolean tensors, and single numbers on the host, have a shadow
-there, on which the same ops are run, and questions are answered from it.
+Models branch on values that fake tensors do not have: is this mask all ones, are these positions consecutive? Most
+such values follow from shapes and from integers in the batch. `Shadows` therefore keeps a host copy (a shadow) of
+small integer and boolean tensors and of single numbers on the host, runs the same ops on it, and answers `.item()` and
+the like from it. Values computed from floating-point tensors have no shadow: such steps need a real trace.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from lowtide.replay.arguments import map_tensors
 
 
 class Faker:
-    """Makes fake tensors, the same one for the same tensor.
+    """Makes fake tensors, one for each real tensor.
 
-    Tensors on the meta device, and with `moves_all` every tensor, become fakes on `device`; others stay where they are.
+    Fakes of tensors on the meta device, or of all tensors if `moves_all`, are on `device`; others keep their device.
     """
 
     def __init__(self, device: torch.device, moves_all: bool) -> None:
@@ -35,7 +37,7 @@ class Faker:
         self._gradients: dict[int, Tensor] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """The fake that stands for `tensor`."""
+        """Return the fake of `tensor`."""
         if id(tensor) not in self._made:
             made = self._make(tensor)
             self._made[id(tensor)] = tensor, made
@@ -57,20 +59,20 @@ class Faker:
         return made
 
     def made(self) -> list[tuple[Tensor, Tensor]]:
-        """Real tensors and the fakes that stand for them."""
+        """Return all pairs of a real tensor and its fake."""
         return list(self._made.values())
 
     def gradient_before(self, made: Tensor) -> Tensor | None:
-        """The gradient that a fake had when it was made."""
+        """Return the gradient that a fake had when it was made."""
         return self._gradients.get(id(made))
 
     def fake_all(self, tree: Any) -> Any:
-        """`tree` with fakes in place of its tensors."""
+        """Return `tree` with its tensors replaced by fakes."""
         return map_tensors(self.fake, tree)
 
     @contextlib.contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """A block in which the model's parameters and buffers are fakes. Whoever opens it puts the real ones back."""
+        """A context in which the model's parameters and buffers are fakes. The caller restores the real ones."""
         for module in _compat.submodules(model):
             for slots in _compat.module_tensors(module):
                 for name, tensor in slots.items():
@@ -81,9 +83,9 @@ class Faker:
 
 
 def as_kernels_lay_out(name: str, given: list[Tensor], out: Any) -> Any:
-    """The fake output of an op with the strides that its kernel gives it, which later ops may depend on."""
+    """Return an op's fake output with the strides that the real kernel would give it; later ops depend on them."""
     if name == "aten.native_batch_norm.default" and given[0].device.type == "cpu":
-        # The fake keeps the input's strides; the kernel makes all contiguous that is neither that nor channels last.
+        # The fake keeps the input's strides; the kernel does so for contiguous and channels-last inputs only.
         is_kept = any(given[0].is_contiguous(memory_format=each) for each in _dense_formats(given[0]))
         return out if is_kept else (out[0].contiguous(), *out[1:])
     return out
@@ -98,19 +100,19 @@ _MOST_ELEMENTS = 1 << 20
 
 
 class Shadows:
-    """Host tensors with the values that fake tensors would have, as far as they are known."""
+    """Host tensors with the values of small integer fake tensors."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
-    def know(self, fake: Tensor, real: Tensor) -> None:
-        """`fake` stands for `real`."""
+    def add(self, fake: Tensor, real: Tensor) -> None:
+        """Copy `real` as the shadow of its fake, if it is a small integer tensor."""
         if _is_small_whole(real) and _is_real(real):
             with _compat.without_modes():
                 self._keep(fake, real.detach().cpu().clone())
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """For an op that asks for a number rather than a tensor: whether the answer is known, and the answer."""
+    def number(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """For an op that returns a number (`.item()`): whether the shadows tell it, and the number."""
         if not _compat.returns_number(func):
             return False, None
         known, args, kwargs = self._shadowed(args, kwargs)
@@ -120,10 +122,10 @@ class Shadows:
             return True, func(*args, **kwargs)
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An op has been run on fakes: run it on their shadows too, if all of them are known."""
+        """Run an op that was run on fakes on their shadows too, if all of its tensors have one."""
         if not isinstance(out, Tensor):
             return
-        # A single number on the host may also be a random one: layers are skipped by such draws.
+        # A single number on the host may also be random: stochastic depth skips layers by such draws.
         is_number = out.ndim == 0 and out.device.type == "cpu"
         if not is_number and (not _is_small_whole(out) or _compat.op_facts(func)[3]):
             return
@@ -139,15 +141,15 @@ class Shadows:
         self._by_id[key] = weakref.ref(fake, lambda _: self._by_id.pop(key, None)), shadow
 
     def _shadowed(self, args: Any, kwargs: Any) -> tuple[bool, Any, Any]:
-        """Whether every tensor among the arguments has a shadow, and the arguments with the shadows in their place."""
+        """Whether every tensor argument has a shadow, and the arguments with tensors replaced by shadows."""
         missing = False
 
         def swap(item: Any) -> Any:
             nonlocal missing
             if isinstance(item, Tensor):
-                found = self._by_id.get(id(item))
-                if found is not None and found[0]() is item:
-                    return found[1]
+                known = self._by_id.get(id(item))
+                if known is not None and known[0]() is item:
+                    return known[1]
                 if item.device.type == "cpu" and _is_real(item) and item.numel() <= _MOST_ELEMENTS:
                     return item
                 missing = True

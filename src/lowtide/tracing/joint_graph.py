@@ -1,15 +1,15 @@
-"""Module calls, from the module stacks that Dynamo notes on each node of a graph.
+"""`joint_step`: convert AOTAutograd's joint graph (forward and backward as one fx graph) to a `StepGraph`.
 
-AOTAutograd's joint graph, forward and backward in one, as a `StepGraph`.
+The compiled engine calls it for each graph that `torch.compile` hands to the backend, and solves the result. The
+returned `JointStep` also maps forward ops back to fx nodes, so that a plan can be written as tags on them.
 
-Only what the graph itself makes is counted: its inputs (parameters, the batch, what other graphs made) are held by
-someone else and have no bytes here. Views are the values they look at. The forward ends where the first node that needs
-an incoming gradient stands; whatever comes later runs in the backward, and reads what the forward must provide.
-
-Seconds per node of a joint graph: kernels of their own measured where there is a device, the rest foretold.
-
-Matrix products, convolutions and attention run alone, on numbers like those of a step, once per shape and process.
-Pointwise ops are fused with their neighbours, so timing them alone would say nothing: bytes and bandwidth do.
+- The forward ends before the first node that depends on an incoming gradient (a tangent).
+- Only values computed in the graph have bytes. Inputs (parameters, the batch, outputs of other graphs) are owned
+  outside of it. A view is the value that it views.
+- Module calls come from the module stacks that Dynamo stores on each node (`ModuleStacks`).
+- Seconds (`node_costs`): matrix products, convolutions and attention are measured on an accelerator, each alone, once
+  per shape and process. Pointwise ops are fused with their neighbours, so their time is predicted from the bytes they
+  read and write.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lowtide.tracing.trace_records import RawOp
 
 
 class ModuleStacks:
-    """Calls that are open while the nodes of a forward go by, and those that were.
+    """Builds the module calls of a forward from the module stacks of its nodes, given in order.
 
-    A node without a stack belongs to the call that is open.
+    A node without a stack belongs to the innermost open call.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ModuleStacks:
         self._open: list[tuple[str, int]] = []  # the stack's key, and the call
 
     def enter(self, node: Any, op: int) -> int:
-        """The call in which op `op`, a node's, runs."""
+        """Return the call that a node, op number `op`, runs in; opens and closes calls as the stack changes."""
         stack = _compat.module_stack(node)
         if stack:
             keys = list(stack)
@@ -61,7 +61,7 @@ class ModuleStacks:
         return self._open[-1][1] if self._open else -1
 
     def close(self, op: int) -> None:
-        """The forward has ended before op `op`."""
+        """Close all calls: the forward ended before op `op`."""
         self._close_to(0, op)
 
     def _close_to(self, depth: int, op: int) -> None:
@@ -71,18 +71,19 @@ class ModuleStacks:
             self.calls[call] = Call(opened.path, opened.kind, opened.parent, opened.first, op, (), ())
 
 
-# Views by what they do, though not by their schemas.
+# These return views, but their schemas do not say so.
 _UNSAID_VIEWS = ("aten._unsafe_view.default",)
-# They draw the numbers that all random ops of a compiled graph start from.
+# These draw the seeds for all random ops of a compiled graph.
 _SEEDS = ("prims.inductor_seeds.default", "prims.inductor_seed.default")
 _OWN_KERNELS = ("flex_attention",)
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What the price of one node depends on; sizes are hints where they are symbolic.
+    """What the seconds of one node depend on; symbolic sizes are replaced by their hints.
 
-    `moved_bytes` are those that it moves to and from memory: with the flag "fused", not what stays in registers.
+    `moved_bytes` are read from and written to memory; for a node with the flag "fused", without values that stay in
+    registers.
     """
 
     node: fx.Node
@@ -94,9 +95,10 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class JointStep:
-    """A joint graph as a step: `nodes[i]` is the node of forward op `i`, and `parts[i]` those of its single outputs.
+    """A joint graph as a step, with the way back: `nodes[i]` is the node of forward op `i`.
 
-    `views` are the forward's views of what it makes. `makers` tells which op made what a node, by its name, stands for.
+    `parts[i]` are the nodes that pick single outputs of that op. `views` are the forward's views of values it computes.
+    `makers` maps the name of each node to the op that computed its value.
     """
 
     graph: StepGraph
@@ -112,11 +114,13 @@ def joint_step(
     seconds_of: Callable[[NodeFacts], float],
     is_parameter: Callable[[int], bool] = lambda position: False,
 ) -> JointStep:
-    """The step of a joint graph. `is_parameter` says which of the graph's own inputs, by position, are parameters."""
+    """Convert a joint graph. `is_parameter` says which of the graph's own inputs, by position, are parameters."""
     return _Reader(joint, hardware, seconds_of, is_parameter).step()
 
 
 class _Reader:
+    """Reads a joint graph node by node; `step()` returns the result."""
+
     def __init__(
         self,
         joint: fx.Graph,
@@ -140,6 +144,7 @@ class _Reader:
         self._is_backward = _downstream([node for node in self._inputs if "tangents" in str(node.target)])
 
     def step(self) -> JointStep:
+        """Read all nodes and return the step."""
         for node in self._inputs:
             if _compat.is_tensor_value(_compat.value_of(node)):
                 self._new_value(node, None, -1, "elsewhere")
@@ -194,7 +199,7 @@ class _Reader:
         if not is_own_kernel(name, flops, flags):
             flags = (*flags, "fused")
         call = self._stacks.enter(node, index) if is_forward else -1
-        # Whoever reads what the forward changes, reads it before: BatchNorm its running statistics, say.
+        # An op that reads an input which the forward updates (BatchNorm's statistics) must not run again after it.
         mutates = tuple(value for value in inputs if value in self._written_values)
         self._ops.append(Op(name, call, 0.0, flops, inputs, outputs, mutates, flags=flags))
         self._nodes.append(node)
@@ -204,7 +209,7 @@ class _Reader:
         return next(each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each)))
 
     def _share(self, node: fx.Node, source: tuple[Any, Any]) -> None:
-        """A view, or one of an op's outputs: no value of its own."""
+        """Let a node that is a view, or picks one output of an op, have the value of its source."""
         owner, part = source
         for key in ((owner, part), (owner, None)):
             if key in self._value_of:
@@ -225,10 +230,10 @@ class _Reader:
         self._values.append(Value(_bytes(value), kind, str(node.target) if born >= 0 else node.name, born, born + 1))
         return len(self._values) - 1
 
-    # Lives.
+    # Lifetimes and costs.
 
     def _set_ends(self, num_forward: int) -> None:
-        """When each value is let go: after its last use in its own direction, or never if the graph hands it out."""
+        """Set when each value is dropped: after its last use in forward or backward, or never if it is an output."""
         last_use: dict[int, int] = {}
         for index, op in enumerate(self._ops):
             for value in op.inputs:
@@ -241,7 +246,7 @@ class _Reader:
             self._values[number] = replace(facts, dropped=max(end, facts.born + 1), kind=kind)
 
     def _set_seconds(self, num_forward: int) -> None:
-        """Prices. What a fused op reads or leaves in registers costs nothing."""
+        """Set each op's seconds. Values that a fused op reads from or leaves in registers move no bytes."""
         is_inline, _ = inlined(self._ops, self._values, num_forward)
         for index, (op, node) in enumerate(zip(self._ops, self._nodes, strict=True)):
             touched = {*op.inputs, *op.outputs}
@@ -254,32 +259,37 @@ class _Reader:
             self._ops[index] = replace(op, seconds=seconds)
 
     def _handed_out(self) -> dict[int, str]:
-        """Values that leave the graph; the backward's outputs are gradients of its inputs, in their order."""
+        """Return the values that are outputs of the graph, as "gradient" (of a parameter) or "activation".
+
+        The backward's outputs are the gradients of the graph's inputs, in order.
+        """
         results = list(_flat(self._output.args))
         num_inputs = sum("tangents" not in str(node.target) for node in self._inputs)
         first_gradient = len(results) - num_inputs
-        found: dict[int, str] = {}
+        kinds: dict[int, str] = {}
         for position, node in enumerate(results):
             value = self._value_of.get((node, None), -1)
             if value >= 0 and self._values[value].born >= 0:
                 is_gradient = position >= first_gradient and self._is_parameter(position - first_gradient)
-                found[value] = "gradient" if is_gradient else found.get(value, "activation")
-        return found
+                kinds[value] = "gradient" if is_gradient else kinds.get(value, "activation")
+        return kinds
 
     def _saves(self, num_forward: int) -> list[Save]:
+        """Return a save for each forward value that the backward reads."""
         reads: dict[int, list[int]] = {}
         for index, op in enumerate(self._ops[num_forward:], num_forward):
             for value in op.inputs:
                 if 0 <= self._values[value].born < num_forward:
                     reads.setdefault(value, []).append(index)
-        found = []
+        saves = []
         for value, readers in sorted(reads.items()):
             born = self._values[value].born
-            found.append(Save(value, self._ops[born].call, born + 1, readers[0], readers[-1] + 1))
-        return found
+            saves.append(Save(value, self._ops[born].call, born + 1, readers[0], readers[-1] + 1))
+        return saves
 
     def _calls(self, num_forward: int) -> list[Call]:
-        found = []
+        """Return the calls with their inputs and outputs, which follow from the ops inside and after them."""
+        calls = []
         for call in self._stacks.calls:
             inside = self._ops[call.first : call.end]
             made = {value for op in inside for value in op.outputs}
@@ -287,18 +297,18 @@ class _Reader:
             later = {value for op in self._ops[call.end : num_forward] for value in op.inputs}
             later |= {value for value in made if self._values[value].dropped > num_forward}
             inputs = tuple(value for value in read if self._values[value].born >= 0)
-            found.append(replace(call, inputs=inputs, outputs=tuple(sorted(made & later))))
-        return found
+            calls.append(replace(call, inputs=inputs, outputs=tuple(sorted(made & later))))
+        return calls
 
 
 def _downstream(sources: list[fx.Node]) -> set[fx.Node]:
-    found, pending = set(sources), list(sources)
+    reached, pending = set(sources), list(sources)
     while pending:
         for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
+            if user not in reached:
+                reached.add(user)
                 pending.append(user)
-    return found
+    return reached
 
 
 def _flags(node: fx.Node) -> tuple[str, ...]:
@@ -311,12 +321,12 @@ def _flags(node: fx.Node) -> tuple[str, ...]:
         return ("custom",) if any(kernel in name for kernel in _OWN_KERNELS) else ("opaque",)
     flags = facts_of(node.target).flags
     if "random" in flags and _compat.node_argument(node, "dropout_p") == 0.0:
-        return tuple(flag for flag in flags if flag != "random")  # attention that draws nothing
+        return tuple(flag for flag in flags if flag != "random")  # attention without dropout
     return flags
 
 
 def _tensor_values(node: fx.Node) -> Iterator[Any]:
-    """What a node gives, as fake tensors."""
+    """Yield the fake tensors that a node returns."""
     value = _compat.value_of(node)
     for item in value if isinstance(value, tuple | list) else (value,):
         if _compat.is_tensor_value(item):
@@ -350,15 +360,15 @@ _measured: dict[tuple[str, ...], float | None] = {}
 
 
 def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts], float]:
-    """Seconds of a node on a device."""
+    """Return a function that gives a node's seconds on a device: measured if possible, else predicted."""
 
     def seconds(facts: NodeFacts) -> float:
         if "fused" in facts.flags:
             return facts.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
         if device.type != "cpu" and not {"random", "opaque", "collective"} & set(facts.flags):
-            found = _measured_s(facts, device)
-            if found is not None:
-                return found
+            measured_s = _measured_s(facts, device)
+            if measured_s is not None:
+                return measured_s
         return predicted_s(_as_op(facts), hardware)
 
     return seconds
@@ -370,14 +380,14 @@ def _as_op(facts: NodeFacts) -> RawOp:
 
 
 def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:
-    """A node's seconds, or None where it cannot run on its own, for lack of memory say."""
+    """Return a node's measured seconds, or None if it cannot run alone (out of memory, no kernel)."""
     parts = (facts.node.target, device, *_compat.node_arguments(facts.node, _described))
     key = tuple(map(str, parts))
     if key not in _measured:
         try:
             with _compat.without_fake_mode(), torch.random.fork_rng([device], device_type=device.type), torch.no_grad():
                 _measured[key] = _run(facts, device)
-        except (RuntimeError, TypeError, ValueError):  # the first also for lack of memory, or of a kernel
+        except (RuntimeError, TypeError, ValueError):  # RuntimeError: also out of memory, or no kernel
             _measured[key] = None
     return _measured[key]
 
@@ -402,7 +412,7 @@ def _described(value: Any) -> Any:
 
 
 def _filled(value: Any, device: torch.device) -> Any:
-    """A tensor of a node's shape: numbers around zero, or indices of the first entry."""
+    """Return a tensor of a node's shape: normally distributed, or zeros for integers, which are valid indices."""
     if not isinstance(value, Tensor):
         return _compat.hint(value)
     if value.device.type == "cpu":

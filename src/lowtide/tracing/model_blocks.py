@@ -1,4 +1,9 @@
-"""Which modules of a model are its layers: the repeated blocks, or what a pattern, class or predicate names."""
+"""`find_regions`: choose the modules of a model that policies and the compiled engine treat as its layers.
+
+By default these are the repeated blocks: members of a container (`nn.ModuleList`, ...), or several attributes of one
+class, that have weights and are more than a single layer of torch. `regions=` overrides this with name patterns,
+classes or predicates. Only names, classes and parameter shapes are inspected; the model is not run.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +23,30 @@ Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
 def find_regions(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> dict[str, nn.Module]:
-    """The layers of a model by name, in the model's order; a `ValueError` that lists what there is if none matches."""
+    """Return the layers of a model by name, in the model's order.
+
+    Raises `ValueError`, listing the model's modules, if nothing matches.
+    """
     if selectors is None:
-        found = _repeated_blocks(model)
-        if not found:
+        blocks = _repeated_blocks(model)
+        if not blocks:
             raise ValueError(
-                "this model has no repeated blocks to go by. Name its layers with regions=: a pattern such as "
+                "this model has no repeated blocks. Name its layers with regions=: a pattern such as "
                 f"'encoder.*', a class, or a predicate (name, module) -> bool. It has {_overview(model)}"
             )
-        return found
+        return blocks
     given = selectors
     if isinstance(selectors, str | type) or callable(selectors):
         selectors = [selectors]
     tests = [_test(selector) for selector in selectors]
-    found = {name: module for name, module in model.named_modules() if name and any(t(name, module) for t in tests)}
-    if not found:
+    matching = {name: module for name, module in model.named_modules() if name and any(t(name, module) for t in tests)}
+    if not matching:
         raise ValueError(f"regions={given!r} matches no module. The model has {_overview(model)}")
-    return found
+    return matching
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name matches component by component: `*` stands for one, `**` for any number.
+    """Whether a dotted name matches component by component: `*` matches one component, `**` any number.
 
     >>> matches("encoder.layers.*", "encoder.layers.3"), matches("layers.*", "encoder.layers.3")
     (True, False)
@@ -72,7 +80,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's blocks; where it has none, the layers that its containers hold two or more of."""
+    """Return the model's blocks; without any, the single layers of which a container holds two or more."""
     blocks = _blocks(model) or _single_layers(model)
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}
     chosen = {id(block) for block in blocks} - inside
@@ -80,29 +88,28 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _blocks(module: nn.Module, *, beside_stack: bool = False) -> list[nn.Module]:
-    """The outermost blocks inside a module.
+    """Return the outermost blocks inside a module.
 
-    A block is a member of a container, or one of several attributes of one class. The number of members does not
-    matter in a container: a stack of one layer is a stack. Inside of a module beside a stack, such as a pooler after
-    the layers, attributes of one class are taken for its parts.
+    A block is a member of a container (even its only member), or one of several attributes of one class. In a module
+    beside a stack, such as a pooler after the layers, attributes of one class are parts of it and not blocks.
     """
     groups = _by_class(module)
     is_container = isinstance(module, _CONTAINERS)
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     others: list[nn.Module] = []
     for group in groups.values():
         is_stack = (is_container or not beside_stack) and _is_stack(module, group, groups)
-        (found if is_stack else others).extend(group.values())
+        (blocks if is_stack else others).extend(group.values())
     for child in sorted(others, key=lambda child: not isinstance(child, _CONTAINERS)):
-        inner = _blocks(child, beside_stack=beside_stack or bool(found))
-        # A Sequential of single layers, in a container, is a block as well.
+        inner = _blocks(child, beside_stack=beside_stack or bool(blocks))
+        # A Sequential of single layers inside a container is a block.
         is_whole = not inner and is_container and isinstance(child, nn.Sequential)
-        found += [child] if is_whole else inner
-    return found
+        blocks += [child] if is_whole else inner
+    return blocks
 
 
 def _is_stack(parent: nn.Module, group: dict[str, nn.Module], groups: dict[type, dict[str, nn.Module]]) -> bool:
-    """Whether children of one class are blocks, and not stages or towers that hold blocks."""
+    """Whether children of one class are blocks, as opposed to stages or towers that contain blocks."""
     members = list(group.values())
     in_container = isinstance(parent, _CONTAINERS)
     if isinstance(members[0], _CONTAINERS) or not all(map(is_block, members)):
@@ -111,19 +118,19 @@ def _is_stack(parent: nn.Module, group: dict[str, nn.Module], groups: dict[type,
         return False
     inner = [_last_of_stack(member) for member in members]
     if any(last is None for last in inner):
-        return True  # nothing that repeats inside
+        return True  # no repeated blocks inside
     if len(members) == 1:  # a layer beside layers of other classes, or a backbone: Sequential(Backbone(), Head())
         others = [child for group in groups.values() for child in group.values() if child is not members[0]]
         is_layer = any(is_block(child) and _last_of_stack(child) is None for child in others)
         return not others or (is_layer and not isinstance(parent, nn.Sequential))
     is_numbered = in_container or len({re.sub(r"\d+", "", name) for name in group}) == 1
-    # The width changes from stage to stage, so their last blocks differ. Experts inside of blocks are alike, and so are
-    # the last convolutions of the blocks of one stage.
+    # Stages differ in width, so their last blocks have different shapes. Experts inside blocks have equal shapes, as do
+    # the last convolutions in the blocks of one stage.
     return is_numbered and len({_shapes(last) for last in inner if last is not None}) < len(members)
 
 
 def _last_of_stack(module: nn.Module) -> nn.Module | None:
-    """The last block of the outermost container in a module that holds blocks of one class only."""
+    """Return the last block of the outermost container whose members are blocks of one class, or None."""
     for below in module.modules():
         members = [child for child in below.children() if _has_weights(child)]
         if isinstance(below, _CONTAINERS) and len({type(member) for member in members}) == 1 and is_block(members[-1]):
@@ -132,14 +139,14 @@ def _last_of_stack(module: nn.Module) -> nn.Module | None:
 
 
 def _single_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers without layers inside, such as nn.Linear, of which a container holds several of one class."""
+    """Return layers of which a container holds several of one class, such as the nn.Linear of an MLP."""
     containers = (module for module in model.modules() if isinstance(module, _CONTAINERS))
     groups = (group for container in containers for group in _by_class(container).values())
     return [layer for group in groups if len(group) > 1 for layer in group.values()]
 
 
 def _by_class(module: nn.Module) -> dict[type, dict[str, nn.Module]]:
-    """The children that have weights, by class."""
+    """Return the children that have weights, grouped by class."""
     groups: dict[type, dict[str, nn.Module]] = {}
     for name, child in module.named_children():
         if _has_weights(child):
@@ -156,16 +163,16 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Names and shapes of all parameters; a lazy one has no shape yet."""
+    """Return names and shapes of all parameters; a lazy one has no shape yet."""
     named = module.named_parameters()
     return tuple((name, None if _compat.is_uninitialized(each) else each.shape) for name, each in named)
 
 
 def _overview(model: nn.Module) -> str:
-    """What a person could name: classes with an example of each, the largest first."""
+    """Describe a model's modules for an error message: each class with its count and an example name."""
     examples: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if name:
             examples.setdefault(type(module).__name__, []).append(name)
-    shown = [f"{len(names)} x {kind} ({names[0]})" for kind, names in examples.items()][:12]
-    return "; ".join(shown) or "no submodules"
+    classes = [f"{len(names)} x {kind} ({names[0]})" for kind, names in examples.items()][:12]
+    return "; ".join(classes) or "no submodules"

@@ -1,13 +1,15 @@
-"""Both time lines of a plain step, from one run under torch's profiler.
+"""Seconds per op of a plain step, on the host and on the device: measured, or predicted from FLOPs and bytes.
 
-The profiler's trace has a span for every op on the host, a call of the runtime for every launch, and a span on the
-device for every kernel, with a number that the last two share. The graph's ops are found among the host's spans in the
-order in which they ran. An op's host seconds reach from the end of the op before it to its own end: the Python in
-between is what it takes to issue the op. Its device seconds are those of the kernels launched in that time.
+`tracing.trace` calls this after recording a step. There are three sources:
 
-Profiling slows the host down, each op by about as much: `timing.calibrated` scales the sum to a step without it.
-
-Seconds per op: measured on a device, or foretold from FLOPs and bytes.
+- **One run under torch's profiler** (`profiled`, `matched`), on CUDA: gives both time lines. The trace has a span for
+  every op on the host, a runtime call for every launch, and a span for every kernel on the device; launches and kernels
+  share a correlation number. The recorded ops are aligned with the host's spans by name and order. An op's host time
+  is from the end of the previous op to its own end, so it includes the Python in between; its device time is that of
+  the kernels launched meanwhile. Profiling slows the host down, so `calibrated` scales host times to unprofiled steps.
+- **Marks around each op** (`clock_for`, `fit_to_total`), if there is no profile: one time line, scaled so that the
+  ops sum to the measured step.
+- **Predictions** (`predicted_s`, `predicted_host_s`), for fake traces.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from lowtide.tracing.trace_records import Clock, RawOp
 
 _STEP = "lowtide::step"
 _LOOKAHEAD = 64  # events or ops that may be missing in a row
-_AGREEING = 4  # names in a row that must be the same where the two lists meet again
-_MOST_MISSING = 0.05  # of the ops: with more, the step that was profiled is another one
-_BLOCKED = 10  # times the median: a launch that takes as long waits for the device's queue
+_AGREEING = 4  # names in a row that must be equal before alignment continues after a mismatch
+_MOST_MISSING = 0.05  # share of ops; if more are missing, the profiled step differs from the recorded one
+_BLOCKED = 10  # times the median: a launch that takes this long was waiting for room in the device's queue
 
 
 @dataclass
 class ProfiledStep:
-    """For each op: seconds on the host and on the device, how many kernels, and whether the host waits in it."""
+    """For each op: seconds on host and device, number of kernels, and whether the host waits for the device in it."""
 
     host_s: list[float]
     device_s: list[float]
@@ -51,11 +53,11 @@ class ProfiledStep:
 
 
 def profiled(run: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
-    """The events of the profiler's trace of `run()`."""
+    """Run `run()` under torch's profiler and return the events of its Chrome trace."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of cycles, of which there is one
-        with profile(activities=activities):  # the first one in a process loads a library in the middle of it
+        warnings.simplefilter("ignore")  # about profiler cycles; only one is needed
+        with profile(activities=activities):  # warm-up: the first profile of a process loads a library
             torch.zeros(1, device=device)
             torch.accelerator.synchronize(device)
         with profile(activities=activities) as profiler:
@@ -69,7 +71,7 @@ def profiled(run: Callable[[], Any], device: torch.device) -> list[dict[str, Any
 
 
 def matched(events: Sequence[dict[str, Any]], names: Sequence[str]) -> ProfiledStep | None:
-    """The costs of ops with these names (`aten.add.Tensor`), None if too many of them are not in the trace."""
+    """Return the costs of ops with these names (`aten.add.Tensor`), or None if too many are missing in the trace."""
     spans = [event for event in events if event.get("ph") == "X"]
     step = next(
         (event for event in spans if event.get("name") == _STEP and event.get("cat") == "user_annotation"), None
@@ -79,27 +81,27 @@ def matched(events: Sequence[dict[str, Any]], names: Sequence[str]) -> ProfiledS
     begin, end = step["ts"], step["ts"] + step["dur"]
     wanted = [_as_recorded(profiler_name(name)) for name in names]
     ops = _outermost([event for event in spans if event.get("cat") == "cpu_op"], set(wanted))
-    places = _aligned(wanted, [_as_recorded(event["name"]) for event in ops])
-    if sum(place is None for place in places) > _MOST_MISSING * len(wanted):
+    positions = _aligned(wanted, [_as_recorded(event["name"]) for event in ops])
+    if sum(position is None for position in positions) > _MOST_MISSING * len(wanted):
         return None
     ends: list[float] = []
-    for place in places:
+    for position in positions:
         before = ends[-1] if ends else begin
-        ends.append(before if place is None else max(before, ops[place]["ts"] + ops[place]["dur"]))
+        ends.append(before if position is None else max(before, ops[position]["ts"] + ops[position]["dur"]))
     if ends:
-        ends[-1] = max(ends[-1], end)  # what the backward does after its last op
-    found = ProfiledStep(
+        ends[-1] = max(ends[-1], end)  # includes the backward's work after its last op
+    step_costs = ProfiledStep(
         [(after - before) / 1e6 for before, after in zip([begin, *ends], ends, strict=False)],
         [0.0] * len(ends),
         [0] * len(ends),
         [False] * len(ends),
     )
-    _add_runtime(found, spans, ends, begin)
-    return found
+    _add_runtime(step_costs, spans, ends, begin)
+    return step_costs
 
 
-def _add_runtime(found: ProfiledStep, spans: list[dict[str, Any]], ends: list[float], begin: float) -> None:
-    """Give kernels to the ops that launched them; take time in which the host only waits off its seconds."""
+def _add_runtime(costs: ProfiledStep, spans: list[dict[str, Any]], ends: list[float], begin: float) -> None:
+    """Add kernels to the ops that launched them, and subtract the time in which the host only waits."""
     calls = [
         event for event in spans if event.get("cat") in RUNTIME_EVENTS and begin <= event["ts"] <= (ends or [begin])[-1]
     ]
@@ -109,42 +111,45 @@ def _add_runtime(found: ProfiledStep, spans: list[dict[str, Any]], ends: list[fl
         op = min(bisect_left(ends, call["ts"]), len(ends) - 1)
         waited = 0.0
         if waits_for_device(call["name"]):
-            found.is_sync[op], waited = True, call["dur"]
+            costs.is_sync[op], waited = True, call["dur"]
         elif "Launch" in call["name"] and call["dur"] > _BLOCKED * usual:
             waited = call["dur"] - usual
-        found.host_s[op] = max(0.0, found.host_s[op] - waited / 1e6)
+        costs.host_s[op] = max(0.0, costs.host_s[op] - waited / 1e6)
         op_of[call.get("args", {}).get("correlation")] = op
     for event in spans:
         op = op_of.get(event.get("args", {}).get("correlation"), -1) if event.get("cat") in DEVICE_EVENTS else -1
         if op >= 0:
-            found.device_s[op] += event["dur"] / 1e6
-            found.num_kernels[op] += 1
+            costs.device_s[op] += event["dur"] / 1e6
+            costs.num_kernels[op] += 1
 
 
 def _as_recorded(name: str) -> str:
-    """Gradients are added up in place if nobody else holds them; while a step is recorded, the recorder does."""
+    """Return an op's name without the `_` of in-place ops.
+
+    Autograd accumulates gradients in place if it holds the only reference; while recording, the recorder has one too.
+    """
     return name.rstrip("_")
 
 
 def _outermost(events: list[dict[str, Any]], wanted: set[str]) -> list[dict[str, Any]]:
-    """Events with these names in the order in which they began, without those inside of another of them."""
-    found: list[dict[str, Any]] = []
+    """Return the events with these names, in order of their start, without events nested in one of them."""
+    outermost: list[dict[str, Any]] = []
     ends: dict[Any, float] = {}  # by thread
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if _as_recorded(event["name"]) in wanted and event["ts"] >= ends.get(event["tid"], 0.0):
             ends[event["tid"]] = event["ts"] + event["dur"]
-            found.append(event)
-    return found
+            outermost.append(event)
+    return outermost
 
 
 def _aligned(wanted: Sequence[str], there: Sequence[str]) -> list[int | None]:
-    """For each name in `wanted` its place in `there`; both in order, and either may lack some of the other's."""
-    found: list[int | None] = []
+    """Return for each name in `wanted` its index in `there`, or None; both are in order, with gaps in either."""
+    indices: list[int | None] = []
     at = 0
-    while len(found) < len(wanted):
-        own = len(found)
+    while len(indices) < len(wanted):
+        own = len(indices)
         if at < len(there) and wanted[own] == there[at]:
-            found.append(at)
+            indices.append(at)
             at += 1
             continue
         skips = sorted(((a, b) for a in range(_LOOKAHEAD) for b in range(_LOOKAHEAD)), key=sum)
@@ -153,17 +158,17 @@ def _aligned(wanted: Sequence[str], there: Sequence[str]) -> list[int | None]:
             if here and list(here) == list(there[at + extra : at + extra + len(here)]):
                 break
         else:
-            return found + [None] * (len(wanted) - own)
-        found += [None] * missing
+            return indices + [None] * (len(wanted) - own)
+        indices += [None] * missing
         at += extra
-    return found
+    return indices
 
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class PlainTimes(NamedTuple):
-    """A plain step: its forward and its backward, and what the host takes to issue each."""
+    """Seconds of a plain step's forward and backward, and of the host to issue each."""
 
     forward_s: float
     backward_s: float
@@ -176,7 +181,7 @@ class PlainTimes(NamedTuple):
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Device events where there is an accelerator, else the host's clock."""
+    """Return a clock that uses device events on an accelerator, else the host's clock."""
     if device.type == "cpu":
         return Clock()
 
@@ -193,7 +198,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def time_step(loss_fn: Any, args: Any, device: torch.device) -> PlainTimes:
-    """A plain step, timed without a profiler."""
+    """Run and time a plain step without a profiler."""
     clock = clock_for(device) if device.type != "cpu" else Clock()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -209,7 +214,7 @@ def time_step(loss_fn: Any, args: Any, device: torch.device) -> PlainTimes:
 
 
 def predicted_s(op: RawOp, hardware: Hardware) -> float:
-    """The longer of computing and moving memory, and a launch."""
+    """Predict an op's device seconds: the longer of compute and memory traffic, plus a launch. Views take none."""
     if "view" in op.flags:
         return 0.0
     flops_per_s = hardware.half_flops_per_s if op.dtype in _HALF else hardware.single_flops_per_s
@@ -219,19 +224,18 @@ def predicted_s(op: RawOp, hardware: Hardware) -> float:
 
 
 def predicted_host_s(op: RawOp, hardware: Hardware, *, in_backward: bool) -> float:
-    """What the host takes to issue an op, and the Python before it: 0 on the CPU, which has one line."""
+    """Predict the host seconds to issue an op, with the Python before it; 0 on the CPU, which has one time line."""
     if hardware.name == "cpu":
         return 0.0
     return (BACKWARD_ISSUE_S if in_backward else FORWARD_ISSUE_S)["view" in op.flags]
 
 
 def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tuple[list[float], list[float]]:
-    """Host and device seconds of each op, so that the simulated plain step takes what the measured one did.
+    """Return host and device seconds of each op, such that the simulated plain step takes as long as the measured one.
 
-    Profiling makes the host slower and never faster: forward and backward are scaled down to what the host took
-    without. A host that waits for the device (in an op that synchronises, or for room in its queue) takes longer than
-    its own work, so nothing is scaled up. What is still missing, or too much, is put down to the line that limits: the
-    host's seconds are scaled, or the gap behind each kernel is what the device needs between two of them.
+    Profiling only slows the host down, so the host's times of forward and backward are scaled down to unprofiled ones;
+    never up, as a host that waits for the device takes longer than its own work. The remaining difference is assigned
+    to the line that limits the step: host times are scaled, or a constant gap is added after each kernel.
     """
     host, device, kernels = np.array(step.host_s), np.array(step.device_s), np.array(step.num_kernels)
     is_sync = np.array([*step.is_sync, False])
@@ -243,7 +247,7 @@ def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tu
         return np.concatenate([host[:first], scale * host[first:end], host[end:]])
 
     def fitted(host: np.ndarray, first: int, end: int, until_s: float) -> np.ndarray:
-        """With the host seconds of these ops scaled, so that the last of them is issued then."""
+        """Return `host` with these ops scaled, so that the last of them is issued at `until_s`."""
         scale = _root(lambda by: float(played(scaled(host, first, end, by), device)[0][end - 1]) - until_s, 0.0, 1.0)
         return scaled(host, first, end, scale)
 
@@ -263,7 +267,7 @@ def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tu
 
 
 def _root(missing: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is 0, by bisection; the nearest end if that is outside."""
+    """Find the root of an increasing function by bisection; the nearer end if it is outside of the interval."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if missing(middle) > 0 else (middle, high)
@@ -271,16 +275,16 @@ def _root(missing: Callable[[float], float], low: float, high: float) -> float:
 
 
 def medians(runs: list[list[float]]) -> list[float]:
-    """Op by op over several runs of the same ops."""
+    """Return the median of each op over several runs of the same ops."""
     return [median(times) for times in zip(*runs, strict=True)]
 
 
 def fit_to_total(times: list[float], total_s: float, *, device: torch.device) -> list[float]:
-    """Op times that sum to what the ops took together.
+    """Adjust op times so that they sum to `total_s`, the measured time of all of them together.
 
-    What the host does between ops is in no op's time: then the same is added to each. Watching on an accelerator adds
-    about the same to each, the time between its marks: that is taken off again, down to nothing. On the CPU the marks
-    hold nothing else, and a sum above the total is one slow run: all are scaled.
+    A sum below the total lacks the host's work between ops: the same amount is added to each op. A sum above it has,
+    on an accelerator, the overhead of the marks, about the same for each op: it is subtracted, down to 0. On the CPU
+    marks cost nothing and such a run was slow: all times are scaled down.
     """
     if not times:
         return []

@@ -1,8 +1,13 @@
-"""Watches one step: every op, every storage, every save, every module call.
+"""`Recorder`: a dispatch mode that records every op, storage, saved tensor and module call of one step.
 
-One recorder sees real and fake tensors alike. What it finds out that an allocator's history cannot tell is *who* holds
-a storage: each saved tensor is held by the recorder in autograd's place, as an alias it can count, so that a storage
-with as many users as aliases is one that Python has let go of.
+`tracing.trace` enters it around a forward and a backward, on real or fake tensors, and builds a `StepGraph` from its
+records. Ops come from `__torch_dispatch__`, saved tensors from saved-tensor hooks, module calls from global module
+hooks.
+
+A plan changes what autograd holds, not what Python holds, so the two must be told apart, which an allocator's history
+cannot do. The pack hook gives autograd an alias of each saved tensor, and the recorder counts the aliases of each
+storage. A storage whose reference count equals its number of aliases is held by autograd alone; this is polled before
+every op.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from lowtide.tracing.trace_records import (
 
 
 class _Alias:
-    """What autograd keeps in place of a saved tensor."""
+    """What autograd holds instead of a saved tensor; its destructor tells the recorder when autograd drops it."""
 
     __slots__ = ("recorder", "saves", "tensor")
 
@@ -46,7 +51,11 @@ class _Alias:
 
 
 class Recorder(_compat.PlainDispatchMode):
-    """Enter it around a forward and a backward on `device`; `begin_backward()` in between, `finish()` after."""
+    """Records a step on `device`: run it inside `recording()`, with `begin_backward()` between forward and backward.
+
+    `names` has the paths of the model's modules. `before_write` is called with tensors and generators that existed
+    before the step and are about to change. `shadows` is given for fake tensors. `finish()` ends the recording.
+    """
 
     def __init__(
         self,
@@ -79,11 +88,12 @@ class Recorder(_compat.PlainDispatchMode):
         self._changes, self._thread, self._is_over = ArgumentChanges(), threading.get_ident(), False
 
     def path_of(self, call: int) -> str:
+        """Return the module path of a call, `""` for none (-1)."""
         return self.calls[call].path if call >= 0 else ""
 
     # Values.
-    def know(self, tensor: Tensor, kind: str, name: str) -> None:
-        """A tensor that is there before the step."""
+    def add_existing(self, tensor: Tensor, kind: str, name: str) -> None:
+        """Register a tensor that exists before the step."""
         for part in _compat.inner_tensors(tensor):
             self._value_of(part, kind, name, born=-1)
 
@@ -105,15 +115,15 @@ class Recorder(_compat.PlainDispatchMode):
         return index
 
     def values_of(self, tensors: Iterator[Tensor]) -> tuple[int, ...]:
-        """The values that tensors are made of; those not seen before were there before the step."""
-        found: dict[int, None] = {}
+        """Return the values of the tensors' storages; an unknown storage must have existed before the step."""
+        values: dict[int, None] = {}
         for tensor in tensors:
             for part in _compat.parts_of(tensor):
-                found[self._value_of(part, "constant", "", born=-1)] = None
-        return tuple(found)
+                values[self._value_of(part, "constant", "", born=-1)] = None
+        return tuple(values)
 
     def _poll(self) -> None:
-        """Find out which values Python let go of since the last op."""
+        """Find the values whose last Python reference was dropped since the last op."""
         position = len(self.ops)
         if self._in_use:
             self._find_used(position)
@@ -145,17 +155,17 @@ class Recorder(_compat.PlainDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in _seen_through() for kind in types):
-            return NotImplemented  # a subclass takes its op apart, and the parts come here
+            return NotImplemented  # a tensor subclass: its inner ops are dispatched to this mode
         if func in _compat.BOOKKEEPING_OPS:
             out = func(*args, **kwargs)
             if self._shadows is not None:
                 self._shadows.follow(func, args, kwargs, out)
             return out
-        is_answered, answer = self._shadows.answer(func, args, kwargs) if self._shadows is not None else (False, None)
+        is_answered, answer = self._shadows.number(func, args, kwargs) if self._shadows is not None else (False, None)
         facts = facts_of(func)
         name, flags = facts.name, facts.flags_of_call(args, kwargs)
         if "custom" in flags:
-            self.notes.append(f"{name} is a custom kernel: seen from outside, as one op")
+            self.notes.append(f"{name} is a custom kernel: recorded as one op, whatever runs inside")
         self._refuse_missing_device(name, kwargs)
         self._poll()
         index = len(self.ops)
@@ -171,7 +181,7 @@ class Recorder(_compat.PlainDispatchMode):
             for item in (*args, *kwargs.values()):
                 if isinstance(item, torch.Generator):
                     self._before_write(item)
-        call, forward_op = self._place()
+        call, forward_op = self._owner()
         allocated = self._meter()[0] if self._meter is not None else 0
         before = self._clock.mark()
         if is_answered:
@@ -221,16 +231,16 @@ class Recorder(_compat.PlainDispatchMode):
         self.ops[-1].flags = settled_flags(self.ops[-1], self.values)
         return out
 
-    def _place(self) -> tuple[int, int]:
-        """In which module call this op runs, and for a backward op which forward op it belongs to."""
+    def _owner(self) -> tuple[int, int]:
+        """Return the module call that this op belongs to, and for a backward op its forward op."""
         if self.num_forward < 0:
-            # A node is numbered before its op runs, so the last number given is this op's, or an outer one's.
+            # Autograd numbers a node before its op runs: the last number is that of this op, or of an op around it.
             self._op_of_node.setdefault(_compat.sequence_number() - 1, len(self.ops))
             return (self._open_calls[-1] if self._open_calls else -1), -1
         node = _compat.running_node()
         forward_op = -1 if node is None else self._op_of_node.get(_compat.sequence_of(node), -1)
         if forward_op < 0 and self.ops and len(self.ops) > self.num_forward:
-            return self.ops[-1].call, -1  # accumulation into a leaf: placed with the op that made the gradient
+            return self.ops[-1].call, -1  # accumulation into a leaf: same call as the op that made the gradient
         return (self.ops[forward_op].call if forward_op >= 0 else -1), forward_op
 
     def _refuse_missing_device(self, name: str, kwargs: dict[str, Any]) -> None:
@@ -240,7 +250,7 @@ class Recorder(_compat.PlainDispatchMode):
         wanted = torch.device(wanted)
         if wanted.type not in ("cpu", "meta", self.device.type) and _compat.accelerator() is None:
             raise TraceError(
-                f"{name} asks for {wanted}, and this machine has none. Let loss_fn follow the device of its batch "
+                f"{name} allocates on {wanted}, and this machine has none. Use the device of the batch in loss_fn "
                 "(`x.to(batch.device)`), so that the step can be traced here."
             )
 
@@ -257,13 +267,13 @@ class Recorder(_compat.PlainDispatchMode):
             saves.append(
                 RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0, number=self._number_save(call))
             )
-        if self.num_forward < 0:  # what a replay in the backward saves is not the forward's
+        if self.num_forward < 0:  # saves of a checkpoint's replay in the backward are not saves of the forward
             self.saves += saves
         return _Alias(self, alias, saves)
 
     def _number_save(self, call: int) -> int:
-        """The number of a save among those of its call; an engine that runs the step again counts the same way."""
-        while call >= 0 and self.calls[call].path.startswith("<"):  # not the model's: no engine sees such a call
+        """Number a save among those of its call, in the same way as the engines count saves when they run the step."""
+        while call >= 0 and self.calls[call].path.startswith("<"):  # not a module of the model: engines ignore it
             call = self.calls[call].parent
         if call < 0 or self.num_forward >= 0:
             return -1
@@ -274,12 +284,13 @@ class Recorder(_compat.PlainDispatchMode):
         for save in kept.saves:
             if save.read < 0:
                 save.read = len(self.ops)
-                if self.values[save.value].born >= 0:  # parameters never cease to be in use
+                if self.values[save.value].born >= 0:  # parameters stay in use
                     self._in_use.setdefault(save.value, []).append(save)
         with _compat.without_modes():
-            return kept.tensor.detach()  # one more user, to see when the backward is done with it
+            return kept.tensor.detach()  # its reference shows when the backward is done with the value
 
     def release(self, saves: list[RawSave]) -> None:
+        """Record that autograd dropped a saved tensor; called by the destructor of its alias."""
         if self._is_over:
             return
         for save in saves:
@@ -288,7 +299,7 @@ class Recorder(_compat.PlainDispatchMode):
                 save.used = save.released
             value = self.values[save.value]
             value.num_aliases -= 1
-            if save.in_backward and save.value not in self._polled:  # a replay's save holds as Python does
+            if save.in_backward and save.value not in self._polled:  # no plan drops it: counts as a Python reference
                 value.dropped = max(value.dropped, save.released)
             if not value.num_aliases and save.value not in self._polled and value.born >= 0:
                 self._forget(value)
@@ -296,14 +307,14 @@ class Recorder(_compat.PlainDispatchMode):
     # Module calls.
 
     def _is_unrelated_call(self) -> bool:
-        """Whether a module is called in the backward, by a replay of the user's, or in a thread of someone else."""
+        """Whether the module is called in the backward (by a checkpoint in the model) or in another thread."""
         return self.num_forward >= 0 or threading.get_ident() != self._thread
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if self._is_unrelated_call():
             return
         path = self._names.get(module)
-        if path is None:  # made on the fly, or not part of the model
+        if path is None:  # created during the step, or not part of the model
             path = f"<{type(module).__name__}>"
         parent = self._open_calls[-1] if self._open_calls else -1
         self._open_calls.append(len(self.calls))
@@ -326,7 +337,7 @@ class Recorder(_compat.PlainDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """A block whose ops, saves and module calls are recorded."""
+        """A context in which ops, saved tensors and module calls are recorded."""
         entered = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         left = nn.modules.module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
         begun = before_forwards(self._names, self._begin_forward)
@@ -341,7 +352,7 @@ class Recorder(_compat.PlainDispatchMode):
             _compat.remove_global_hook(left)
 
     def begin_backward(self) -> None:
-        """The forward is over."""
+        """End the forward: the ops that follow are the backward's."""
         self._poll()
         self.num_forward = len(self.ops)
         self._in_use.clear()
@@ -349,21 +360,21 @@ class Recorder(_compat.PlainDispatchMode):
         for index, name in self._changes.changed.items():
             self.calls[index].changes = name
         for save in self.saves:
-            if save.released >= 0:  # held for a graph that is gone already
+            if save.released >= 0:  # its autograd graph was dropped during the forward
                 if save.value not in self._polled:
                     self.values[save.value].dropped = max(self.values[save.value].dropped, save.released)
             elif save.read >= 0:  # by a backward inside the forward
                 save.read = save.used = -1
-                self.notes.append("the forward runs a backward of its own: replays for that one are not foreseen")
+                self.notes.append("the forward runs a backward of its own: replays for that backward are not simulated")
         self.saves = [save for save in self.saves if save.released < 0]
 
     def add_workspaces(self, peaks: list[int]) -> None:
-        """What each op had allocated inside, its outputs included."""
+        """Set each op's workspace from its peak allocation, `peaks`, which includes its outputs."""
         for op, peak in zip(self.ops, peaks, strict=True):
             op.workspace_bytes = max(0, peak - sum(self.values[value].bytes for value in op.outputs))
 
     def note_gradient(self, gradient: Tensor, name: str) -> None:
-        """A leaf has a gradient: it lives on, and need not be watched."""
+        """Mark a leaf's gradient as such: it lives beyond the step and is not polled any more."""
         for index in self.values_of(iter([gradient])):
             value = self.values[index]
             if value.kind == "activation":
@@ -371,13 +382,13 @@ class Recorder(_compat.PlainDispatchMode):
                 self._polled.pop(index, None)
 
     def survivors(self) -> list[str]:
-        """The ops whose outputs are still held by someone, now that the step is long over."""
+        """Return the ops whose outputs are still referenced after the step."""
         return [
             value.name for value in self.values if value.born >= 0 and value.uses is not None and value.uses.count()
         ]
 
     def finish(self) -> None:
-        """The backward is over: what lives now lives on."""
+        """End the recording: values and saves that are still alive live until the end of the step."""
         self._poll()
         self._is_over = True
         end = len(self.ops)
@@ -404,5 +415,5 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return 0
     try:
         return int(formula(*args, **kwargs, out_val=out))
-    except Exception:  # a formula that does not know this form of its op: no FLOPs rather than no trace
+    except Exception:  # the formula does not support these arguments: continue without FLOPs
         return 0

@@ -1,18 +1,18 @@
-"""What a step must be to be traced, and what to say where it is not.
+"""Preconditions of a trace: checks of the model, loss and recordings; a process-wide lock; `use_cache` switched off.
 
-One lock for whatever watches or changes the whole process.
+**Checks** raise `TypeError`, `ValueError` or `TraceError` with what was found and what to do: the model is on several
+devices, `loss_fn` returns no scalar, no parameter gets a gradient, the ops vary between steps. `trace`, `fit` and
+`max_batch` call them.
 
-Traces and measurements register hooks of all modules, start torch's profiler, of which a process has one, and put back
-random states that all threads share. Two of them at once would record each other's ops, so calls from several threads
-run one after the other.
+**Lock** (`one_at_a_time`): traces and measurements register global module hooks, start torch's profiler, of which a
+process can have one, and restore random states shared by all threads. Two at once would record each other's ops, so
+calls from several threads wait for each other.
 
-Hugging Face's key/value cache, off while a model is traced or trained under a plan.
-
-With `config.use_cache` at its default, every forward makes a cache, and each layer appends to it. No layer could be
-recomputed, as it would append once more. A training step has no use for the cache, so Hugging Face's own gradient
-checkpointing and its Trainer switch it off; so does lowtide, by the same switch. `use_cache=True` given to the model
-itself overrides the switch, as always; layers are then left out of plans (`StepGraph.unreplayable`). `generate()` gives
-it by itself.
+**`CacheOff`**: with `config.use_cache` at its default, each layer of a Hugging Face model appends to a key/value cache
+in every forward. Such a layer cannot be recomputed, as it would append again. Training does not use the cache, and
+Hugging Face's own gradient checkpointing switches it off; lowtide sets the same switch while a model is traced or has a
+plan. `use_cache=True` passed to the model, as `generate()` does, overrides the switch; layers that then append to a
+cache are left out of plans (`StepGraph.unreplayable`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lowtide.tracing.recorder import Recorder
 
 
 def module(model: object) -> nn.Module:
-    """The model, if it is one whose modules can be seen to run."""
+    """Return the model if it is an `nn.Module` that runs Python code; else raise `TypeError`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -44,6 +44,7 @@ def module(model: object) -> nn.Module:
 
 
 def arguments(model: object, loss_fn: object, mode: object) -> None:
+    """Raise unless these are valid arguments of `trace`."""
     checked = module(model)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a function of the batch that returns the loss, not {type(loss_fn).__name__}")
@@ -59,9 +60,9 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def device_of(model: nn.Module, args: Any) -> torch.device:
-    """The device the model is on; a model on several is refused."""
-    found = {parameter.device for _, parameter in _named_tensors(model) if parameter.numel() > 1}
-    accelerated = {device for device in found if device.type != "cpu"}
+    """Return the model's device (without tensors, the batch's). Raises `TraceError` for several accelerators."""
+    devices = {parameter.device for _, parameter in _named_tensors(model) if parameter.numel() > 1}
+    accelerated = {device for device in devices if device.type != "cpu"}
     if len(accelerated) > 1:
         raise TraceError(
             f"the model is on several devices ({', '.join(sorted(map(str, accelerated)))}). "
@@ -69,17 +70,18 @@ def device_of(model: nn.Module, args: Any) -> torch.device:
         )
     if accelerated:
         return accelerated.pop()
-    if found:
-        return found.pop()
+    if devices:
+        return devices.pop()
     return next((tensor.device for tensor in tensors_in(args)), torch.device("cpu"))
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of each module of a model."""
     return {module: name for name, module in model.named_modules()}
 
 
 def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
-    """The loss; where devices are mixed up, an error that says which."""
+    """Return `loss_fn(*args)`; if it fails as batch and model are on different devices, raise an error that says so."""
     try:
         return loss_fn(*args)
     except (RuntimeError, ValueError) as error:
@@ -96,22 +98,23 @@ def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
         ) from error
 
 
-def loss(found: object) -> None:
-    if not isinstance(found, Tensor):
-        hint = " (of a Hugging Face model, return `.loss`)" if hasattr(found, "loss") else ""
-        raise TraceError(f"loss_fn returned {type(found).__name__}, not a tensor: let it return the loss{hint}")
-    if found.numel() != 1:
+def loss(result: object) -> None:
+    """Raise unless `loss_fn` returned a scalar that requires a gradient."""
+    if not isinstance(result, Tensor):
+        hint = " (of a Hugging Face model, return `.loss`)" if hasattr(result, "loss") else ""
+        raise TraceError(f"loss_fn returned {type(result).__name__}, not a tensor: let it return the loss{hint}")
+    if result.numel() != 1:
         raise TraceError(
-            f"loss_fn returned a tensor of shape {tuple(found.shape)}, not a scalar: reduce it, say by `.mean()`"
+            f"loss_fn returned a tensor of shape {tuple(result.shape)}, not a scalar: reduce it, say by `.mean()`"
         )
-    if not found.requires_grad:
+    if not result.requires_grad:
         raise TraceError(
             "the loss needs no gradient: is it computed under no_grad, detached, or are all parameters frozen?"
         )
 
 
 def touched(names: Collection[str]) -> None:
-    """Raise unless parameters got gradients: `names` are those that did."""
+    """Raise if no parameter got a gradient; `names` are those that did."""
     if not names:
         raise TraceError(
             "no parameter of the model got a gradient: loss_fn computes its loss from something else. "
@@ -120,28 +123,28 @@ def touched(names: Collection[str]) -> None:
 
 
 def same_step(recorders: list[Recorder]) -> list[Recorder]:
-    """The recordings of the step as it is time and again, without a first one that built caches.
+    """Return the recordings, without the first if it differs (it built caches). Raises if the others differ.
 
-    Raises unless those did the same. Only forwards count: gradients are copied or not as references happen to be.
+    Only forward ops are compared: whether the backward copies a gradient depends on reference counts.
     """
-    found = recorders[1:] if is_only_warming_up(recorders) else recorders
-    for other in found[1:]:
-        difference = _difference(found[0], other)
+    repeated = recorders[1:] if is_only_warming_up(recorders) else recorders
+    for other in repeated[1:]:
+        difference = _difference(repeated[0], other)
         if difference is not None:
             raise TraceError(
-                f"the step is another each time it runs: {difference}. A plan holds for one step: make choices that "
-                "vary (layer drop, random depth or length, caches that grow) the same for every step while planning."
+                f"the step varies between runs: {difference}. A plan is made for one step: disable what varies "
+                "(layer drop, random depth or length, caches that grow) while planning."
             )
-    return found
+    return repeated
 
 
 def is_only_warming_up(recorders: list[Recorder]) -> bool:
-    """Whether the first step differs from the second: it may have built caches, so that one more is needed."""
+    """Whether the first step differs from the second: it may have built caches, so one more recording is needed."""
     return len(recorders) > 1 and _difference(recorders[0], recorders[1]) is not None
 
 
 def _difference(first: Recorder, other: Recorder) -> str | None:
-    """What two steps do differently, in words. Sizes that follow from numbers in tensors may differ."""
+    """Describe the first difference of two forwards, or None. Sizes that depend on values in tensors may differ."""
     depends_on_data = False
     pairs = zip(first.ops[: first.num_forward], other.ops[: other.num_forward], strict=False)
     for number, (a, b) in enumerate(pairs):
@@ -157,14 +160,14 @@ def _difference(first: Recorder, other: Recorder) -> str | None:
 
 
 def nothing_kept(recorders: list[Recorder]) -> None:
-    """Note in the last recording which fake tensors outlived theirs: someone will take them for real ones."""
+    """Add a note for each op whose fake output is still referenced after the trace, and could be taken for real."""
     if not any(recorder.survivors() for recorder in recorders):
         return
-    gc.collect()  # cycles of autograd's, most often
+    gc.collect()  # most are in reference cycles of autograd
     for op in dict.fromkeys(op for recorder in recorders for op in recorder.survivors()):
         recorders[-1].notes.append(
-            f"what {op} gave in the trace on fake tensors is still held outside of the model, and has no numbers: "
-            "empty the list or cache it is in, or use mode='real'"
+            f"a fake tensor that {op} returned in the trace is still referenced outside of the model, and has no "
+            "values: empty the list or cache that holds it, or use mode='real'"
         )
 
 
@@ -175,7 +178,7 @@ _lock = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which waits until no other thread is in any function decorated so. Calls may nest."""
+    """Decorate `function` to wait while another thread is in a function decorated so. Calls may nest."""
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -189,11 +192,11 @@ logger = logging.getLogger("lowtide")
 
 NOTE = "use_cache is off in this step, as in training under a plan: layers that append to a cache cannot be recomputed"
 
-_said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_logged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class CacheOff:
-    """Switches `use_cache` off in the configurations of a model and of its parts, until `restore()`."""
+    """Sets `use_cache` to False in the configs of a model and its submodules, until `restore()`."""
 
     hidden_from_replay = True
 
@@ -205,9 +208,9 @@ class CacheOff:
             config.use_cache = False
 
     def say_once(self, model: nn.Module) -> None:
-        """Log that the cache is off; once for each model."""
-        if self.was_on and model not in _said:
-            _said.add(model)
+        """Log that the cache is off, once per model."""
+        if self.was_on and model not in _logged:
+            _logged.add(model)
             logger.warning(
                 "%s: use_cache is switched off until handle.remove(), as by Hugging Face's gradient checkpointing: "
                 "layers that append to a cache cannot be recomputed. Pass use_cache=True to the model to keep it on.",
@@ -215,7 +218,7 @@ class CacheOff:
             )
 
     def restore(self) -> None:
-        """Switch it on again where it was."""
+        """Set `use_cache` back to True in the configs that had it."""
         for config in self._configs:
             config.use_cache = True
         self._configs = []

@@ -1,6 +1,14 @@
-"""From what a recorder saw to a `StepGraph`; and a loss for tracing a model without its own.
+"""`trace`: record one training step and return it as a `StepGraph`, the input of `lowtide.solve`.
 
-`trace`: one training step, watched as it runs, becomes a `StepGraph`.
+A real trace runs the step on the device: three times under a `Recorder` (the first is the warm-up, the second also
+measures what kernels allocate), a few times for its total time, and on CUDA once under torch's profiler. A fake trace
+runs it on fake tensors, which allocate nothing, and predicts times and workspaces from FLOPs and bytes. Mode "auto"
+makes a fake trace first, and a real one if a plain step fits in free memory.
+
+`Restorer` restores everything that the steps changed. `build` converts the recording to a graph. `output_sum_loss` is
+a loss for tracing a model whose `loss_fn` is not at hand, as when a plan for larger inputs is needed.
+
+Cost: a real trace takes five to ten plain steps and, once per machine, the measurement of the engine's host costs.
 """
 
 from __future__ import annotations
@@ -57,7 +65,7 @@ from lowtide.units import format_bytes
 
 
 def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: Any) -> StepGraph:
-    """The graph of a finished recording."""
+    """Convert a finished recording to a graph; `facts` are the remaining fields of `StepGraph`."""
     values = [
         Value(v.bytes, v.kind, v.name, v.born, v.dropped, v.item_bytes or 0, v.row_length) for v in recorder.values
     ]
@@ -99,12 +107,12 @@ def output_sum_loss(output: Any) -> Tensor:
 
     Scalar outputs are losses that the model computed itself.
     """
-    found = [tensor for tensor in tensors_in((output, getattr(output, "loss", None))) if tensor.requires_grad]
-    found = list({id(tensor): tensor for tensor in found}.values())
-    numbers = [tensor for tensor in found if tensor.ndim == 0]
-    total = sum(tensor.sum() for tensor in numbers or found)
+    outputs = [tensor for tensor in tensors_in((output, getattr(output, "loss", None))) if tensor.requires_grad]
+    outputs = list({id(tensor): tensor for tensor in outputs}.values())
+    scalars = [tensor for tensor in outputs if tensor.ndim == 0]
+    total = sum(tensor.sum() for tensor in scalars or outputs)
     if not isinstance(total, Tensor):
-        raise LowtideError(f"the model gave {type(output).__name__}, with no tensor that needs a gradient in it")
+        raise LowtideError(f"the model returned {type(output).__name__}, with no tensor that requires a gradient")
     return total.real if total.is_complex() else total
 
 
@@ -112,11 +120,12 @@ Mode = Literal["auto", "real", "fake"]
 _MARK = "lowtide::op"
 _NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
 _NUM_TIMED_ON_DEVICE = 5  # the median counts: Python's garbage collector is part of the host's time
-_HOST_AHEAD = 0.8  # the share of a step's time within which a host that is ahead has issued all of it
+# If the host has issued the whole step in less than this share of its time, the device is taken to be the limit.
+_HOST_AHEAD = 0.8
 
 
 class FakeTraceError(TraceError):
-    """A step that does not run on fake tensors; it may on real ones."""
+    """The step does not run on fake tensors; it may run on real ones."""
 
 
 @one_at_a_time
@@ -130,14 +139,14 @@ def trace(
 ) -> StepGraph:
     """One training step of `model` as data: `loss_fn(*args)` and its backward.
 
-    - `mode="real"` runs five true steps and measures; parameters, gradients, buffers, random states, flags and hooks
-      are then as they were, to the bit. `"fake"` runs on tensors without bytes: for a model on the meta device, a batch
-      that would not fit, a device that is not here. `"auto"` is real where a plain step fits.
+    - `mode="real"` runs real steps and measures them; afterwards parameters, gradients, buffers, random states, flags
+      and hooks are restored, to the bit. `"fake"` runs on fake tensors: for a model on the meta device, a batch that
+      does not fit, or a device that this machine does not have. `"auto"` is real if a plain step fits, else fake.
     - `device` is where the step will run: by default the model's own; a torch device, or a name such as `"H100"`.
-    - `optimizer` adds its state, that of a first step to come included; its step is never taken.
+    - `optimizer` adds the bytes of its state, including state that its first step will create. It is not stepped.
 
-    Gradients that are there already count as accumulated into; call `zero_grad()` first for a step that makes them.
-    Raises `TraceError` where `loss_fn` gives no loss of this model, or another step each time.
+    Gradients that exist already are accumulated into; call `zero_grad()` first to trace a step that creates them.
+    Raises `TraceError` if `loss_fn` does not return a scalar loss of this model, or if its ops vary between calls.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
@@ -156,7 +165,7 @@ def _trace(model: Any, loss_fn: Any, args: Any, optimizer: Any, mode: Mode, sett
     if mode == "real":
         if setting.is_foreign or setting.is_on_meta:
             raise TraceError(
-                f"a real step needs the model on the device it is traced for; this one is on {setting.found} "
+                f"a real step needs the model on the device it is traced for; this one is on {setting.model_device} "
                 f"and the trace is for {setting.hardware.name}. Use mode='fake', or move the model."
             )
         return _trace_real(model, loss_fn, args, optimizer, setting)
@@ -167,44 +176,46 @@ def _trace(model: Any, loss_fn: Any, args: Any, optimizer: Any, mode: Mode, sett
 
 @dataclass(frozen=True)
 class _Setting:
-    """Where the step is traced, and for what."""
+    """The device that a step is traced on, and the hardware that its times are for."""
 
     device: torch.device  # of the tensors in the trace
-    hardware: Hardware  # what the times are for
-    found: torch.device  # where the model is
+    hardware: Hardware  # that times are predicted or measured for
+    model_device: torch.device
     is_foreign: bool  # traced for another device than the model is on
 
     @property
     def is_on_meta(self) -> bool:
-        return self.found.type == "meta"
+        return self.model_device.type == "meta"
 
 
 def _setting(model: nn.Module, args: Any, device: torch.device | str | None) -> _Setting:
-    found = checks.device_of(model, args)
+    model_device = checks.device_of(model, args)
     here = _compat.accelerator()
     if device is None:
-        target = (here or torch.device("cpu")) if found.type == "meta" else found
+        target = (here or torch.device("cpu")) if model_device.type == "meta" else model_device
         target = trace_device(target)
-        return _Setting(target, present_device(target), found, False)
+        return _Setting(target, present_device(target), model_device, False)
     hardware = named_device(device) if isinstance(device, str) else None
     if hardware is not None:
-        return _Setting(trace_device(here or torch.device("cpu")), hardware, found, True)
+        return _Setting(trace_device(here or torch.device("cpu")), hardware, model_device, True)
     try:
         target = trace_device(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise unknown_device(device) from error
     if target.type != "cpu" and (here is None or here.type != target.type):
-        raise TraceError(f"there is no {target} here. Name the device the step is for instead: device='H100'.")
-    return _Setting(target, present_device(target), found, target != found)
+        raise TraceError(
+            f"this machine has no {target}. To trace for a device that is not here, give its name: device='H100'."
+        )
+    return _Setting(target, present_device(target), model_device, target != model_device)
 
 
 def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
     try:
-        foretold = _trace_fake(model, loss_fn, args, optimizer, setting)
-    except Exception:  # only a real run tells what the step does, or what is wrong with it
+        predicted = _trace_fake(model, loss_fn, args, optimizer, setting)
+    except Exception:  # the step may run on real tensors only; if not, the real trace raises a better error
         return _trace_real(model, loss_fn, args, optimizer, setting)
-    there = sum(size for kind, size in foretold.static_bytes.items() if kind != "gradients")
-    needed = foretold.plain_peak_bytes - there + foretold.optimizer_state_bytes
+    allocated = sum(size for kind, size in predicted.static_bytes.items() if kind != "gradients")
+    needed = predicted.plain_peak_bytes - allocated + predicted.optimizer_state_bytes
     available = free_bytes(setting.device)
     if needed <= 0.95 * available:
         try:
@@ -215,12 +226,12 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
         f"traced on fake tensors: a plain step would need {format_bytes(needed)} more, and "
         f"{format_bytes(available)} are free"
     )
-    return replace(foretold, notes=(*foretold.notes, note))
+    return replace(predicted, notes=(*predicted.notes, note))
 
 
 @one_at_a_time
 def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
-    """As `trace` on fake tensors, in half the time: whether each step is alike is not looked at."""
+    """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
     with CacheOff(model):
         return _trace_fake(model, loss_fn, args, optimizer, _setting(model, args, None), num_recorded=1)
 
@@ -248,9 +259,9 @@ def _trace_fake(
 def _record_fake(
     model: Any, loss_fn: Any, args: Any, setting: _Setting, num_recorded: int, reports: bool = False
 ) -> list[Recorder]:
-    """Recordings on fake tensors."""
+    """Record the step on fake tensors; if `reports`, errors of fake kernels too are raised as `FakeTraceError`."""
     restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
-    # A model on the meta device is nowhere yet: where it goes, its batch will go.
+    # A batch for a model on the meta device will be moved to where the model goes.
     faker = Faker(setting.device, moves_all=setting.is_foreign or setting.is_on_meta)
     recorders: list[Recorder] = []
     try:
@@ -259,7 +270,7 @@ def _record_fake(
             while len(recorders) < num_recorded + checks.is_only_warming_up(recorders):
                 shadows = Shadows()
                 for real, fake in faker.made():
-                    shadows.know(fake, real)
+                    shadows.add(fake, real)
                 recorder = Recorder(
                     setting.device,
                     checks.names_of(model),
@@ -280,8 +291,8 @@ def _record_fake(
             raise
         raise FakeTraceError(
             f"the step cannot be traced on fake tensors: {type(error).__name__}: {str(error)[:300]}\n"
-            "Where it runs on real ones, what it does depends on numbers in its tensors, or on a kernel without a fake "
-            "version: `trace` with mode='real', `plan` and `fit` run real steps."
+            "If it runs on real ones, its ops depend on values in its tensors, or a kernel has no fake version "
+            "(`register_fake`): use `trace` with mode='real', `plan` or `fit`, which run real steps."
         ) from error
     finally:
         restorer.restore()
@@ -326,10 +337,10 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                 restorer.reset_gradients()
     finally:
         restorer.restore()
-    recorder = recorders[1]  # by now every cache and workspace that stays is there
+    recorder = recorders[1]  # after the warm-up, so that persistent caches and workspaces exist
     if device.type == "cpu" and not can_profile:
         predict_workspaces(recorder)
-        recorder.notes.append("what kernels allocate inside is predicted: a torch.profiler is active, and cannot nest")
+        recorder.notes.append("workspaces of kernels are predicted, not measured: another torch.profiler is active")
     hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
     names = [op.name for op in recorder.ops]
     alike = [each for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
@@ -355,26 +366,26 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 
 
 def _without_host_line(recorder: Recorder, hardware: Hardware, plain: PlainTimes) -> Hardware:
-    """Where host and device could not be told apart: the engine's work counts in full, or if the host is ahead, not."""
-    recorder.notes.append("host and device are one time line: the ops of the step were not found in a profile of it")
+    """The hardware of a graph with one time line: the engine's host costs count, unless the device is the limit."""
+    recorder.notes.append("host and device are one time line: the step's ops do not match the profiler's trace")
     is_ahead = plain.forward_host_s + plain.backward_host_s < _HOST_AHEAD * plain.step_s
     return replace(hardware, **EngineCosts()._asdict()) if is_ahead else hardware
 
 
 def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=True):
-        recorder.know(parameter, "parameter", name)
+        recorder.add_existing(parameter, "parameter", name)
         if parameter.grad is not None:
-            recorder.know(parameter.grad, "gradient", name)
+            recorder.add_existing(parameter.grad, "gradient", name)
     for name, buffer in model.named_buffers(remove_duplicate=True):
-        recorder.know(buffer, "buffer", name)
+        recorder.add_existing(buffer, "buffer", name)
     for number, tensor in enumerate(tensors_in(args)):
-        recorder.know(tensor, "batch", f"batch[{number}]")
+        recorder.add_existing(tensor, "batch", f"batch[{number}]")
     touched: set[str] = set()
     with contextlib.ExitStack() as stack:
         for name, parameter in model.named_parameters(remove_duplicate=True):
             if parameter.requires_grad and parameter.is_leaf:
-                # Otherwise every op of the backward would look at every gradient made before it.
+                # A finished gradient is not polled any more; else polling would be quadratic in the parameters.
                 hook = functools.partial(_note_gradient, recorder, touched, name)
                 stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         stack.enter_context(recorder.recording())
@@ -402,10 +413,10 @@ def _finish(
     *,
     is_measured: bool,
 ) -> StepGraph:
-    """The graph of a recording; without `step_s`, its step takes what both time lines come to."""
+    """Build the graph, with the optimizer's memory; without a measured `step_s`, both time lines predict it."""
     state_bytes, workspace_bytes, notes = optimizer_memory(optimizer, recorder.block_bytes)
     if setting.is_foreign and setting.device.type == "cpu":
-        notes.append(f"traced with the CPU's kernels, as there is no accelerator here; times are for {hardware.name}")
+        notes.append(f"traced with the CPU's kernels, without an accelerator; times are for {hardware.name}")
     graph = build(
         recorder,
         replace(hardware, block_bytes=recorder.block_bytes),
@@ -421,7 +432,7 @@ def _finish(
 
 
 def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measured: bool) -> int:
-    """What the process holds on the device besides this step: workspaces of libraries, other models."""
+    """Bytes that the process holds on the device beside this step: workspaces of libraries, other models."""
     if setting.hardware.name == "cpu":
         return 0
     if setting.is_foreign or setting.is_on_meta or setting.device.type != "cuda":
@@ -435,13 +446,14 @@ def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measu
             for part in _compat.inner_tensors(tensor)
             if part.device == setting.device
         )
-    found = torch.accelerator.memory_allocated(setting.device) - known
-    return max(0, found) if is_measured else max(CUBLAS_BYTES, found)  # before the first step cuBLAS holds nothing yet
+    others = torch.accelerator.memory_allocated(setting.device) - known
+    # Without a real step, cuBLAS may not have allocated its workspace yet.
+    return max(0, others) if is_measured else max(CUBLAS_BYTES, others)
 
 
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
-    """A block in which compiled modules run as they were written; nothing to do where no one imported the compiler."""
+    """A context in which compiled modules run eagerly. Does nothing if torch's compiler was never imported."""
     if not _compat.compiler_is_imported():
         yield
         return

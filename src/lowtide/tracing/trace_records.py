@@ -1,12 +1,13 @@
-"""What a recorder writes down, before it is a graph.
+"""The records that `Recorder` fills while a step runs: ops, values, saved tensors, module calls, changed arguments.
 
-Which module calls are given an argument that changes during the forward: those cannot be replayed.
+`RawOp`, `RawValue`, `RawSave` and `RawCall` have the fields of the frozen `Op`, `Value`, `Save` and `Call` of a
+`StepGraph`, and what is only needed until `trace.build` converts them. Positions (`born`, `read`, ...) count ops.
 
-A replay runs a call again on the arguments it had. A cache that the call appends to, or any other object, list or dict
-that it changes, is not what it was by then. So arguments that are not tensors are fingerprinted when a call begins and
-compared when it ends. Objects that are neither tensors nor plain containers are passed to a replay by reference; those
-are compared until the forward is over, as a later call may change what an earlier one was given. Tensors that are
-changed in place need no watching here: the recorded ops say so (`StepGraph.unreplayable`).
+`ArgumentChanges` finds module calls that cannot be replayed because the forward changes one of their arguments, such
+as a key/value cache that a layer appends to. A replay runs a call again on the arguments it had, and would append
+twice. Non-tensor arguments are therefore fingerprinted when a call begins and compared when it ends. Objects that are
+neither tensors nor plain containers are passed to a replay by reference; they are compared until the forward ends, as
+a later call may change them. Tensors changed in place are found from the ops instead (`StepGraph.unreplayable`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lowtide.store.storage_units import stands_for_storage
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory."""
+    """Shape, strides and bytes of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -55,6 +56,8 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 @dataclass(slots=True)
 class RawOp:
+    """One op of a recording; `seconds` and `host_s` are filled in when the step is over."""
+
     name: str
     packet: Any
     call: int
@@ -75,6 +78,11 @@ class RawOp:
 
 @dataclass(slots=True)
 class RawValue:
+    """One storage: the op that made it (-1: before the step) and when Python dropped its last reference.
+
+    `num_aliases` counts the recorder's own references, one for each live saved tensor.
+    """
+
     bytes: int
     kind: str
     name: str
@@ -82,12 +90,12 @@ class RawValue:
     uses: _compat.StorageUses | None
     dropped: int = -1
     num_aliases: int = 0
-    item_bytes: int | None = None  # unknown until it is saved; 0: not for codecs
+    item_bytes: int | None = None  # unknown until it is saved; 0: codecs cannot encode it
     row_length: int = 1
-    is_settled: bool = False  # the same in every replay: integers, and what is made of nothing but those
+    is_settled: bool = False  # equal in every replay: integers, and results computed from settled values only
 
     def note_saved(self, tensor: Tensor, *, is_plain: bool) -> None:
-        """What a codec would find: numbers of one floating type, saved as their whole storage and not in parts."""
+        """Record whether a codec can encode the value: one floating dtype, and always saved as its whole storage."""
         is_dense = is_plain and tensor.layout is torch.strided and tensor.is_floating_point()
         fits = is_dense and not tensor.is_neg() and stands_for_storage(tensor)
         item_bytes = tensor.element_size() if fits else 0
@@ -98,10 +106,11 @@ class RawValue:
 
 
 def settled_flags(op: RawOp, values: Sequence[RawValue]) -> tuple[str, ...]:
-    """The flags of an op that has run, and whether what it makes is settled.
+    """Return the final flags of an op that has run, and mark its outputs as settled or not.
 
-    Integers that ops make of floating-point numbers are choices: a replay could choose otherwise, so an engine keeps
-    them, and they are settled too. An op that has settled inputs alone chooses nothing: it is not flagged "index".
+    An op that computes integers from floating-point numbers (`topk`) could give others in a replay: it keeps the flag
+    "index", engines keep its outputs instead of recomputing them, and so they are settled. An op whose inputs are all
+    settled cannot vary and loses the flag.
     """
     is_settled = _NEVER_SETTLED.isdisjoint(op.flags) and all(values[value].is_settled for value in op.inputs)
     for value in op.outputs:
@@ -118,6 +127,8 @@ _NEVER_SETTLED = frozenset({"random", "custom", "collective"})
 
 @dataclass(slots=True)
 class RawSave:
+    """One saved tensor: when autograd saved, first read and released it, and until when the backward used it."""
+
     value: int
     call: int
     made: int
@@ -130,6 +141,8 @@ class RawSave:
 
 @dataclass(slots=True)
 class RawCall:
+    """One call of a module: `first` to `end` are its forward ops."""
+
     path: str
     kind: str
     parent: int
@@ -159,7 +172,7 @@ _UNCHANGEABLE = (
 
 
 class _TrackedObject:
-    """An object that calls were given, as it was when last compared."""
+    """An object passed to calls, with its fingerprint when it was last compared."""
 
     def __init__(self, value: Any) -> None:
         self.reference = weakref.ref(value)
@@ -174,7 +187,7 @@ class _TrackedObject:
 
 
 class ArgumentChanges:
-    """Call `begin` and `end` around each call's forward, `finish` after the model's."""
+    """Finds calls whose arguments change: `begin` and `end` go around each call, `finish` after the model's forward."""
 
     def __init__(self) -> None:
         self.changed: dict[int, str] = {}  # by call, the name of the argument
@@ -182,16 +195,16 @@ class ArgumentChanges:
         self._objects: dict[int, _TrackedObject] = {}  # by id
 
     def begin(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call's forward is about to run with these arguments."""
+        """Fingerprint the arguments of a call that is about to run."""
         named = [(f"argument {number}", value) for number, value in enumerate(args)] + list(kwargs.items())
-        watched = [(name, value) for name, value in named if not isinstance(value, (Tensor, *_UNCHANGEABLE))]
-        self._open[call] = [(name, value, Fingerprint(value)) for name, value in watched]
-        for name, value in watched:
+        tracked = [(name, value) for name, value in named if not isinstance(value, (Tensor, *_UNCHANGEABLE))]
+        self._open[call] = [(name, value, Fingerprint(value)) for name, value in tracked]
+        for name, value in tracked:
             for item in _objects_in(value):
                 self._compare(item).names[call] = name
 
     def end(self, call: int) -> None:
-        """The call's forward is over."""
+        """Compare the arguments of a call whose forward is over."""
         for name, value, fingerprint in self._open.pop(call, ()):
             if not fingerprint.still_holds(value):
                 self.changed.setdefault(call, name)
@@ -199,28 +212,28 @@ class ArgumentChanges:
                 self._compare(item)
 
     def finish(self) -> None:
-        """The model's forward is over: compare whatever is still alive."""
-        for watched in list(self._objects.values()):
-            value = watched.reference()
+        """Compare all tracked objects that are still alive, at the end of the model's forward."""
+        for tracked in list(self._objects.values()):
+            value = tracked.reference()
             if value is not None:
                 self._compare(value)
         self._objects.clear()
 
     def _compare(self, value: Any) -> _TrackedObject:
-        found = self._objects.get(id(value))
-        if found is None or found.reference() is not value:
-            found = self._objects[id(value)] = _TrackedObject(value)
-        elif found.has_changed(value):
-            for call, name in found.names.items():
+        tracked = self._objects.get(id(value))
+        if tracked is None or tracked.reference() is not value:
+            tracked = self._objects[id(value)] = _TrackedObject(value)
+        elif tracked.has_changed(value):
+            for call, name in tracked.names.items():
                 self.changed.setdefault(call, name)
-        return found
+        return tracked
 
 
 def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> list[Any]:
-    """Have `hook(module, args, kwargs)` called before the forwards of modules, behind hooks that they have already.
+    """Register `hook(module, args, kwargs)` as a forward pre-hook of modules, after the hooks they already have.
 
-    torch has no hook of all modules that is shown keywords. Its own modules take tensors only, but for containers, and
-    some choose other kernels where they have hooks; those are left out.
+    torch's global pre-hook does not receive keyword arguments, so each module gets a hook. torch's own layers are left
+    out: they take tensors only, and some choose other kernels if they have hooks.
     """
 
     def may_change_objects(module: nn.Module) -> bool:
@@ -231,7 +244,7 @@ def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> 
 
 
 def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The objects in an argument that a replay would get by reference, as far as weak references to them can be had."""
+    """Yield the weakly referenceable objects in an argument, which a replay would receive by reference."""
     if isinstance(value, (Tensor, *_UNCHANGEABLE)) or depth >= _MAX_DEPTH:
         return
     parts: Any = None

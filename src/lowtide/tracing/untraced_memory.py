@@ -1,9 +1,13 @@
-"""What an optimizer will hold and need, found by running its step on tensors without bytes.
+"""Memory that recording a forward and backward does not show: optimizer state, and workspaces of kernels.
 
-What kernels allocate inside, where nothing can be measured: rules read off kernels as they are today.
+**Optimizer** (`optimizer_memory`): state that exists after the first step, and the most that a step allocates on top.
+A copy of the optimizer with tensors on the meta device takes one step under a `Recorder`; the optimizer itself is only
+read. If that fails (an optimizer with its own CUDA kernels), the bytes of its present state are used, with a note.
 
-Real traces measure this. Fake tensors have no kernels, so the reordered copies that oneDNN's convolutions and recurrent
-layers make on the CPU, and the buffers of CUDA's reductions and attention, are foretold here.
+**Workspaces** (`predict_workspaces`): real traces measure what a kernel allocates internally; fake tensors run no
+kernels. The rules here predict it for kernels with large workspaces: oneDNN's convolutions and recurrent layers,
+attention and norms on the CPU; reductions, attention and convolutions on CUDA. They were read off torch's present
+kernels and can go out of date; for other kernels the prediction is 0.
 """
 
 from __future__ import annotations
@@ -24,43 +28,43 @@ from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.trace_records import Layout, RawOp
 
 _META = torch.device("meta")
-_MOST_WRAPPERS = 8  # around one optimizer
+_MOST_WRAPPERS = 8  # nested around one optimizer
 
 
 def plain_optimizer(optimizer: Any, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
-    """The `torch.optim.Optimizer` that holds the state: `optimizer` itself, or what a wrapper keeps as `.optimizer`.
+    """Return the `torch.optim.Optimizer` that holds the state: `optimizer`, or the `.optimizer` of a wrapper.
 
-    A wrapper, such as accelerate's, is no optimizer, or one whose `param_groups` or `state` are properties. Raises for
-    anything else, and with a `model` for an optimizer that has none of its parameters.
+    A wrapper, such as accelerate's, is not an optimizer, or has `param_groups` or `state` as properties. Raises
+    `TypeError` for anything else, and `ValueError` if a `model` is given and the optimizer has none of its parameters.
     """
     if optimizer is None:
         return None
-    found = optimizer
+    plain = optimizer
     for _ in range(_MOST_WRAPPERS):
-        if not _is_plain(found):
-            found = getattr(found, "optimizer", None)
-    if not _is_plain(found):
+        if not _is_plain(plain):
+            plain = getattr(plain, "optimizer", None)
+    if not _is_plain(plain):
         raise TypeError(
             "optimizer is a torch.optim.Optimizer, or a wrapper with one as its `.optimizer`, not "
             f"{optimizer!r:.80} of type {type(optimizer).__name__}"
         )
-    if model is not None and not _updates(found, model):
+    if model is not None and not _updates(plain, model):
         raise ValueError(
-            f"this {type(found).__name__} has no parameter of the {type(model).__name__} given with it: make it from "
+            f"this {type(plain).__name__} has no parameter of the {type(model).__name__} given with it: make it from "
             "model.parameters() of this very model, not of a copy"
         )
-    return found
+    return plain
 
 
 def _is_plain(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
-    """Whether this is an optimizer that holds its parameter groups and states itself."""
+    """Whether this is an optimizer with parameter groups and states as plain attributes."""
     return isinstance(optimizer, torch.optim.Optimizer) and all(
         name in vars(optimizer) and not hasattr(type(optimizer), name) for name in ("param_groups", "state")
     )
 
 
 def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer has a parameter of the model, or one over the same memory (a twin's, a flat one)."""
+    """Whether an optimizer has a parameter of the model, or one that shares its storage (a flattened one)."""
 
     def memory_of(parameters: Iterable[Tensor]) -> set[int]:
         return {_compat.storage_id(part) for parameter in parameters for part in _compat.inner_tensors(parameter)}
@@ -70,7 +74,7 @@ def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[str]]:
-    """Bytes of an optimizer's state once every state exists, the most its step allocates on top, and what to note.
+    """Return the bytes of an optimizer's state after its first step, the most its step allocates on top, and notes.
 
     State on the host (step counters, an offloaded optimizer) does not count. The optimizer itself is only read.
     """
@@ -79,10 +83,10 @@ def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[s
         return 0, 0, []
     try:
         state_bytes, workspace_bytes = _run_on_meta(optimizer, block_bytes)
-    except Exception as error:  # an optimizer with kernels of its own
+    except Exception as error:  # such as an optimizer with its own CUDA kernels
         present = _bytes_of(optimizer.state, block_bytes)
         note = (
-            f"the states of {type(optimizer).__name__} could not be foretold ({type(error).__name__}: "
+            f"the state of {type(optimizer).__name__} could not be predicted ({type(error).__name__}: "
             f"{str(error)[:80]}); its present {present} bytes are counted. Trace after its first step."
         )
         return present, 0, [note]
@@ -90,30 +94,31 @@ def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[s
 
 
 def present_state_bytes(optimizer: Any, device: torch.device) -> int:
-    """Bytes of the states that an optimizer (None: none) has on a device by now."""
+    """Return the bytes of an optimizer's present state on a device; 0 if the optimizer is None."""
     plain = plain_optimizer(optimizer)
     states = plain.state.values() if plain is not None else ()
     return sum(tensor.nbytes for state in states for tensor in tensors_in(state) if tensor.device == device)
 
 
 def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[int, int]:
-    snapshot, twins = ObjectSnapshot([vars(optimizer)]), _MetaCopies()
+    """Step a copy of the optimizer on the meta device; return its state's bytes and the step's workspace bytes."""
+    snapshot, copies = ObjectSnapshot([vars(optimizer)]), _MetaCopies()
     try:
-        twin = twins.of(optimizer)
-        before = _bytes_of(twin.state, block_bytes)
-        recorder = Recorder(_META, {}, before_write=twins.before_write, block_bytes=block_bytes)
+        copy = copies.of(optimizer)
+        before = _bytes_of(copy.state, block_bytes)
+        recorder = Recorder(_META, {}, before_write=copies.before_write, block_bytes=block_bytes)
         with torch.no_grad(), _AnyNumber(), recorder:
-            type(optimizer).step(twin)
+            type(optimizer).step(copy)
     finally:
-        twins.restore()
-        snapshot.restore()  # objects and queues in attributes are shared by the twin
+        copies.restore()
+        snapshot.restore()  # the copy shares objects and queues in attributes with the original
     recorder.finish()
-    after = _bytes_of(twin.state, block_bytes)
+    after = _bytes_of(copy.state, block_bytes)
     return after, max(0, _most_live(recorder) - (after - before))
 
 
 class _MetaCopies:
-    """Optimizers as they are, with tensors on the meta device: the step of a twin reaches nothing of the original."""
+    """Copies of optimizers with their tensors on the meta device, so that stepping a copy leaves the original alone."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
@@ -121,21 +126,22 @@ class _MetaCopies:
         self._uses_foreach = _compat.foreach_rule()
 
     def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        twin = object.__new__(type(optimizer))
-        own = vars(twin)
+        """Return a copy of an optimizer, with a gradient for each parameter that requires one."""
+        copy = object.__new__(type(optimizer))
+        own = vars(copy)
         for name, item in vars(optimizer).items():
             if _compat.holds_hooks(name):
                 own[name] = OrderedDict()
             elif name == "state":
                 own[name] = defaultdict(dict)
-            elif isinstance(item, torch.optim.Optimizer):  # one that this one steps, as Lookahead does
+            elif isinstance(item, torch.optim.Optimizer):  # an inner optimizer, as in Lookahead
                 own[name] = self.of(item)
             elif name not in ("step", "param_groups"):  # a scheduler's `step` is bound to the original
                 own[name] = map_tensors(self._on_meta, item)
         own["param_groups"] = [self._group(group) for group in optimizer.param_groups]
         for parameter, state in optimizer.state.items():
-            twin.state[self._on_meta(parameter)] = map_tensors(self._on_meta, state)
-        return twin
+            copy.state[self._on_meta(parameter)] = map_tensors(self._on_meta, state)
+        return copy
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
         copied: dict[str, Any] = map_tensors(self._on_meta, group)
@@ -151,7 +157,7 @@ class _MetaCopies:
         return copied
 
     def before_write(self, target: Tensor | torch.Generator) -> None:
-        """An op is about to write to something that was there before the step: put back a number, refuse the rest."""
+        """Called before a write to a tensor from before the step: remember a single number, refuse anything else."""
         if not isinstance(target, Tensor) or (not target.is_meta and target.numel() > 1):
             raise LowtideError("its step writes to something that is not in its param_groups, state or attributes")
         if not target.is_meta:
@@ -159,7 +165,7 @@ class _MetaCopies:
                 self._numbers.append((target, target.detach().clone()))
 
     def restore(self) -> None:
-        """Put back numbers of the original, such as step counters of an optimizer that it keeps in a list."""
+        """Restore numbers of the original that the step changed, such as step counters kept in a list."""
         for target, number in reversed(self._numbers):
             target.copy_(number)
 
@@ -175,7 +181,7 @@ class _MetaCopies:
 
 
 class _AnyNumber(_compat.PlainDispatchMode):
-    """Answers a step that asks its tensors for a number (a norm, to scale by): no size depends on which."""
+    """Returns 1.0 for ops that read a number from a tensor (a norm, to scale by): no size depends on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 1.0 if _compat.returns_number(func) else func(*args, **(kwargs or {}))
@@ -194,7 +200,7 @@ def _bytes_of(states: Any, block_bytes: int) -> int:
 
 
 def _most_live(recorder: Recorder) -> int:
-    """The most bytes that ops had made and Python still held at one time."""
+    """Return the peak of bytes made by ops of a recording and still referenced by Python."""
     changes = [0] * (len(recorder.ops) + 2)
     for value in recorder.values:
         if value.born >= 0:
@@ -207,20 +213,21 @@ def _most_live(recorder: Recorder) -> int:
     return most
 
 
-_Rule = Callable[[tuple[Layout, ...], list[int]], int]  # from what an op is given and the bytes of what it makes
+# From the layouts of an op's inputs and the bytes of its outputs to its workspace bytes.
+_Rule = Callable[[tuple[Layout, ...], list[int]], int]
 
-# Of an LSTM or GRU layer: its saved workspace per byte of output, and what it allocates per byte of one weight.
+# Of an LSTM or GRU layer: bytes of its saved workspace per byte of output, and of its temporaries per byte of a weight.
 _RNN_SAVED_PER_OUTPUT = 15.6
 _RNN_INSIDE_PER_WEIGHT = 3.1
 
 
-# Of CUDA's reductions and attention: bytes per element or per byte of output, as seen on an H200.
+# Of CUDA's reductions and attention: bytes per element or per byte of output, measured on an H200.
 _SUM_BYTES_PER_ELEMENT, _SUM_MOST_BYTES_PER_SM = 8, 1 << 20
 _ATTENTION_BACKWARD_PER_OUTPUT = 2.0
 
 
 def predict_workspaces(recorder: Recorder) -> None:
-    """Give each op of a recording on fake tensors the bytes it would allocate inside."""
+    """Set the predicted workspace of each op of a recording on fake tensors."""
     rule = {"cpu": _on_cpu, "cuda": _on_cuda}.get(recorder.device.type)
     if rule is not None:
         for op in recorder.ops:
@@ -234,7 +241,7 @@ def _on_cuda(op: RawOp, recorder: Recorder) -> int:
         return min(most, _SUM_BYTES_PER_ELEMENT * op.moved_bytes // size)
     if "attention_backward" in op.name and op.outputs:
         return int(_ATTENTION_BACKWARD_PER_OUTPUT * recorder.values[op.outputs[0]].bytes)
-    if op.name.startswith("aten.convolution"):  # copies with channels last, of all it reads and writes
+    if op.name.startswith("aten.convolution"):  # channels-last copies of inputs and output
         sizes = [recorder.values[value].bytes for value in (*op.inputs[:2], *op.outputs[:1])]
         return sum(sizes) if "backward" not in op.name else sum(sizes[:2])
     return 0
@@ -264,13 +271,13 @@ def _on_cpu(op: RawOp, recorder: Recorder) -> int:
 
 
 def _attention(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
-    """Of each thread, a tile of scores, and of its rows the maxima, the sums and the output."""
+    """Per thread: a tile of scores, and for its rows the maxima, the sums and the output."""
     rows, columns, width = _tile(layouts[0], layouts[1])
     return torch.get_num_threads() * _FLOAT_BYTES * rows * (columns + 2 + width)
 
 
 def _attention_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
-    """Of each thread, two tiles; and a copy of the gradient, unless it lies as the output does."""
+    """Per thread: two tiles; and a copy of the gradient if its strides differ from the output's."""
     gradient, query, key, *_ = layouts
     rows, columns, _ = _tile(query, key)
     copied = 0 if gradient.is_contiguous(0, 2, 1, 3) else gradient.bytes
@@ -278,21 +285,21 @@ def _attention_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
 
 
 def _tile(query: Layout, key: Layout) -> tuple[int, int, int]:
-    """Rows and columns of the scores that one thread computes at a time, and the width of a head."""
+    """Return rows and columns of the scores that one thread computes at a time, and the width of a head."""
     num_rows, num_columns = query.shape[-2], key.shape[-2]
     most = 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
     return min(num_rows, most), min(num_columns, 512), query.shape[-1]
 
 
 def _layer_norm_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
-    """Of each thread, sums for the weight and for the bias."""
+    """Per thread: sums for the gradients of weight and bias; and copies of non-contiguous inputs."""
     gradient, given, mean = layouts[:3]
     width = math.prod(given.shape) // max(math.prod(mean.shape), 1)
     return 2 * _FLOAT_BYTES * width * torch.get_num_threads() + _copied(gradient, given)
 
 
 def _batch_norm_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int:
-    """Another gradient of the input, if there is a fast path: gradient and input both contiguous or channels last."""
+    """A second gradient of the input, if the fast path runs: gradient and input both contiguous or channels last."""
     for order in ((), (0, *range(2, len(layouts[0].shape)), 1)):
         if all(layout.is_contiguous(*order) for layout in layouts[:2]) and not (order and len(order) == 3):
             return outputs[0]
@@ -300,7 +307,7 @@ def _batch_norm_backward(layouts: tuple[Layout, ...], outputs: list[int]) -> int
 
 
 def _copied(*layouts: Layout) -> int:
-    """Kernels that read contiguous tensors only copy others."""
+    """Return the bytes of the non-contiguous tensors, which kernels copy."""
     return sum(layout.bytes for layout in layouts if not layout.is_contiguous())
 
 

@@ -49,7 +49,7 @@ function timeTicks(low, high, most) {
   return ticks(low / scale, high / scale, most).map((tick) => [tick * scale, `${+tick.toPrecision(6)} ${name}`]);
 }
 
-// Colours of the page follow its theme; a picture to take away has those of paper.
+// Colours of the page follow its theme; the exported PNG uses those of white paper.
 const themed = (name) => `var(--${name})`;
 const onPaper = (name) => getComputedStyle(byId("paper")).getPropertyValue(`--${name}`).trim() || "#888888";
 
@@ -62,7 +62,7 @@ const box = (x, y, w, h, color, more = "") =>
 const picture = (w, h, body) =>
   `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${w} ${h}" height="${h}" font-size="12" font-family="Inter, 'Segoe UI', system-ui, Arial, sans-serif" aria-hidden="true">${body}</svg>`;
 
-// The note that follows the pointer.
+// The tooltip at the pointer.
 const tip = {
   show(event, html) {
     const note = byId("tip");

@@ -13,7 +13,7 @@ function legend() {
   byId("legend").innerHTML = items.join("");
 }
 
-// Files are in the page compressed; a click hands them out as they are.
+// Files are stored compressed in the page; a click downloads them decompressed.
 async function unpacked(link) {
   const packed = Uint8Array.from(atob(link.href.split(",")[1]), (character) => character.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));

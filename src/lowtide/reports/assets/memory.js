@@ -11,7 +11,7 @@ function lastAtOrBefore(times, t) {
   return low;
 }
 
-// Running sums of the kinds: sums[k][i] is what lies under the top edge of kind k at point i.
+// Running sums of the kinds: sums[k][i] is the top edge of kind k at point i.
 function stacked(planned) {
   const sums = [];
   planned.bytes.forEach((row, k) => sums.push(row.map((bytes, i) => bytes + (k ? sums[k - 1][i] : 0))));
@@ -28,7 +28,7 @@ function memoryFrame(data, w, h, low, high) {
   return { lanes, left, right, top, below, most, x, y, time, base: h - below, end: w - right };
 }
 
-// A step function as an SVG path, from the point before the view to the first behind it.
+// A step function as an SVG path, from the last point before the view to the first after it.
 function steps(times, values, end, f, low, high) {
   const first = lastAtOrBefore(times, low);
   let path = `M${f.x(Math.max(low, times[first])).toFixed(1)} ${f.y(values[first]).toFixed(1)}`;
@@ -165,7 +165,7 @@ function memoryChart(data) {
     const { t, peak } = data.planned;
     const at = cursor === null ? peak : lastAtOrBefore(t, cursor);
     const leap = event.shiftKey ? 20 : 1;
-    const next = (step) => {  // ops that take no time share a moment with others
+    const next = (step) => {  // ops that take no time start together with others
       let i = at;
       for (let n = 0; n < leap; n++) do i += step; while (i > 0 && i < t.length - 1 && t[i] === t[i - step]);
       cursor = t[Math.max(0, Math.min(t.length - 1, i))];
@@ -183,7 +183,7 @@ function memoryChart(data) {
   return draw;
 }
 
-// What is live at a moment, or at the peak where none is pointed at.
+// The live values at the pointer, or at the peak without one.
 function readout(data, t) {
   const { planned, names } = data;
   if (planned.peak < 0) return;
