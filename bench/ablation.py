@@ -7,10 +7,9 @@ For each graph of `solver.py` one search is made per part and asked for plans at
 the floor to the plain peak. A part is worth the largest difference of a plan's predicted time, as a share of the plain
 step. Results are one JSON object per line; `--table FILE ...` prints them as Markdown.
 
-Regimes: `regions` (recompute only, the host's work free), `large` (the same without the generators that are skipped above
-3,000 ops, so that they do not make up for the others), `host costs` (recompute only, with the host's work for each
-region, replayed op and retained output), `two lines` (with a host time for each op), `offload` (host memory allowed),
-`lossy` (int8 allowed) and `compiled`.
+Regimes: `regions` (recompute only, with the time line of the host as traced), `large` (the same without the generators
+that are skipped above 3,000 ops, so that they do not make up for the others), `device only` (recompute only, the host's
+work free), `offload` (host memory allowed), `lossy` (int8 allowed) and `compiled`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph import StepGraph
 from lowtide.solvers import (
     baselines,
-    candidate,
-    chain_program,
     compiled_search,
     eager_search,
     interpolation,
@@ -61,7 +58,7 @@ def _empty() -> property:
     return property(lambda self: [])
 
 
-def _first_moment_only() -> property:
+def _first_point_only() -> property:
     inner = _SEARCH._critical_points.func  # type: ignore[attr-defined]
     return _cached("_critical_points", lambda self: inner(self)[:1])
 
@@ -82,15 +79,13 @@ def _nested_by(splits: bool) -> property:
 
 
 def _smallest_of_ends() -> property:
-    return _cached(
-        "_smallest_of_regions", lambda self: eager_search.smaller(*self._ends(regions_only=True))
-    )
+    return _cached("_smallest_of_regions", lambda self: eager_search.smaller(*self._ends(regions_only=True)))
 
 
 def _not_spread() -> Any:
     def all_chains(self: Any) -> Iterator[Any]:
-        for moment, discount, narrow, share, coded in self._kinds_of_chains:
-            yield self._chain(moment, discount, narrow, coded), share, coded
+        for point, discount, narrow, share, coded in self._path_kinds:
+            yield self._path(point, discount, narrow, coded), share, coded
         if self._critical_points and self._movable_bytes:
             yield self._loads, eager_search._SHARES[-1], False
 
@@ -98,7 +93,7 @@ def _not_spread() -> Any:
 
 
 def _no_loads() -> Any:
-    inner = _SEARCH._all_chains
+    inner = _SEARCH._all_paths
 
     def all_chains(self: Any) -> Iterator[Any]:
         return (each for each in inner(self) if not isinstance(each[0], placement.LinkLoads))
@@ -118,7 +113,7 @@ def _without_retained(self: Any, *_: Any) -> None:
     return None
 
 
-def _plain_moment_only() -> property:
+def _plain_peak_only() -> property:
     inner = compiled_search.CompiledSearch._cut_problems.func  # type: ignore[attr-defined]
     return _cached("_cut_problems", lambda self: inner(self)[:1])
 
@@ -127,14 +122,14 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "interpolation between hull points": [(interpolation, "_SHARES", ())],
     "interpolation at one share (0.5)": [(interpolation, "_SHARES", (0.5,))],
     "paths without wide regions": [(eager_search, "contains_layers", lambda graph: [False] * len(graph.calls))],
-    "critical points but the first": [(_SEARCH, "_critical_points", _first_moment_only())],
+    "critical points but the first": [(_SEARCH, "_critical_points", _first_point_only())],
     "nested regions": [(_SEARCH, "_sample_budgets", _empty())],
     "nesting: splits": [(_SEARCH, "_sample_budgets", _nested_by(False))],
     "nesting: regions inside": [(_SEARCH, "_sample_budgets", _nested_by(True))],
     "nesting: wider": [(nesting.Nesting, "wider", lambda self, regions, timeline, level: regions)],
-    "nesting at 128 -> 32 sizes": [(eager_search, "_NUM_STATIONS", 32)],
+    "nesting at 128 -> 32 sizes": [(eager_search, "_NUM_NESTED", 32)],
     "segments": [(_SEARCH, "_segmented", _empty())],
-    "segments: even parts": [(segment_search.SegmentSearch, "_by_hand", property(lambda self: {}))],
+    "segments: even parts": [(segment_search.SegmentSearch, "_equal_parts", property(lambda self: {}))],
     "segments: retained outputs": [(segment_search.SegmentSearch, "_retaining", _nothing)],
     "segments: regions inside items": [(segment_search.SegmentSearch, "_inner_levels", _nothing)],
     "segments: hull choices for items": [(segment_search.SegmentSearch, "_of_choices", _nothing)],
@@ -146,10 +141,13 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "baselines: ranges of depths": [(baselines, "_MOST_DEPTHS", 0)],
     "local search": [(_SEARCH, "_explored", _empty())],
     "local search: exact knapsack": [(local_search.RetentionKnapsack, "best", _greedy)],
-    "local search: 60 -> 20 budgets": [(local_search, "_NUM_STATIONS", 20)],
+    "local search: 60 -> 20 budgets": [(local_search, "_NUM_SAMPLES", 20)],
     "local search: 12 -> 4 sets filled": [(local_search, "_MOST_FILLED", 4)],
     "local search: 32 -> 8 seeds": [(local_search, "_NUM_SEEDS", 8)],
-    "local search: 2000 -> 500 visits": [(local_search, "_MOST_VISITS", 500), (local_search, "_MOST_VISITED_OPS", 250_000)],
+    "local search: 2000 -> 500 visits": [
+        (local_search, "_MOST_VISITS", 500),
+        (local_search, "_MOST_VISITED_OPS", 250_000),
+    ],
     "local search: dispatch check": [(local_search.LocalSearch, "_worth_dispatch", _all_retained)],
     "lowest-peak search": [(_SEARCH, "_smallest_of_regions", _smallest_of_ends())],
     "lowest-peak search: retained outputs": [(local_search.LowestPeakSearch, "_retain", _without_retained)],
@@ -157,13 +155,15 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "path search: 6 -> 0 plans between stops": [(interpolation, "_NUM_BETWEEN", 0)],
 }
 _OFFLOAD: dict[str, list[Patch]] = {
+    **{part: _RECOMPUTE[part] for part in ("critical points but the first", "nested regions")},
+    "interpolation between hull points": _RECOMPUTE["interpolation between hull points"],
     "link share 0.5": [(eager_search, "_SHARES", (0.95,))],
     "link share 0.95": [(eager_search, "_SHARES", (0.5,))],
     "discount 0.0": [(eager_search, "_DISCOUNTS", (0.3, 0.9))],
     "discount 0.3": [(eager_search, "_DISCOUNTS", (0.0, 0.9))],
     "discount 0.9": [(eager_search, "_DISCOUNTS", (0.0, 0.3))],
-    "evenly spread paths": [(_SEARCH, "_all_chains", _not_spread())],
-    "link loads": [(_SEARCH, "_all_chains", _no_loads())],
+    "evenly spread paths": [(_SEARCH, "_all_paths", _not_spread())],
+    "link loads": [(_SEARCH, "_all_paths", _no_loads())],
     "segments that move values": [(segment_search, "_MOST_MOVED", 0)],
     "link loads: 256 -> 64 rates": [(placement, "_NUM_RATES", 64)],
     "offload: lag 1/16 -> 1/4": [(placement, "_LAG", 1 / 4)],
@@ -180,24 +180,22 @@ _TWO_LINES: dict[str, list[Patch]] = {
 }
 _COMPILED: dict[str, list[Patch]] = {
     "anchors": [(compiled_search.CompiledSearch, "_anchors", _empty())],
-    "critical points but the first": [(compiled_search.CompiledSearch, "_cut_problems", _plain_moment_only())],
+    "critical points but the first": [(compiled_search.CompiledSearch, "_cut_problems", _plain_peak_only())],
     "references": [(compiled_search.CompiledSearch, "_references", _empty())],
     "256 -> 16 mixes": [(compiled_search, "_MOST_CUTS", 16)],
     "hull: gain 1e-6 -> 1e-3": [(min_cut, "_GAIN", 1e-3)],
 }
 _LOCAL = ("local", "lowest", "interpolation")
 PARTS: dict[str, dict[str, list[Patch]]] = {
-    "regions": _RECOMPUTE,
+    "regions": _RECOMPUTE | _TWO_LINES,
     "large": {part: patches for part, patches in _RECOMPUTE.items() if not part.startswith(_LOCAL)},
-    "host costs": _RECOMPUTE,
-    "two lines": _TWO_LINES,
+    "device only": _RECOMPUTE,
     "offload": _OFFLOAD,
     "lossy": _LOSSY,
     "compiled": _COMPILED,
 }
 _AS_LARGE: list[Patch] = [(eager_search, "MOST_OPS", 0), (interpolation, "_MOST_OPS", 0)]
-_HOST_COSTS = {"dispatch_s": 1.35e-6, "spare_s": 3.4e-6, "region_s": 10e-6}  # of an H200's host, replay.md
-_HOST_S = 6e-6  # of each op in `two lines`
+_HOST_COSTS = ("dispatch_s", "spare_s", "region_s", "save_s", "move_s")
 
 
 def traced(name: str) -> StepGraph:
@@ -206,14 +204,15 @@ def traced(name: str) -> StepGraph:
 
 
 def in_regime(graph: StepGraph, regime: str) -> StepGraph:
-    if regime in ("host costs", "two lines"):
-        graph = replace(graph, hardware=replace(graph.hardware, **_HOST_COSTS))
-    if regime == "two lines":
-        graph = replace(graph, ops=tuple(replace(op, host_s=_HOST_S) for op in graph.ops))
+    if regime == "device only":
+        free = replace(graph.hardware, **dict.fromkeys(_HOST_COSTS, 0.0))
+        graph = replace(graph, hardware=free, ops=tuple(replace(op, host_s=0.0) for op in graph.ops))
     return graph
 
 
-def searched(graph: StepGraph, regime: str, budgets: list[int] | None) -> tuple[list[int], list[float | None], int, float]:
+def searched(
+    graph: StepGraph, regime: str, budgets: list[int] | None
+) -> tuple[list[int], list[float | None], int, float]:
     """Budgets, the extra seconds of the plan for each (None: none fits), the floor, and seconds of CPU."""
     started = time.process_time()
     search = search_for(
@@ -249,7 +248,13 @@ def ablate(name: str, graph: StepGraph, regime: str, only: list[str]) -> Iterato
     with without(always):
         budgets, whole, floor, whole_s = searched(graph, regime, None)
     step_s = graph.step_s
-    yield {"graph": name, "regime": regime, "part": "", "cpu_s": whole_s, "extra": [e / step_s for e in whole if e is not None]}
+    yield {
+        "graph": name,
+        "regime": regime,
+        "part": "",
+        "cpu_s": whole_s,
+        "extra": [e / step_s for e in whole if e is not None],
+    }
     for part, patches in PARTS[regime].items():
         if only and part not in only:
             continue
@@ -257,7 +262,12 @@ def ablate(name: str, graph: StepGraph, regime: str, only: list[str]) -> Iterato
             _, extra, floor_now, cpu_s = searched(graph, regime, budgets)
         losses = [None if e is None or w is None else (e - w) / step_s for e, w in zip(extra, whole, strict=True)]
         yield {
-            "graph": name, "regime": regime, "part": part, "cpu_s": cpu_s, "floor": floor_now / floor - 1, "losses": losses
+            "graph": name,
+            "regime": regime,
+            "part": part,
+            "cpu_s": cpu_s,
+            "floor": floor_now / floor - 1,
+            "losses": losses,
         }
 
 
@@ -281,7 +291,9 @@ def table(rows: list[dict[str, Any]], regime: str) -> list[str]:
             worst = max(known, default=0.0, key=abs)
             worst = max(known, default=0.0) if max(known, default=0.0) > 5e-5 else worst
             most, is_short = max(most, worst), is_short or num_none > 0
-            texts.append(f"{100 * worst:.2f}" + (f", {num_none} x none" if num_none else "") + f" ({row['cpu_s']:.1f} s)")
+            texts.append(
+                f"{100 * worst:.2f}" + (f", {num_none} x none" if num_none else "") + f" ({row['cpu_s']:.1f} s)"
+            )
         lines.append(f"| {part} | " + " | ".join(texts) + f" | **{100 * most:.2f}**{', none' if is_short else ''} |")
     return lines
 
