@@ -44,7 +44,7 @@ from lowtide.solvers.baselines import baseline_plans, replayed_s
 from lowtide.solvers.candidate import Candidate, Codecs, Effort, Regions, faster, infeasible, smaller, with_predictions
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.hull import CriticalPoint, Pricing, critical_point_at, hull, peak_op
-from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, near_stops
+from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, monotone_stops
 from lowtide.solvers.local_search import MOST_OPS, LocalSearch, LowestPeakSearch, evenly_spaced
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.placement import LinkLoads, OffloadSelector
@@ -55,7 +55,7 @@ _SHARES = (0.5, 0.95)  # of the link's bandwidth that offload may use; 5 % are a
 _DISCOUNTS = (0.0, 0.3, 0.9)  # on the price of bytes that could be offloaded
 _LOSSY_DISCOUNTS = (0.0, 0.6)  # the same for encoded values, which use less of the link
 _MOST_LEVELS = 12  # of nesting
-_NUM_NESTED = 128  # sizes along the first path at which candidates are nested
+_NUM_NESTED = 32  # sizes along the first path at which candidates are nested; 128 gave the same plans
 _NUM_RECENT = 12  # simulations kept in memory
 _HULL = 40  # cost of building a hull, in simulations of a step
 
@@ -402,7 +402,7 @@ class EagerSearch:
         for path, share, coded in self._all_paths():
             if not (regions_only and (share or coded)):
                 cost = self._costs(path, share)
-                candidates += [cost(number) for number in near_stops(cost, path.stops)]
+                candidates += [cost(number) for number in monotone_stops(cost, path.stops)]
         for least_bytes, least_s, number, share, splits, codecs in self._sample_budgets:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)
