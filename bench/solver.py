@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def summary(results: list[Result]) -> list[str]:
             f"{result.trace_s:.1f}",
             f"{max(row.solve_s for row in result.rows):.2f}",
             f"{100 * gaps[-1]:.1f} %",
-            f"{100 * gaps[len(gaps) // 2]:.2f} %",
+            f"{100 * statistics.median(gaps):.2f} %",
         ]
         for name in _COLUMNS:
             if name not in result.rows[0].rivals:

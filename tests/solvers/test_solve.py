@@ -178,7 +178,7 @@ def test_no_candidate_retains_what_no_hook_sees() -> None:
         search = EagerSearch(graph, host)
         for budget in budgets_of(search, 20):
             assert_refereed(graph, search.plan(budget))
-        for each, _, _ in search._all_chains():
+        for each, _, _ in search._all_paths():
             for number in range(each.stops[-1] + 1):
                 regions = each.regions(number)
                 num_retaining += any(regions.values())

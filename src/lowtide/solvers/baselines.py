@@ -1,9 +1,12 @@
-"""What people use today, as plans: to see where a plan stands.
+"""Candidates that users would write themselves with `torch.utils.checkpoint`, and regions at ranges of module depths.
 
-Plans that are always considered: what people do by hand, and regions at every range of depths.
+`reference_plans` has the four rules that reports compare a plan with. `baseline_plans` adds checkpoints on subsets of
+the blocks and on all modules between two depths of the module tree. A checkpoint on every k-th block is the scheme of
+Chen et al. (2016, "Training deep nets with sublinear memory cost"). The eager search always includes them, so that its
+plan is never slower in simulation than these rules.
 
-Most are never simulated: what a plan replays is known beforehand, and one that is slower than a plan that fits is of no
-use.
+Cost: `replayed_s` is a lower bound on a baseline's time without simulating it, and baselines whose bound exceeds the
+best candidate so far are skipped. Never skipped as a whole.
 """
 
 from __future__ import annotations
@@ -20,17 +23,17 @@ from lowtide.solvers.nesting import Nesting
 
 
 def reference_plans(graph: StepGraph) -> dict[str, Plan]:
-    """Nothing, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products.
+    """No plan, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products.
 
-    Of the latter those that autograd saves: no plan can retain the others.
+    The last keeps only products that autograd saves directly in the block: a region cannot retain others.
     """
     blocks = block_calls(graph)
-    found = {"nothing": Plan()}
+    plans = {"nothing": Plan()}
     if blocks:
-        found["a checkpoint per block"] = _plan(graph, dict.fromkeys(blocks, ()))
-        found["every second block"] = _plan(graph, dict.fromkeys(blocks[::2], ()))
-        found["selective, all matmuls kept"] = _plan(graph, {call: _products(graph, call) for call in blocks})
-    return found
+        plans["a checkpoint per block"] = _plan(graph, dict.fromkeys(blocks, ()))
+        plans["every second block"] = _plan(graph, dict.fromkeys(blocks[::2], ()))
+        plans["selective, all matmuls kept"] = _plan(graph, {call: _products(graph, call) for call in blocks})
+    return plans
 
 
 def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
@@ -38,7 +41,7 @@ def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
 
 
 def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
-    """Regions given by call numbers, as a plan names them."""
+    """Convert regions from call numbers to the module paths and call counts that plans use."""
     names = {call: graph.names_of(call) for call in sorted(regions)}
     return tuple(Recompute(*each[0], regions[call], each[1:]) for call, each in names.items())
 
@@ -48,26 +51,26 @@ def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
     return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.retainable.depths[op] >= depth)
 
 
-_MOST_DEPTHS = 6
-_MOST_SUBSETS = 6  # blocks of which every subset is considered
-_MOST_CUTS = 8
+_MOST_DEPTHS = 6  # of the module tree
+_MOST_SUBSETS = 6  # with up to this many blocks, every subset of them is a baseline (2^6)
+_MOST_CUTS = 8  # with more: prefixes and suffixes of this many lengths
 
 
 def baseline_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
-    """Plans and the seconds they replay, the fastest first."""
+    """Regions of all baselines and a lower bound on the seconds each adds, the fastest first."""
     plans = [*reference_plans(graph).values(), *_some_blocks(graph)]
     last = min(max(graph.depths, default=0), _MOST_DEPTHS)
     plans += [_at_depths(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
-    found: dict[tuple[object, ...], tuple[float, Regions]] = {}
+    unique: dict[tuple[object, ...], tuple[float, Regions]] = {}
     for plan in plans:
         regions = nesting.without_redundant(plan.held_ops(graph))
         if regions:
-            found.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
-    return sorted(found.values(), key=lambda pair: pair[0])
+            unique.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
+    return sorted(unique.values(), key=lambda pair: pair[0])
 
 
 def _at_depths(graph: StepGraph, depths: range) -> Plan:
-    """Every module call at these depths of the module tree."""
+    """A region for every module call at these depths of the module tree."""
     calls = [
         index
         for index, call in enumerate(graph.calls)
@@ -77,7 +80,7 @@ def _at_depths(graph: StepGraph, depths: range) -> Plan:
 
 
 def _some_blocks(graph: StepGraph) -> list[Plan]:
-    """A checkpoint on some blocks: on every subset of a few, and on the first or the last of many."""
+    """Checkpoints on every subset of few blocks, or on prefixes and suffixes of many."""
     blocks = all_blocks(graph)
     if len(blocks) <= _MOST_SUBSETS:
         sizes = range(1, len(blocks) + 1)
@@ -90,7 +93,7 @@ def _some_blocks(graph: StepGraph) -> list[Plan]:
 
 
 def replayed_s(graph: StepGraph, regions: Regions) -> float:
-    """The seconds that a plan without moves replays; what the host does comes on top."""
+    """Seconds of the ops that these regions replay, without the host's costs: a lower bound on what the plan adds."""
     owner = graph.innermost(regions)
     stops: dict[int, int] = {}
     is_read: set[int] = set()

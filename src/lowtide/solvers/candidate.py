@@ -1,8 +1,9 @@
-"""A plan that a search has come across.
+"""`Candidate`, the value that all generators of an eager search produce, and what every search shares.
 
-How much a search may do: counted in simulated events, so that it stops at the same point on every machine.
-
-A plan that was found, with everything a person wants to know about it; or why there is none.
+A candidate is a set of decisions (regions, retained outputs, offload, codecs) with the peak and the time that the
+simulator gives it. `faster` and `smaller` pick one of several. `Effort` limits how much a search may simulate, counted
+in simulated events, so that a search stops at the same point on every machine. `with_predictions` turns the best
+candidate's timeline into the `Plan` that `solve` returns, and `infeasible` builds the error when no candidate fits.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.simulator.timeline import Timeline
 from lowtide.units import check_seconds, format_bytes
 
-Codecs = tuple[tuple[int, str], ...]  # values and how they are written, ascending
-Regions = dict[int, tuple[int, ...]]
+Codecs = tuple[tuple[int, str], ...]  # values and the codec of each, by ascending value
+Regions = dict[int, tuple[int, ...]]  # by recomputed call: ops, counted from its first, whose outputs it retains
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan's decisions, and what they cost. `share` is how much of the link moves use, `codecs` what is encoded.
+    """Decisions of a plan and what they cost in simulation.
 
-    With `spans`, calls of `regions` are those of the graph with these segments.
+    `share` is the share of the link's bandwidth that offload may use (0: nothing moves), `codecs` the values held
+    encoded. If `spans` is not empty, the calls in `regions` are numbered as in the graph with these segments
+    (`graph.segments.with_segments`).
     """
 
     regions: Regions
@@ -43,42 +46,42 @@ class Candidate:
 
 
 def faster(*candidates: Candidate | None) -> Candidate | None:
-    """The fastest of those that there are; the smaller of two that are as fast."""
-    found = [candidate for candidate in candidates if candidate is not None]
-    return min(found, key=lambda candidate: (candidate.extra_s, candidate.peak_bytes), default=None)
+    """The fastest candidate, ignoring None; of two equally fast ones the smaller."""
+    known = [candidate for candidate in candidates if candidate is not None]
+    return min(known, key=lambda candidate: (candidate.extra_s, candidate.peak_bytes), default=None)
 
 
 def smaller(*candidates: Candidate | None) -> Candidate | None:
-    """The one with the least peak of those that there are; the faster of two that are as small."""
-    found = [candidate for candidate in candidates if candidate is not None]
-    return min(found, key=lambda candidate: (candidate.peak_bytes, candidate.extra_s), default=None)
+    """The candidate with the smallest peak, ignoring None; of two equally small ones the faster."""
+    known = [candidate for candidate in candidates if candidate is not None]
+    return min(known, key=lambda candidate: (candidate.peak_bytes, candidate.extra_s), default=None)
 
 
-# Events per second of a time limit: what a core of a small server plays, with what the search does around them. If it
-# is too high, the clock ends searches, and plans depend on the machine; too low, and large steps are searched less than
-# there is time for.
+# Simulated events per second of a time limit: what one core of a small server does, the search's own work included.
+# Too high, and the clock ends searches, so that plans depend on the machine; too low, and large steps are searched for
+# less time than the limit allows.
 _EVENTS_PER_S = 1_000_000
-_OVERHEAD = 2_000  # events that take as long as it takes to begin to play a step
-_BY_OP = 25  # times as long as an event of `EagerIntervals` takes one that is played op by op
-_PATIENCE = 3.0  # times the limit until the clock ends a search: for machines that are slower, or busy
+_OVERHEAD = 2_000  # fixed cost of one simulation, in events
+_BY_OP = 25  # cost of an event in `simulate` (op by op), in events of `EagerIntervals` (vectorised)
+_PATIENCE = 3.0  # the clock ends a search after this multiple of its limit, for machines that are slower or busy
 
 
 class Effort:
-    """What is left of a search's effort. The clock is a safety net: it alone makes plans depend on the machine."""
+    """The simulated events that a search has left. The clock is only a safety net, as it depends on the machine."""
 
     def __init__(self, time_limit_s: float) -> None:
         check_seconds(time_limit_s, "time_limit_s")
         self._left, self._deadline = time_limit_s * _EVENTS_PER_S, time.monotonic() + _PATIENCE * time_limit_s
 
     def spend(self, num_events: int, *, times: int = 1, by_op: bool = False) -> None:
-        """A step of so many events was played, or something was done that takes as long."""
+        """Count `times` simulations of `num_events` events each; `by_op` if they are simulated op by op."""
         self._left -= times * (_OVERHEAD + num_events * (_BY_OP if by_op else 1))
 
     def is_over(self) -> bool:
         return self._left <= 0 or time.monotonic() > self._deadline
 
     def is_over_after(self, num_plays: int, num_events: int) -> Callable[[], bool]:
-        """As `is_over`, for a loop whose every turn takes as long as that many plays of a step, and asks once."""
+        """Return an `is_over` for a loop: each call also counts `num_plays` simulations of `num_events` events."""
 
         def is_over() -> bool:
             self.spend(num_events, times=num_plays)
@@ -88,7 +91,7 @@ class Effort:
 
 
 def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int, lower_bound_s: float) -> Plan:
-    """The plan of a timeline, with what it was made for and what is predicted of it."""
+    """The plan of a timeline, with its budget, predictions, lower bound and the facts of the graph filled in."""
     plan = replace(
         timeline.plan,
         budget_bytes=budget,
@@ -118,19 +121,19 @@ def _modules(graph: StepGraph, plan: Plan) -> tuple[PlannedModule, ...]:
 
 
 def _index_choosing_modules(graph: StepGraph, plan: Plan) -> tuple[str, ...]:
-    """The modules inside of regions whose own ops choose; of modules that have no name, those around them."""
+    """Paths of modules in regions whose ops produce indices (topk, argmax); of unnamed modules the parent's path."""
     recomputed = {path for region in plan.regions for path in region.paths}
-    found: dict[str, None] = {}
+    choosers: dict[str, None] = {}
     for op in graph.ops[: graph.num_forward]:
         if "index" in op.flags:
             paths = [path for call in graph.ancestors(op.call) if not (path := graph.calls[call].path).startswith("<")]
             if not recomputed.isdisjoint(paths):
-                found[paths[0]] = None
-    return tuple(found)
+                choosers[paths[0]] = None
+    return tuple(choosers)
 
 
 def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudgetError:
-    """The error for a budget below the `floor`; `advice` is what else would help."""
+    """The error for a budget below the `floor`; `advice` is appended to what the user can do."""
     static = int(floor.peak_by_kind["static"] + floor.peak_by_kind["gradients"])
     where = f"while {floor.peak_path or 'the model'} runs its {floor.peak_phase}"
     return InfeasibleBudgetError(

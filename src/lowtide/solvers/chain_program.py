@@ -1,18 +1,20 @@
-"""Segments of a chain of calls, cut by dynamic programming: what is best for the calls `s` to `t` with so much memory.
+"""Dynamic programme over a chain of calls: where to cut it into segments, for every amount of memory.
 
-The calls of some runs of a step (`graph.segments.runs`), and whatever lies between these runs, are the **items** of a
-chain. Of the items `s` to `t`, with so much memory for all that is held:
+The calls of some runs of a step (`graph.segments.runs`), and the ops between these runs, are the **items** of a chain.
+For the items `s` to `t` and a number of bytes, the table has the least time of these choices:
 
-- item `s` is run once, by one of several **ways** (its saves are held, or it has regions inside that hold less), and
-  the rest has what memory is left; or
-- `s` to `u - 1` are a segment: nothing but their input is held while `u` to `t` have their forward and backward. Then
-  they are run once more, with all of the memory, as is best for it: so segments lie inside segments; or
-- that segment, if it lies in no other, retains some op outputs of each of its items and computes only the rest again.
-  Regions inside it would drop what it retains, so it has none.
+- Item `s` runs once, with one of several **options** (it holds its saved tensors, or has regions inside that hold
+  less), and the items `s + 1` to `t` have the remaining memory.
+- The items `s` to `u - 1` are a segment: only their input is held during forward and backward of `u` to `t`. Afterwards
+  they run once more, with all of the memory and the best choice for it, so that segments can be nested.
+- That segment, if it is in no other, retains some op outputs of each item and recomputes only the rest. Regions inside
+  it would drop the retained outputs, so it has none.
 
-This is the optimum for chains of Beaumont et al. (rotor), with ways to run an item, and only of plans that the engine
-can run. Costs of items are read off simulated steps in which all items are run in one way, so that what is found is
-only nearly the best; each plan is simulated before it is taken.
+This is rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") with several options per item,
+limited to plans that the eager engine can run. Costs of items are measured on simulated steps in which every item runs
+with the same option, so results are near-optimal only; `segment_search`, which builds the table, simulates each result.
+
+Cost: `items^2 * slots * (splits + options)` operations in numpy; chains are grouped to 160 items and 32 splits.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ from lowtide.simulator.eager_intervals import EagerIntervals
 if TYPE_CHECKING:
     from lowtide.solvers.candidate import Regions
 
-_MOST_ITEMS = 160  # calls of longer chains are taken together
-_MOST_SPLITS = 32  # ends of a segment that are tried
+_MOST_ITEMS = 160  # in longer chains several calls are one item
+_MOST_SPLITS = 32  # lengths of a segment that are tried
 _REPLAY = 1
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Segments (runs of calls, also inside one another) that are regions, and calls that are, by the plain graph.
+    """Segments that are regions (nested ones too), and single calls that are, numbered as in the plain graph.
 
-    `kept` are the ops, as numbered in the step, whose outputs segments retain.
+    `kept` are the ops, numbered as in the step, whose outputs segments retain.
     """
 
     spans: tuple[Span, ...]
@@ -51,7 +53,7 @@ class Segmentation:
 
 @dataclass(frozen=True)
 class Item:
-    """A part of the forward, from op `first` to `end - 1`: calls of a run, or (-1) what lies between runs."""
+    """Ops `first` to `end - 1` of the forward: calls of the run number `run`, or ops between runs (-1)."""
 
     first: int
     end: int
@@ -60,25 +62,25 @@ class Item:
 
 
 def items_of(graph: StepGraph, chains: Sequence[Sequence[int]]) -> list[Item]:
-    """The items of these runs and between them; the last is what follows the last run, be it nothing."""
+    """The items of these runs and of the ops between them; the last item (maybe empty) is what follows all runs."""
     size = -(-sum(map(len, chains)) // _MOST_ITEMS)
-    found: list[Item] = []
+    items: list[Item] = []
     at = 0
     for number, run in enumerate(sorted(chains, key=lambda run: graph.calls[run[0]].first)):
         if graph.calls[run[0]].first > at:
-            found.append(Item(at, graph.calls[run[0]].first, -1))
+            items.append(Item(at, graph.calls[run[0]].first, -1))
         for start in range(0, len(run), size):
             calls = tuple(run[start : start + size])
-            found.append(Item(graph.calls[calls[0]].first, graph.calls[calls[-1]].end, number, calls))
-        at = found[-1].end
-    return [*found, Item(at, graph.num_forward, -1)]
+            items.append(Item(graph.calls[calls[0]].first, graph.calls[calls[-1]].end, number, calls))
+        at = items[-1].end
+    return [*items, Item(at, graph.num_forward, -1)]
 
 
 @dataclass(frozen=True)
 class ItemOption:
-    """A way to run all items: `regions` in each, bytes that each holds, its peaks in both directions, and seconds.
+    """One option for all items; per item: its regions, bytes held, peaks of forward and backward, seconds added.
 
-    Peaks are less what items before it hold. If `is_inner`, an item inside of a segment can be run in this way.
+    Peaks exclude what earlier items hold. If `is_inner`, items inside a segment may use this option.
     """
 
     regions: list[Regions]
@@ -90,7 +92,7 @@ class ItemOption:
 
 
 class ItemCosts:
-    """Reads what items cost off simulated steps."""
+    """Measures the costs of items on simulated steps."""
 
     def __init__(self, graph: StepGraph, items: Sequence[Item]) -> None:
         self._graph, self._items = graph, items
@@ -100,8 +102,8 @@ class ItemCosts:
         for op in graph.ops[graph.num_forward :]:
             last = of_op[op.forward_op] if op.forward_op >= 0 else last
             of_op.append(last)
-        self._of_op = np.array([*of_op, 0], dtype=np.int64)  # at the end, of the optimizer's step
-        self.links: list[int] = []  # bytes that item i is given by the one before it
+        self._of_op = np.array([*of_op, 0], dtype=np.int64)  # the last entry is the optimizer's step
+        self.links: list[int] = []  # bytes that item i reads from the one before it
         self._item_linked: dict[int, int] = {}
         for number, item in enumerate(items):
             before = items[number - 1] if number else item
@@ -111,8 +113,8 @@ class ItemCosts:
             self._item_linked.update(dict.fromkeys(made, number))
             self.links.append(sum(graph.values[value].bytes for value in made))
 
-    def way(self, regions: Regions, *, is_inner: bool) -> ItemOption:
-        """What these regions, each inside of one item, make of the items."""
+    def option(self, regions: Regions, *, is_inner: bool) -> ItemOption:
+        """The option in which items contain these regions; each region is inside one item."""
         graph, num = self._graph, len(self._items)
         played = EagerIntervals(graph, regions)
         held = self._held(regions)
@@ -132,7 +134,7 @@ class ItemCosts:
         return ItemOption(inside, held, peaks[0], peaks[1], seconds, is_inner)
 
     def _held(self, regions: Regions) -> np.ndarray:
-        """Bytes that each item leaves behind for the backward."""
+        """Bytes that each item holds for the backward."""
         graph = self._graph
         owner = graph.innermost(regions)
         kept = kept_ops(graph, regions)
@@ -154,7 +156,7 @@ class ItemCosts:
         return held
 
     def carried(self, plain: ItemOption) -> np.ndarray:
-        """What else is there when the backward comes to each item: gradients, and all that is not held by items."""
+        """Bytes not held by items when the backward of each item begins: gradients and everything else."""
         graph, played = self._graph, EagerIntervals(self._graph, {})
         where = self._of_op[played.ops]
         found = np.zeros(len(self._items))
@@ -170,12 +172,12 @@ class ItemCosts:
 
 @lru_cache
 def _steps(most: int) -> np.ndarray:
-    """Numbers of items that a segment may have, up to `most`: all, or evenly spaced ones."""
+    """Lengths of segments up to `most` items: all of them, or evenly spaced ones."""
     return np.unique(np.linspace(1, most, min(most, _MOST_SPLITS)).round().astype(np.int64))
 
 
 def _shifted(costs: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Rows of costs by slot, each as if so many slots were taken; the first column is for too few."""
+    """Rows of costs by slot, each shifted by a number of used slots; the first input column means infeasible."""
     width, steps = costs.shape[1] - 1, np.minimum(np.round(shifts).astype(np.int64), costs.shape[1] - 1)
     if (steps == steps[0]).all():
         found = np.full((len(costs), width), np.inf, dtype=costs.dtype)
@@ -185,18 +187,18 @@ def _shifted(costs: np.ndarray, shifts: np.ndarray) -> np.ndarray:
 
 
 class ChainProgram:
-    """The table of all parts of a chain, for memory in steps of `slot` bytes from `lowest` on.
+    """The table for all sub-chains, with memory in steps of `slot` bytes from `lowest` on.
 
-    `ways[0]` holds all saves. `dropped` is the way in which each item of a run is a region by itself, `retaining` are
-    ways in which these retain outputs, as segments may too, and `carried` is what is there besides in replays of
-    segments that end with each item.
+    `options[0]` holds all saved tensors. In `dropped` every item of a run is a region of its own; in the `retaining`
+    options these regions retain outputs, as segments may. `carried` are the other bytes live when the replay of a
+    segment that ends with each item begins.
     """
 
     def __init__(
         self,
         graph: StepGraph,
         items: Sequence[Item],
-        ways: Sequence[ItemOption],
+        options: Sequence[ItemOption],
         dropped: ItemOption,
         retaining: Sequence[ItemOption],
         links: Sequence[int],
@@ -204,30 +206,30 @@ class ChainProgram:
         slot: float,
         num_slots: int,
     ) -> None:
-        self._graph, self._items, self._options, self._slot = graph, items, ways, slot
+        self._graph, self._items, self._options, self._slot = graph, items, options, slot
         self._num = num_slots
-        least = np.minimum.reduce([way.backward for way in ways])
+        least = np.minimum.reduce([option.backward for option in options])
         self.lowest = float(least.min())
         arrays = graph.arrays
         static = arrays.static_bytes + arrays.static_gradient_bytes
         self._links = links
         self._state = np.array([sum(int(arrays.frame_bytes[call]) for call in item.calls) for item in items])
-        self._held = [np.array([self._slots(size) for size in way.held], dtype=np.int64) for way in ways]
+        self._held = [np.array([self._slots(size) for size in option.held], dtype=np.int64) for option in options]
         sums = np.concatenate([[0.0], np.cumsum(arrays.seconds[: graph.num_forward])])
         members = np.array([len(item.calls) for item in items])
         self._seconds = np.array([sums[item.end] - sums[item.first] for item in items])
         self._seconds += members * graph.hardware.region_s
-        self._above = np.maximum(carried - static, 0.0)  # of replays, beyond the forward
+        self._above = np.maximum(carried - static, 0.0)  # bytes of a replay beyond those of the forward
         self._dropped_peak = dropped.forward
         self._retaining = retaining
-        self._retained = [np.maximum(way.held - dropped.held, 0.0) for way in retaining]  # bytes of each item
+        self._retained = [np.maximum(option.held - dropped.held, 0.0) for option in retaining]  # bytes of each item
         self._solve()
 
     def _slots(self, size: float) -> int:
         return int(np.round(size / self._slot))
 
     def _solve(self) -> None:
-        """Fill the table: by (first, last), the least seconds for each slot; the first column is for too little."""
+        """Fill the table: for (first, last), the least seconds per slot; the first column means infeasible."""
         num, width = len(self._items), self._num
         self._table = np.full((num, num, width + 1), np.inf, dtype=np.float32)
         self._chosen = np.zeros((num, num, width), dtype=np.int32)
@@ -265,37 +267,37 @@ class ChainProgram:
     def _as_retaining(
         self, number: int, first: int, splits: np.ndarray, room: np.ndarray, state: np.ndarray
     ) -> np.ndarray:
-        """Costs by split and slot of a segment from `first` on that retains outputs, and of what follows it."""
-        plain, way, retained = self._options[0], self._retaining[number], self._retained[number]
+        """Costs by split and slot: a segment from `first` on that retains outputs, and the items after it."""
+        plain, option, retained = self._options[0], self._retaining[number], self._retained[number]
         upto, ends, last = slice(first, splits[-1]), splits - first - 1, len(self._items) - 1
-        before = np.cumsum(plain.held[upto]) - plain.held[upto]  # what items of the segment before each hold
+        before = np.cumsum(plain.held[upto]) - plain.held[upto]  # held by earlier items of the segment
         backward = np.maximum.accumulate(plain.backward[upto] + before)[ends]
         again = np.maximum.accumulate(plain.forward[upto] + before)[ends] + self._above[splits - 1]
         sums = np.cumsum(retained[upto])
         forward = np.maximum.accumulate(self._dropped_peak[upto] + sums)[ends]
         costs = _shifted(self._table[splits, last], (self._links[first] + state + sums[ends]) / self._slot)
-        costs += np.cumsum(way.seconds[upto])[ends][:, None].astype(np.float32)
+        costs += np.cumsum(option.seconds[upto])[ends][:, None].astype(np.float32)
         costs[room < np.maximum(np.maximum(backward, again) + state, forward)[:, None]] = np.inf
         return costs
 
     def _one_item(
         self, first: int, last: int, room: np.ndarray, slots: np.ndarray, above: float, is_top: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The best way to run the first item by itself, for each slot; numbered from -1 downwards."""
+        """The best option for the first item alone, for each slot; options are numbered from -1 downwards."""
         best, chosen = np.full(len(slots), np.inf), np.zeros(len(slots), dtype=np.int32)
-        for number, way in enumerate(self._options):
-            if not (is_top or way.is_inner):
+        for number, option in enumerate(self._options):
+            if not (is_top or option.is_inner):
                 continue
-            cost = np.full(len(slots), float(way.seconds[first]))
+            cost = np.full(len(slots), float(option.seconds[first]))
             if first < last:
                 cost += self._table[first + 1, last, np.maximum(slots - self._held[number][first], -1) + 1]
-            cost[room < max(way.backward[first], way.forward[first] + above)] = np.inf
+            cost[room < max(option.backward[first], option.forward[first] + above)] = np.inf
             is_better = cost < best
             best, chosen = np.where(is_better, cost, best), np.where(is_better, -1 - number, chosen)
         return best, chosen
 
     def _run_ends(self) -> list[int]:
-        """For each item, the last one that a segment from it on may end before: one behind its run; itself if none."""
+        """For each item, the latest end of a segment that begins with it: the end of its run; itself if in no run."""
         ends = list(range(len(self._items)))
         for number in range(len(self._items) - 2, -1, -1):
             item, after = self._items[number], self._items[number + 1]
@@ -303,18 +305,18 @@ class ChainProgram:
                 ends[number] = ends[number + 1] if after.run == item.run else number + 1
         return ends
 
-    def all_plans(self) -> list[Segmentation]:
-        """The best for each slot, those of little memory first; each once."""
+    def segmentations(self) -> list[Segmentation]:
+        """The best segmentation for each slot, from little memory to much, without duplicates."""
         last = len(self._items) - 1
-        found: dict[Segmentation, None] = {}
+        unique: dict[Segmentation, None] = {}
         for slot in range(self._num):
             if self._table[0, last, slot + 1] < np.inf:
                 spans: list[Span] = []
                 regions: Regions = {}
                 kept: set[int] = set()
                 self._collect(0, last, slot, spans, regions, kept)
-                found.setdefault(Segmentation(tuple(spans), regions, frozenset(kept)))
-        return list(found)
+                unique.setdefault(Segmentation(tuple(spans), regions, frozenset(kept)))
+        return list(unique)
 
     def _collect(self, first: int, last: int, slot: int, spans: list[Span], regions: Regions, kept: set[int]) -> None:
         while first <= last:
@@ -332,14 +334,14 @@ class ChainProgram:
                 regions[calls[0]] = ()
             held = float(self._links[first] + self._state[first:split].sum())
             if retaining:
-                way = self._retaining[retaining - 1]
+                option = self._retaining[retaining - 1]
                 held += float(self._retained[retaining - 1][first:split].sum())
                 if len(calls) > 1:
                     kept |= kept_ops(
-                        self._graph, {c: ops for item in way.regions[first:split] for c, ops in item.items()}
+                        self._graph, {c: ops for item in option.regions[first:split] for c, ops in item.items()}
                     )
                 else:
-                    regions |= way.regions[first]
+                    regions |= option.regions[first]
             else:
                 state = int(self._state[first:split].sum())
                 self._collect(first, split - 1, slot - self._slots(state), spans, regions, kept)
@@ -348,5 +350,5 @@ class ChainProgram:
 
 
 def kept_ops(graph: StepGraph, regions: Regions) -> set[int]:
-    """The ops whose outputs regions retain, as numbered in the step."""
+    """The ops whose outputs regions retain, numbered as in the step."""
     return {graph.calls[call].first + op for call, ops in regions.items() for op in ops}

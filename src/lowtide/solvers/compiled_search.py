@@ -1,20 +1,18 @@
-"""Where the forward narrows: values to save so that what the backward recomputes at a time stays small.
+"""The search for plans of a compiled step: which forward values are saved; the others are recomputed one by one.
 
-With nothing saved along the way, the first value that the backward needs has the whole forward recomputed and held at
-once. Saved anchors end that: what lies before an anchor is not touched before the backward gets there.
+`min_cut` gives the optimal choices for every price per byte at a critical point. The corners of that hull, and mixes of
+neighbouring corners (ops up to a position as in the smaller corner, because early values live longest, later ops as in
+the faster one), form a `CutFamily`, numbered from fast to small. The first member whose *simulated* peak fits the
+budget is found by bisection (`interpolation.first_fitting`); the fastest over all families is the plan. Families do not
+depend on the budget, so a larger budget never gives a slower plan.
 
-Plans for the compiled engine: which values of the forward are saved, the others recomputed one by one.
+**Anchors.** If nothing is saved along the forward, the first value that the backward needs has the whole forward
+recomputed and live at once, and the peak rises again at small budgets. Anchors are values at which the forward is
+narrow: inputs of blocks, or values that are the only live activation at some op. With an anchor saved, nothing before
+it is recomputed until the backward gets there. Further families save all anchors, every second, every fourth and so on:
+the square-root checkpoints of Chen et al. (2016) are among them.
 
-`cutting` gives the best choices for every price of a byte at a moment at which memory is short. They make a **family**:
-plans from everything saved to as little as can be, each slower than the last. The first whose *simulated* peak fits is
-taken, then mixed along the forward with the one before it, which did not fit: early ops as in the slower plan, for what
-they save lives longest, the others as in the faster one.
-
-At the cheap end of a family the backward recomputes so much at once that the peak rises again. So there are families in
-which anchors are saved whatever they weigh: all of them, every second, every fourth, and so on. The fastest plan of all
-families is taken.
-
-Every family is the same for all budgets and is searched so that a larger budget never ends at a slower plan.
+Cost: one hull per family (up to 48 maximum flows each), one simulation per corner and bisection step.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ from lowtide.solvers.hull import peak_op
 from lowtide.solvers.interpolation import first_fitting
 from lowtide.solvers.min_cut import CutProblem
 
-_LONG = 1 / 3  # of the forward: what is read over more than that (masks, position tables) is in nobody's way
+_LONG = 1 / 3  # of the forward: values read over a longer range (masks, position tables) do not count as crossing
 
 
 def anchor_groups(graph: StepGraph) -> list[frozenset[int]]:
-    """Ops that make what crosses each narrow place, in the order of the forward.
+    """The ops whose outputs are the anchors at each narrow position, in the order of the forward.
 
-    Narrow places are the entries of blocks; with fewer than three of them, positions that a single activation crosses.
+    Narrow positions are the inputs of blocks; if fewer than three, positions at which one activation is live.
     """
     entries = [_makers(graph, graph.calls[call].inputs) for call in block_calls(graph)]
     groups = [group for group in entries if group]
-    return groups if len(groups) > 2 else _narrow_places(graph)
+    return groups if len(groups) > 2 else _narrow_positions(graph)
 
 
 def every(groups: list[frozenset[int]], step: int) -> frozenset[int]:
@@ -51,9 +49,9 @@ def every(groups: list[frozenset[int]], step: int) -> frozenset[int]:
 
 
 def compiled_references(graph: StepGraph) -> dict[str, Plan]:
-    """What people do today, as plans for the compiled engine: those of `references.reference_plans`."""
+    """The plans of `baselines.reference_plans` for the compiled engine."""
     blocks = block_calls(graph)
-    found = {"nothing": Plan(engine="compiled")}
+    plans = {"nothing": Plan(engine="compiled")}
     if blocks:
         outside = set(range(graph.num_forward))
         for call in blocks:
@@ -61,10 +59,10 @@ def compiled_references(graph: StepGraph) -> dict[str, Plan]:
         skipped = {op for call in blocks[1::2] for op in range(graph.calls[call].first, graph.calls[call].end)}
         inputs = {op for call in blocks for op in _makers(graph, graph.calls[call].inputs)}
         products = {op for op in range(graph.num_forward) if graph.ops[op].flops}
-        found["a checkpoint per block"] = _plan(graph, outside | inputs)
-        found["every second block"] = _plan(graph, outside | inputs | skipped)
-        found["selective, all matmuls kept"] = _plan(graph, outside | inputs | products)
-    return found
+        plans["a checkpoint per block"] = _plan(graph, outside | inputs)
+        plans["every second block"] = _plan(graph, outside | inputs | skipped)
+        plans["selective, all matmuls kept"] = _plan(graph, outside | inputs | products)
+    return plans
 
 
 def _plan(graph: StepGraph, keeps: set[int]) -> Plan:
@@ -77,7 +75,7 @@ def _makers(graph: StepGraph, values: tuple[int, ...]) -> frozenset[int]:
     return frozenset(value.born for value in facts if value.born >= 0 and value.kind == "activation")
 
 
-def _narrow_places(graph: StepGraph) -> list[frozenset[int]]:
+def _narrow_positions(graph: StepGraph) -> list[frozenset[int]]:
     num = graph.num_forward
     last_read: dict[int, int] = {}
     for index, op in enumerate(graph.ops[:num]):
@@ -88,16 +86,16 @@ def _narrow_places(graph: StepGraph) -> list[frozenset[int]]:
         if facts.kind == "activation" and facts.born >= 0 and last - facts.born <= max(_LONG * num, 1):
             for position in range(facts.born + 1, last + 1):
                 crossing[position].append(value)
-    found = dict.fromkeys(values[0] for values in crossing if len(values) == 1)
-    return [frozenset({graph.values[value].born}) for value in sorted(found, key=lambda v: graph.values[v].born)]
+    narrow = dict.fromkeys(values[0] for values in crossing if len(values) == 1)
+    return [frozenset({graph.values[value].born}) for value in sorted(narrow, key=lambda v: graph.values[v].born)]
 
 
-_MOST_CUTS = 256  # mixes of two neighbours in a family
+_MOST_CUTS = 256  # mixes of two neighbouring corners in a family; bisection simulates a few of them
 
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """Ops whose outputs are saved, and what that costs."""
+    """The ops whose outputs are saved, with the simulated peak and time."""
 
     keeps: tuple[int, ...]
     peak_bytes: int
@@ -105,7 +103,7 @@ class CompiledCandidate:
 
 
 class CompiledSearch:
-    """What solving one graph for the compiled engine needs, shared by all budgets of a sweep."""
+    """Finds plans for one graph; its work is shared by all budgets of a sweep."""
 
     def __init__(self, graph: StepGraph, time_limit_s: float = 10.0) -> None:
         self.graph = graph
@@ -117,7 +115,7 @@ class CompiledSearch:
         return simulate(self.graph)
 
     def plan(self, budget: int) -> Plan:
-        """The plan for a budget, with everything a person wants to know about it."""
+        """The fastest plan for a budget, with predictions and lower bound."""
         if self.plain.peak_bytes <= budget:
             return with_predictions(self.graph, self._timeline(self._point(frozenset())), self.plain, budget, 0.0)
         found = [reference for reference in self._references if reference.peak_bytes <= budget]
@@ -132,12 +130,12 @@ class CompiledSearch:
         return with_predictions(self.graph, timeline, self.plain, budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
-        """Seconds that every plan of the compiled engine adds if its peak is to be at most `budget`."""
-        return max((moment.lower_bound_s(budget) for moment in self._cut_problems), default=0.0)
+        """A lower bound on the seconds that every plan of the compiled engine within `budget` adds."""
+        return max((problem.lower_bound_s(budget) for problem in self._cut_problems), default=0.0)
 
     @cached_property
     def floor(self) -> Timeline:
-        """The smallest peak found, of whatever plan."""
+        """The candidate with the smallest peak."""
         ends = [self.cost(self._point(family.recomputed(len(family) - 1))) for family in self._families]
         found = [self.cost(self._point(frozenset())), *self._references, *ends]
         best = min(found, key=lambda each: (each.peak_bytes, each.extra_s))
@@ -147,15 +145,15 @@ class CompiledSearch:
 
     @cached_property
     def _cut_problems(self) -> list[CutProblem]:
-        """When memory is short: at the plain step's peaks in both directions, and where a plan of anchors peaks."""
+        """At the plain step's peaks in backward and forward, and where the smallest plan with all anchors peaks."""
         ops = [op for op in (peak_op(self.plain, 2), peak_op(self.plain, 0)) if op >= 0]
-        moments = [CutProblem(self.graph, op) for op in dict.fromkeys(ops)]
-        if self._anchors and moments:
-            least = CutProblem(self.graph, moments[0].at, every(self._anchors, 1)).hull[-1]
+        problems = [CutProblem(self.graph, op) for op in dict.fromkeys(ops)]
+        if self._anchors and problems:
+            least = CutProblem(self.graph, problems[0].at, every(self._anchors, 1)).hull[-1]
             late = peak_op(self._timeline(self._point(least.recomputed)), 2)
             if late >= 0 and late not in ops:
-                moments.append(CutProblem(self.graph, late))
-        return moments
+                problems.append(CutProblem(self.graph, late))
+        return problems
 
     @cached_property
     def _anchors(self) -> list[frozenset[int]]:
@@ -163,22 +161,22 @@ class CompiledSearch:
 
     @cached_property
     def _families(self) -> list[CutFamily]:
-        found = [self._family(moment) for moment in self._cut_problems]
+        families = [self._family(problem) for problem in self._cut_problems]
         step = 1
         while self._cut_problems and step <= len(self._anchors):
-            found.append(self._family(CutProblem(self.graph, self._cut_problems[0].at, every(self._anchors, step))))
+            families.append(self._family(CutProblem(self.graph, self._cut_problems[0].at, every(self._anchors, step))))
             step *= 2
-        return found
+        return families
 
-    def _family(self, moment: CutProblem) -> CutFamily:
-        """The corners of a hull and the mixes between, up to the corner with the smallest peak."""
-        corners = list(dict.fromkeys(choice.recomputed for choice in moment.hull))
+    def _family(self, problem: CutProblem) -> CutFamily:
+        """The corners of a hull, up to the one with the smallest peak, and the mixes between them."""
+        corners = list(dict.fromkeys(choice.recomputed for choice in problem.hull))
         peaks = [self.cost(self._point(corner)).peak_bytes for corner in corners]
         return CutFamily(corners[: peaks.index(min(peaks)) + 1])
 
     @cached_property
     def _references(self) -> list[CompiledCandidate]:
-        """What people do by hand: no plan of ours may be slower than theirs."""
+        """Checkpoints that users would write: included so that no plan is slower than those in simulation."""
         plans = [plan for plan in compiled_references(self.graph).values() if plan.keeps]
         return [self.cost(plan.keeps) for plan in plans]
 
@@ -195,7 +193,7 @@ class CompiledSearch:
     # Plans.
 
     def _point(self, recomputed: frozenset[int]) -> tuple[int, ...]:
-        """The ops whose outputs are saved if others may be recomputed."""
+        """The ops whose outputs are saved if only `recomputed` may run again."""
         needs = self.graph.needs
         return needs.keeps_of(needs.derive(self._all_ops - recomputed))
 
@@ -211,7 +209,7 @@ class CompiledSearch:
         return self._candidates[keeps]
 
     def _timeline(self, keeps: tuple[int, ...]) -> Timeline:
-        # With a budget of any size: without keeps and without a budget, a plan is the plain step.
+        # Any budget: a plan with neither keeps nor a budget is the plain step.
         return simulate(self.graph, Plan(engine="compiled", keeps=keeps, budget_bytes=1))
 
     def _is_late(self) -> bool:
@@ -219,7 +217,7 @@ class CompiledSearch:
 
 
 class CutFamily:
-    """Plans numbered from 0 (the first corner) to `len - 1` (the last), on the whole smaller and slower."""
+    """Candidates numbered from 0 (the first corner) to `len - 1` (the last): ever smaller and slower."""
 
     def __init__(self, corners: list[frozenset[int]]) -> None:
         self._corners = corners
@@ -229,7 +227,7 @@ class CutFamily:
         return 1 + sum(map(len, self._cuts))
 
     def recomputed(self, number: int) -> frozenset[int]:
-        """The ops that plan `number` recomputes: up to a cut those of one corner, from there on those of another."""
+        """The ops that candidate `number` recomputes: those of the smaller corner up to a position."""
         if number == 0:
             return self._corners[0]
         for (before, after), cuts in zip(pairwise(self._corners), self._cuts, strict=True):
@@ -241,6 +239,6 @@ class CutFamily:
 
 
 def _thinned(cuts: list[int]) -> list[int]:
-    """At most so many, always with the last."""
+    """At most `_MOST_CUTS` of the positions, evenly spaced, with the last."""
     step = -(-len(cuts) // _MOST_CUTS)
     return cuts[::-1][:: max(step, 1)][::-1]

@@ -1,26 +1,26 @@
-"""The search for plans of an eager step.
+"""The search for plans of an eager step: collects candidates from all generators and returns the fastest that fits.
 
-The plain step's peak names the moment at which memory is short. For that moment `pricing` gives the best plans for
-every price of a byte, which lie on a convex hull; `chain` fills in the plans between them. The first plan of the chain
-found whose *simulated* peak fits is taken: what it holds at other moments, in replays too, counts. Where replays hold
-too much for that, `nesting` takes regions of the chain's plans apart. With memory on the host, `moving` does the same
-for links used to various shares, also with layers that change in an even spread and with what `loading` makes. Where
-codecs are allowed there are chains more, with values encoded (`pressing`). Beside these there are plans with segments
-(`segmenting`), `standing` plans, and for smaller steps those that `exploring` finds and the smallest, by `lowering`;
-the fastest that fits is taken. The hull is also a bound on what any plan costs.
+`solve` creates one `EagerSearch` per graph and asks it for plans. The candidates are, in this order:
 
-Neither chains, nested or not, nor the others depend on the budget; each by itself gives no slower plan for a larger
-budget, and the same plan for a smaller one that it fits in too, and so the fastest of them does as well.
+1. Paths along the hull. The plain step's peak is the first critical point; `hull` gives the optimal regions for every
+   price per byte there, and `interpolation.HullPath` the candidates in between. The first of a path whose *simulated*
+   peak fits is found by bisection. Further paths: without regions that contain several layers, with a discount on
+   bytes that can be offloaded, with encoded values (`compression`).
+2. Offload (`placement`): paths whose layers change in an evenly spread order, and `LinkLoads`.
+3. Segments (`segment_search`).
+4. Candidates of the first path with split and nested regions (`nesting`), where replays exceed the budget.
+5. Baselines (`baselines`).
+6. Up to 3,000 ops: other sets of regions, and the smallest peak (`local_search`).
 
-Plans for steps with two time lines, host and device.
+No generator depends on the budget. For each of them a larger budget gives no slower candidate, so neither does the
+fastest of all. The hulls also give the lower bound (`lower_bound_s`).
 
-What a plan adds to one line is a sum over its regions, which pricing needs; what it adds to the step is not. So plans
-are found for each line by itself, by a `EagerSearch` on the graph of that line, and judged by the simulation of both.
-Only the line that limits the plain step is searched, unless the other is close: then plans can make that one the limit.
-A trace of the other line is mixed in: of plans that are alike on one line, the one that asks less of the other is
-better.
-
-A step takes no less than either line works, nor than their mean, so the larger of the two bounds is one for the step.
+**Two time lines.** Seconds on one line (host or device) add up over regions, as the hull requires; the seconds of the
+step, the longer of both, do not. So `TwoLineSearch` runs an `EagerSearch` on the graph of each line, and every
+candidate is simulated with both lines. Only the line that limits the plain step is searched, unless the other works at
+least half as long. A small share of the other line is mixed in, so that of candidates equal on one line the one that
+costs the other less is preferred. A step takes no less than either line, so the larger of their bounds is a bound for
+the step.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from lowtide.solvers.baselines import baseline_plans, replayed_s
 from lowtide.solvers.candidate import Candidate, Codecs, Effort, Regions, faster, infeasible, smaller, with_predictions
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.hull import CriticalPoint, Pricing, critical_point_at, hull, peak_op
-from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, near_stops
+from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, monotone_stops
 from lowtide.solvers.local_search import MOST_OPS, LocalSearch, LowestPeakSearch, evenly_spaced
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.placement import LinkLoads, OffloadSelector
 from lowtide.solvers.region_costs import contains_layers
 from lowtide.solvers.segment_search import SegmentSearch, plan_of
 
-_SHARES = (0.5, 0.95)  # of the link: the last part of it is left for what it does slower than measured
-_DISCOUNTS = (0.0, 0.3, 0.9)  # of the price of bytes that could be moved
-_LOSSY_DISCOUNTS = (0.0, 0.6)  # with the whole link: values that are encoded take a smaller part of it
-_MOST_LEVELS = 12
-_NUM_STATIONS = 128
-_NUM_RECENT = 12
-_HULL = 40  # plays of a step that take as long as a hull does
+_SHARES = (0.5, 0.95)  # of the link's bandwidth that offload may use; 5 % are a margin for slower copies
+_DISCOUNTS = (0.0, 0.3, 0.9)  # on the price of bytes that could be offloaded
+_LOSSY_DISCOUNTS = (0.0, 0.6)  # the same for encoded values, which use less of the link
+_MOST_LEVELS = 12  # of nesting
+_NUM_NESTED = 32  # sizes along the first path at which candidates are nested; 128 gave the same plans
+_NUM_RECENT = 12  # simulations kept in memory
+_HULL = 40  # cost of building a hull, in simulations of a step
 
 
 class EagerSearch:
-    """What solving one graph needs, made when it is first asked for and shared by all budgets of a sweep.
+    """Finds plans for one graph. Generators run when they are first needed; all budgets of a sweep share their work.
 
-    Where `graph` has two time lines, plans are found by one of them, `line` (by default the one that limits the plain
-    step), and judged by both. `_offset_s` is how much less the line works than the plain step takes: a number below 0.
+    If `graph` has two time lines, candidates are generated for one of them, `line` (by default the one that limits the
+    plain step), and simulated with both. `_offset_s`, not above 0, is the line's own time less the plain step's.
     """
 
     def __init__(
@@ -88,14 +88,13 @@ class EagerSearch:
             self._offset_s = self.line.lines.step_s - graph.lines.step_s
         self._compression = CompressionOptions(self.line, lossy) if lossy else None
         self._all_codecs: list[Codecs] = [()] if self._compression is None else [(), self._compression.everything]
-        ways = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
-        self._move_options = [(0.0, 0.0, False), *ways]
+        options = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
+        self._move_options = [(0.0, 0.0, False), *options]
         if lossy:
             self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host or disk)]
-        self._chains: dict[
-            tuple[int, float, bool, bool], list[HullPath]
-        ] = {}  # in the order of the forward, and spread
-        self._nested_found: dict[tuple[int, float, bool, Codecs], Candidate] = {}
+        # Each in the order of the forward, and spread.
+        self._paths: dict[tuple[float, bool, bool], list[HullPath]] = {}
+        self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
         self._mover = OffloadSelector(graph, host, disk, self._compression)
         self._movable_bytes = host + disk
         self._candidates: dict[tuple[object, ...], Candidate] = {}
@@ -107,60 +106,62 @@ class EagerSearch:
 
     @cached_property
     def _critical_points(self) -> list[CriticalPoint]:
-        """When memory is short: at the plain step's peaks in both directions, and where the chain's last plan peaks."""
+        """At the plain step's peaks in backward and forward, and where the smallest hull point peaks."""
         ops = [op for op in (peak_op(self.plain, 2), peak_op(self.plain, 0)) if op >= 0]
-        moments = [critical_point_at(self.line, self.plain, op, self._compression) for op in dict.fromkeys(ops)]
-        if moments:
-            late = peak_op(self._played(moments[0].hull.choices[-1].regions, 0.0), 2)
+        points = [critical_point_at(self.line, self.plain, op, self._compression) for op in dict.fromkeys(ops)]
+        if points:
+            late = peak_op(self._played(points[0].hull.choices[-1].regions, 0.0), 2)
             if late >= 0 and late not in ops:
-                moments.append(critical_point_at(self.line, self.plain, late, self._compression))
-        return moments
+                points.append(critical_point_at(self.line, self.plain, late, self._compression))
+        return points
 
     @cached_property
-    def _kinds_of_chains(self) -> list[tuple[int, float, bool, float, bool]]:
-        """By moment, discount, whether regions are narrow, share of the link, and whether values may be encoded.
+    def _path_kinds(self) -> list[tuple[float, bool, float, bool]]:
+        """The paths to build: discount, whether narrow, share of the link, whether values are encoded.
 
-        A region of several layers holds all they save when it is replayed. The moment does not show that, so that such
-        regions can crowd out those of single layers: chains without them come first.
+        All are for the first critical point; the others only strengthen the bound. While a region of several layers is
+        replayed, everything they save is live. The critical point does not show that, so such regions can displace
+        those of single layers: narrow paths, without them, come first.
         """
-        can = self._critical_points[0].pricing.replayable if self._critical_points else ()
+        if not self._critical_points:
+            return []
+        can = self._critical_points[0].pricing.replayable
         narrow = any(map(all, zip(can, contains_layers(self.graph), strict=False)))
-        found = [(moment, *way) for moment in range(len(self._critical_points)) for way in self._move_options]
-        kinds = [(moment, discount, narrow, share, coded) for moment, discount, share, coded in found]
-        return [*kinds, (0, 0.0, False, 0.0, False)] if narrow and kinds else kinds
+        kinds = [(discount, narrow, share, coded) for discount, share, coded in self._move_options]
+        return [*kinds, (0.0, False, 0.0, False)] if narrow else kinds
 
-    def _chain(self, moment: int, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
-        key = moment, discount, narrow, coded
-        if key not in self._chains:
-            pricing, found = self._critical_points[moment].pricing, self._critical_points[moment].hull
+    def _path(self, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
+        key = discount, narrow, coded
+        if key not in self._paths:
+            pricing, points = self._critical_points[0].pricing, self._critical_points[0].hull
             if discount or narrow or coded:
                 pricing = Pricing(
                     self.line, self.plain, pricing.at, discount, narrow, self._compression if coded else None
                 )
-                found = hull(pricing)
+                points = hull(pricing)
                 self.effort.spend(len(self.graph.ops), times=_HULL)
-            easing = Interpolation(self.line, pricing)
-            self._chains[key] = [HullPath(self.graph, found.choices, easing, is_spread=each) for each in (False, True)]
-        return self._chains[key][is_spread]
+            between = Interpolation(self.line, pricing)
+            self._paths[key] = [HullPath(self.graph, points.choices, between, is_spread=each) for each in (False, True)]
+        return self._paths[key][is_spread]
 
-    def _all_chains(self) -> Iterator[tuple[HullPath | LinkLoads, float, bool]]:
-        """Chains, each with the share of the link that its moves use, and whether values may be encoded."""
-        for moment, discount, narrow, share, coded in self._kinds_of_chains:
-            yield self._chain(moment, discount, narrow, coded), share, coded
+    def _all_paths(self) -> Iterator[tuple[HullPath | LinkLoads, float, bool]]:
+        """All paths, each with the share of the link that its candidates use, and whether values are encoded."""
+        for discount, narrow, share, coded in self._path_kinds:
+            yield self._path(discount, narrow, coded), share, coded
             if share:
-                yield self._chain(moment, discount, narrow, coded, is_spread=True), share, coded
+                yield self._path(discount, narrow, coded, is_spread=True), share, coded
         if self._critical_points and self._movable_bytes:
             yield self._loads, _SHARES[-1], False
 
     @cached_property
     def _loads(self) -> LinkLoads:
-        last = self._first_chain.regions(len(self._first_chain) - 1)
+        last = self._first_path.regions(len(self._first_path) - 1)
         return LinkLoads(self.line, last, self._critical_points[0].pricing)
 
     @property
-    def _first_chain(self) -> HullPath:
-        moment, discount, narrow, _, coded = self._kinds_of_chains[0]
-        return self._chain(moment, discount, narrow, coded)
+    def _first_path(self) -> HullPath:
+        discount, narrow, _, coded = self._path_kinds[0]
+        return self._path(discount, narrow, coded)
 
     @cached_property
     def _nesting(self) -> Nesting:
@@ -177,15 +178,15 @@ class EagerSearch:
 
     @cached_property
     def _segmented(self) -> list[Candidate]:
-        """Plans with segments."""
+        """Candidates with segments."""
         if self._segmenting is None:
             return []
         shares, codecs = _SHARES if self._movable_bytes else (), self._all_codecs
         is_late = self.effort.is_over_after(1, len(self.graph.ops))
-        return list(map(self._judged, self._segmenting.plans(is_late, self._mover, shares, codecs)))
+        return list(map(self._judged, self._segmenting.candidates(is_late, self._mover, shares, codecs)))
 
     def _judged(self, found: Candidate) -> Candidate:
-        """A plan with segments that was found by one line, with what it costs by both."""
+        """A candidate with segments that was generated for one line, with its time on both lines."""
         if self.line is self.graph:
             return found
         if found.share or found.codecs:
@@ -208,7 +209,7 @@ class EagerSearch:
         return found + self._compression.baseline_choices(plans, list(ends.values()))
 
     def plan(self, budget: int) -> Plan:
-        """The plan for a budget, with everything a person wants to know about it."""
+        """The fastest plan for a budget, with predictions and lower bound."""
         if self.plain.peak_bytes <= budget:
             return with_predictions(self.graph, self.plain, self.plain, budget, 0.0)
         fastest = self.fastest(budget)
@@ -217,12 +218,12 @@ class EagerSearch:
         return with_predictions(self.graph, self.timeline_of(fastest), self.plain, budget, self.lower_bound_s(budget))
 
     def fastest(self, budget: int) -> Candidate | None:
-        """The fastest plan found that fits, None if none does."""
+        """The fastest candidate that fits; None if none does."""
         fastest: Candidate | None = None
-        for chain, share, _ in self._all_chains():
+        for path, share, _ in self._all_paths():
             if fastest is None or not self._is_late():
-                fastest = faster(fastest, self._of_chain(budget, chain, share, fastest))
-        if fastest is None and budget < self.floor.peak_bytes:  # some nested plan may fit
+                fastest = faster(fastest, self._of_path(budget, path, share, fastest))
+        if fastest is None and budget < self.floor.peak_bytes:  # a nested candidate may fit
             return None
         if fastest is None or "_segmented" in vars(self) or not self._is_late():
             fastest = faster(fastest, *(plan for plan in self._segmented if plan.peak_bytes <= budget))
@@ -234,63 +235,64 @@ class EagerSearch:
         for seconds, regions, codecs in self._baselines:
             least_s = self._visible_s(seconds)
             if fastest is None or not (self._is_late() or least_s > fastest.extra_s * (1 + 1e-9)):
-                standing = self._cost(regions, 0.0, codecs)
-                fastest = faster(fastest, standing if standing.peak_bytes <= budget else None)
+                baseline = self._cost(regions, 0.0, codecs)
+                fastest = faster(fastest, baseline if baseline.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not self._is_late():
             others = (*self._explored, self._smallest)
             fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
         return fastest
 
     def _visible_s(self, line_s: float) -> float:
-        """What seconds on the line make the step longer, at the least."""
+        """A lower bound on what seconds on the line add to the step."""
         return line_s if self.line is self.graph else max(0.0, line_s + self._offset_s)
 
-    def _of_chain(
-        self, budget: int, chain: HullPath | LinkLoads, share: float, fastest: Candidate | None
+    def _of_path(
+        self, budget: int, path: HullPath | LinkLoads, share: float, fastest: Candidate | None
     ) -> Candidate | None:
-        """A plan of a chain that fits with this much of the link used; None if the last does not."""
-        cost, most_s = self._costs(chain, share), fastest.extra_s if fastest is not None else math.inf
-        number = first_past_stops(cost, chain.stops, budget, most_s=most_s, is_late=self._is_late)
+        """The first candidate of a path that fits, with this share of the link; None if none fits."""
+        cost, most_s = self._costs(path, share), fastest.extra_s if fastest is not None else math.inf
+        number = first_past_stops(cost, path.stops, budget, most_s=most_s, is_late=self._is_late)
         return None if number is None else cost(number)
 
     @cached_property
     def _sample_budgets(self) -> list[tuple[float, float, int, float, bool, Codecs]]:
-        """Plans of the first chain to be nested, evenly spaced in bytes: least bytes, least seconds, and which.
+        """Candidates of the first path to be nested, evenly spaced in bytes, with lower bounds on bytes and seconds.
 
-        Nesting makes a plan slower, and no smaller than what it holds when memory is short. So only those between a
-        budget and a plan that fits it need be looked at; one that turns out faster or smaller is left out.
+        Nesting makes a candidate slower, and it cannot hold less than at the critical point. So `fastest` only nests
+        those whose bounds are within the budget and below the fastest candidate. A result below its bounds is ignored,
+        as it would depend on which budgets were solved before.
         """
         if not self._critical_points:
             return []
-        chain, pricing = self._first_chain, self._critical_points[0].pricing
-        sizes = np.array([chain.bytes(number) for number in range(len(chain))])
-        levels = np.linspace(sizes[0], sizes[-1], _NUM_STATIONS + 1)[1:-1]
-        numbers = sorted(set(np.searchsorted(-sizes, -levels).tolist()) - {len(chain) - 1})
+        path, pricing = self._first_path, self._critical_points[0].pricing
+        sizes = np.array([path.bytes(number) for number in range(len(path))])
+        levels = np.linspace(sizes[0], sizes[-1], _NUM_NESTED + 1)[1:-1]
+        numbers = sorted(set(np.searchsorted(-sizes, -levels).tolist()) - {len(path) - 1})
 
         def least_s(number: int) -> float:
-            return self._visible_s(pricing.seconds_of(chain.regions(number)))
+            return self._visible_s(pricing.seconds_of(path.regions(number)))
 
-        found: list[tuple[float, float, int, float, bool, Codecs]] = [
+        nested: list[tuple[float, float, int, float, bool, Codecs]] = [
             (pricing.base_bytes + sizes[number], least_s(number), number, 0.0, splits, ())
             for number in numbers
             for splits in (True, False)
         ]
         shares = sorted({share for _, share, _ in self._move_options})
-        last_s = least_s(last := len(chain) - 1)
+        last_s = least_s(last := len(path) - 1)
         ends = product(self._all_codecs, shares, (True, False))
-        return found + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
+        return nested + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
-    def _costs(self, chain: HullPath | LinkLoads, share: float) -> Callable[[int], Candidate]:
-        return lambda number: self._cost(chain.regions(number), share, chain.codecs(number))
+    def _costs(self, path: HullPath | LinkLoads, share: float) -> Callable[[int], Candidate]:
+        return lambda number: self._cost(path.regions(number), share, path.codecs(number))
 
     def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Candidate:
-        """A plan of the first chain, its regions taken apart or nested where replays hold more than is held anyway."""
-        if (key := (number, share, splits, codecs)) in self._nested_found:
-            return self._nested_found[key]
-        chain = self._first_chain
-        slack = (chain.bytes(0) - chain.bytes(len(chain) - 1)) / _NUM_STATIONS
-        level = self._critical_points[0].pricing.base_bytes + chain.bytes(number) + slack
-        regions, apart = chain.regions(number), splits
+        """A candidate of the first path, split or nested where replays hold more than the critical point."""
+        if (key := (number, share, splits, codecs)) in self._nested_known:
+            return self._nested_known[key]
+        path = self._first_path
+        slack = (path.bytes(0) - path.bytes(len(path) - 1)) / _NUM_NESTED
+        level = self._critical_points[0].pricing.base_bytes + path.bytes(number) + slack
+        regions, apart = path.regions(number), splits
         best = self._cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
             timeline = self._played(regions, share, codecs)
@@ -300,32 +302,32 @@ class EagerSearch:
                 regions, apart = self._nesting.further(now, timeline, level_now, apart)
             if regions == now:
                 break
-        self._nested_found[key] = best
+        self._nested_known[key] = best
         return best
 
     @cached_property
     def _explored(self) -> list[Candidate]:
-        """Plans with other regions, found from those of the chains, the standing plans and some nested ones."""
+        """Candidates of `LocalSearch`, started from paths, baselines and nested candidates."""
         smallest = self._smallest_of_regions if self._critical_points and len(self.graph.ops) <= MOST_OPS else None
         if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
         pricing, floor, plain = self._critical_points[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
-        exploring = LocalSearch(self.line, pricing, self._nesting, floor, plain)
+        search = LocalSearch(self.line, pricing, self._nesting, floor, plain)
         seeds: list[Regions] = [{}, *(regions for _, regions, codecs in self._baselines if not codecs)]
-        for chain, share, coded in self._all_chains():  # the same whatever else is allowed
+        for path, share, coded in self._all_paths():  # the same seeds with and without offload and codecs
             if not share and not coded:
-                seeds += [chain.regions(stop) for stop in evenly_spaced(chain.stops)]
+                seeds += [path.regions(stop) for stop in evenly_spaced(path.stops)]
         nested = [
             (number, splits) for _, _, number, share, splits, codecs in self._sample_budgets if not share and not codecs
         ]
         seeds += [self._nested(number, 0.0, splits, ()).regions for number, splits in evenly_spaced(nested)]
         num_events = len(self.graph.ops)
-        exploring.explore([*seeds, smallest.regions], self.effort.is_over_after(2, num_events))
-        found = exploring.plans(self._line_cost, self.effort.is_over_after(4, num_events))
-        return [self._cost(plan.regions, 0.0) for plan in found if plan.peak_bytes >= floor]
+        search.explore([*seeds, smallest.regions], self.effort.is_over_after(2, num_events))
+        candidates = search.candidates(self._line_cost, self.effort.is_over_after(4, num_events))
+        return [self._cost(each.regions, 0.0) for each in candidates if each.peak_bytes >= floor]
 
     def _line_cost(self, regions: Regions) -> Candidate:
-        """What regions cost by the line alone: what `exploring` can add up."""
+        """The cost of regions on the line alone, as `LocalSearch` compares them."""
         if self.line is self.graph:
             return self._cost(regions, 0.0)
         played = EagerIntervals(self.line, regions)
@@ -363,46 +365,46 @@ class EagerSearch:
     # The bound.
 
     def lower_bound_s(self, budget: int) -> float:
-        """Seconds that every plan of the eager engine adds, whatever it does, if its peak is to be at most `budget`.
+        """A lower bound on the seconds that every plan of the eager engine within `budget` adds.
 
-        At each moment a plan holds at most `budget`, and on the host at most what the link has carried by then; the
-        hull says what holding that little costs.
+        At each critical point a plan holds at most `budget` on the device, and on the host at most what the link has
+        copied by then; the hull bounds the time of holding so little.
         """
         if self.plain.peak_bytes <= budget:
             return 0.0
         offset_s, movable = self._offset_s, self._movable_bytes
-        return max((moment.least_s(budget, movable, offset_s) for moment in self._critical_points), default=0.0)
+        return max((point.least_s(budget, movable, offset_s) for point in self._critical_points), default=0.0)
 
     @cached_property
     def floor(self) -> Timeline:
-        """The smallest peak found, with everything recomputed, nested and moved that helps."""
+        """The timeline of the candidate with the smallest peak."""
         if (best := self._smallest) is None or best.peak_bytes >= self.plain.peak_bytes:
             return self.plain
         return self.timeline_of(best)
 
     @cached_property
     def _smallest(self) -> Candidate | None:
-        """The plan with the smallest peak of all."""
+        """The candidate with the smallest peak."""
         found = self._ends(regions_only=False) if self._movable_bytes or self._compression else []
         return smaller(*found, self._smallest_of_regions, *self._segmented)
 
     @cached_property
     def _smallest_of_regions(self) -> Candidate | None:
-        """The plan with the smallest peak of those that neither move nor encode values."""
+        """The candidate with the smallest peak among those that neither offload nor encode values."""
         ends = self._ends(regions_only=True)
         if not ends or len(self.graph.ops) > MOST_OPS:
             return smaller(*ends)
-        lowering = LowestPeakSearch(self.graph, self._nesting, self._critical_points[0].pricing.may_keep)
-        return self._cost(lowering.lowest(ends, self.effort.is_over_after(1, len(self.graph.ops))), 0.0)
+        search = LowestPeakSearch(self.graph, self._nesting, self._critical_points[0].pricing.may_keep)
+        return self._cost(search.lowest(ends, self.effort.is_over_after(1, len(self.graph.ops))), 0.0)
 
     def _ends(self, *, regions_only: bool) -> list[Candidate]:
-        """Where each of the other generators ends: plans with small peaks."""
-        standing = [(regions, codecs) for _, regions, codecs in self._baselines if not (regions_only and codecs)]
-        candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in standing]
-        for chain, share, coded in self._all_chains():
+        """The candidates with small peaks of the other generators."""
+        baselines = [(regions, codecs) for _, regions, codecs in self._baselines if not (regions_only and codecs)]
+        candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in baselines]
+        for path, share, coded in self._all_paths():
             if not (regions_only and (share or coded)):
-                cost = self._costs(chain, share)
-                candidates += [cost(number) for number in near_stops(cost, chain.stops)]
+                cost = self._costs(path, share)
+                candidates += [cost(number) for number in monotone_stops(cost, path.stops)]
         for least_bytes, least_s, number, share, splits, codecs in self._sample_budgets:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)
@@ -414,17 +416,17 @@ class EagerSearch:
         return infeasible(budget, self.floor, ', or allow offload (host="32GiB")' if could_move else "")
 
 
-# The line that works less is searched too if it works at least this share of the other: a checkpoint on every block
-# adds a third to the device's line and up to as much as it was to the host's. If it is too high, plans that a
-# host-limited replay makes slow are missed; too low, and twice the time goes into steps with a clear limit.
+# The shorter line is searched too if it is at least this share of the longer one: a checkpoint on every block adds a
+# third to the device's line and up to its whole length to the host's. Too high, and candidates are missed for which the
+# other line becomes the limit; too low, and steps with a clear limit are searched twice.
 _NEAR = 0.5
-# The share of the other line. It decides between plans that are alike; the bound is lower by this share of the step.
+# The share of the other line, to decide between candidates equal on one line; it lowers the bound by this share.
 _TRACE = 1e-4
 _HOST_SHARES = {"host": 1 - _TRACE, "device": _TRACE}
 
 
 class TwoLineSearch:
-    """What solving one graph with two lines needs, shared by all budgets of a sweep."""
+    """Finds plans for a graph with two time lines; its work is shared by all budgets of a sweep."""
 
     def __init__(
         self,
@@ -445,7 +447,7 @@ class TwoLineSearch:
             for name, share in _HOST_SHARES.items()
         }
         self._tried = [self._searches[name] for name in tried]
-        self.limiting = self._searches[limit]  # of the line that limits the plain step
+        self.limiting = self._searches[limit]  # the search of the line that limits the plain step
 
     @property
     def plain(self) -> Timeline:
@@ -453,11 +455,11 @@ class TwoLineSearch:
 
     @cached_property
     def floor(self) -> Timeline:
-        """The smallest peak found."""
+        """The smaller floor of both searches."""
         return min((search.floor for search in self._tried), key=lambda floor: (floor.peak_bytes, floor.extra_s))
 
     def plan(self, budget: int) -> Plan:
-        """The plan for a budget: the faster of those found by each line."""
+        """The faster of the plans of both searches."""
         if self.plain.peak_bytes <= budget:
             return with_predictions(self.graph, self.plain, self.plain, budget, 0.0)
         found = [(search.fastest(budget), search) for search in self._tried]
@@ -469,9 +471,9 @@ class TwoLineSearch:
         return with_predictions(self.graph, search.timeline_of(plan), self.plain, budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
-        """Seconds that every plan adds whose peak is at most `budget`.
+        """A lower bound on the seconds that every plan within `budget` adds.
 
-        What codecs take is the device's, and the graph of a mean line would charge it in full: no bound with codecs.
+        0 with codecs: their seconds are on the device's line only, and the mixed line would count them in full.
         """
         return 0.0 if self._lossy else max(search.lower_bound_s(budget) for search in self._searches.values())
 

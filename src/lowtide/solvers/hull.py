@@ -1,18 +1,22 @@
-"""The best plan for a price: `seconds + price * bytes held`, exactly, over all plans the eager engine can run.
+"""The optimal regions for every price per byte (the time/memory hull), and a lower bound on the time of any plan.
 
-A forward op is either outside of every replayed region, and then its saves are held; or inside one, and then it is run
-again, or its output is retained. With a price per byte each op of a region decides for itself (`regionholds`); a region
-costs the sum over its ops and its inputs, and which regions to take is decided from the leaves of the module tree
-upwards: a call is either one region, or what is best for its ops and the calls inside it. Regions inside regions change
-what a replay holds, not what the forward leaves behind, so they have no place here. Segments have none either: plans
-with segments come from `segmenting`, and for them the bound is one of calls that pay less (`bounds_segments`).
+Lagrangian relaxation (Everett 1963): instead of a budget, put a price on each byte held at one **critical point**, the
+op `at` at which a step peaks, and minimise `seconds + price * bytes`. `Pricing.best` solves that exactly over all plans
+that the eager engine can run. A forward op is outside of every region, and its saved tensors are held; or it is inside
+one and runs again, or its output is retained. Given a price, each op of a region decides independently
+(`region_costs`), a region costs the sum over its ops and inputs, and the best regions follow from the leaves of the
+module tree upwards: a call is one region, or the best for its ops and the calls inside it. Nested regions change what a
+replay holds, not what the forward leaves behind, so the hull has none (`nesting`); nor has it segments
+(`segment_search`).
 
-Bytes are those held at one moment, while op `at` runs; `holding` says who pays for each value. Charging no value twice
-and none that the moment does not hold, and no op that a plan might get around, is what makes the least
-`seconds + price * bytes` a bound for every plan: one that holds at most `allowed` bytes then takes at least
-`least - price * allowed` seconds, for any price (`Hull.least_s`).
+`hull` varies the price and returns the corners of the convex hull of seconds over bytes. Each price also gives a bound:
+a plan that holds at most `allowed` bytes at the critical point takes at least `least - price * allowed` seconds
+(`Hull.least_s`). For that, no value may be charged twice, and none that a plan might not hold
+(`region_costs.HeldValues`). With `bounds_segments`, calls are charged less, so that the bound also covers plans with
+segments.
 
-A moment at which memory is short: what is best for it, and what no plan can get around.
+Cost: up to 64 prices, each linear in ops and calls (numpy). `EagerSearch` builds a hull per critical point and per
+combination of offload discount and codecs. Never skipped.
 """
 
 from __future__ import annotations
@@ -40,14 +44,14 @@ from lowtide.solvers.region_costs import (
 )
 
 NEVER = 1 << 30
-_ROUNDING = 1e-8  # of a least cost: sums of floats, and regions that are not worth it by a hair
+_ROUNDING = 1e-8  # relative error of a least cost: sums of floats, and the tolerance of `Pricing.best`
 
 
 @dataclass(frozen=True)
 class HullPoint:
-    """Regions to replay (a call, and ops inside it whose outputs are held), what they take and what is held in all.
+    """Regions, the seconds they add and the bytes held at the critical point.
 
-    `codecs` are values that are held encoded, outside of regions or as their inputs.
+    `codecs` are values held encoded, outside of regions or as their inputs.
     """
 
     seconds: float
@@ -57,13 +61,13 @@ class HullPoint:
 
 
 class Pricing:
-    """A graph's costs as arrays, for the moment at which op `at` of the plain step `plain` runs.
+    """A graph's costs as arrays, for the critical point at op `at` of the plain step `plain`.
 
-    `discount` is taken off the price of values that could be moved instead: saves outside of regions, and inputs. With
-    `narrow`, no region contains several layers. With `press`, those values may be encoded.
+    `discount` reduces the price of values that could be offloaded: saved tensors outside of regions, and inputs of
+    regions. With `narrow`, no region contains several layers. With `compression`, those values may also be encoded.
 
-    With `bounds_segments`, calls of a run pay nothing for what the run makes, neither as inputs nor to retain what is
-    saved in the next call, and nothing once the backward has begun with the run: less than any segment of them pays.
+    With `bounds_segments`, calls of a run are not charged for values that the run makes (as inputs, or retained for the
+    next call), nor for anything once the backward of the run has begun: less than any segment of these calls holds.
     """
 
     def __init__(
@@ -73,14 +77,14 @@ class Pricing:
         at: int,
         discount: float = 0.0,
         narrow: bool = False,
-        press: CompressionOptions | None = None,
+        compression: CompressionOptions | None = None,
         bounds_segments: bool = False,
     ) -> None:
         self.graph = graph
-        self._compression = press
+        self._compression = compression
         self.at = at
-        self._region_s = graph.hardware.region_s + graph.hardware.save_s * saves_inside(graph)  # of each call
-        self._depth = [*graph.depths, -1]  # at the end, of no call
+        self._region_s = graph.hardware.region_s + graph.hardware.save_s * saves_inside(graph)  # per call
+        self._depth = [*graph.depths, -1]  # the last entry: no call
         self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
         self._stop = stops_of(graph)
         self._children: list[list[int]] = [[] for _ in graph.calls]
@@ -96,8 +100,8 @@ class Pricing:
             is_wide = contains_layers(graph)
             self.replayable = [can and not wide for can, wide in zip(self.replayable, is_wide, strict=True)]
         holding = HeldValues(graph, plain, at)
-        self._in_runs: dict[int, np.ndarray] = {}  # by depth, ops in calls of runs
-        self._run_firsts = [call.first for call in graph.calls]  # of each call, where its run begins
+        self._in_runs: dict[int, np.ndarray] = {}  # by depth: ops in calls of runs
+        self._run_firsts = [call.first for call in graph.calls]  # per call: the first op of its run
         if bounds_segments:
             self._begin_runs(holding)
         self.base_bytes = holding.base_bytes
@@ -106,15 +110,15 @@ class Pricing:
         allowed = np.array(self.replayable, dtype=bool)
         self.holds = RegionCosts(graph, self._stop, self._may_keep, self._held, allowed, self._run_firsts)
         self._direct, self._inputs = (sizes * (1 - discount) for sizes in self._charges_of_calls(holding))
-        if press is not None:
+        if compression is not None:
             num = len(graph.calls) + 1
-            homes = [(home, value) for value, home in holding.homes.items() if value in press.options]
+            homes = [(home, value) for value, home in holding.homes.items() if value in compression.options]
             takers = [(call, value) for home, value in homes for call in self._takers(holding, value, home)]
-            self._pressed_direct = EncodingCharges(press, homes, num, 1 - discount)
-            self._pressed_inputs = EncodingCharges(press, takers, num, 1 - discount)
+            self._encoded_direct = EncodingCharges(compression, homes, num, 1 - discount)
+            self._encoded_inputs = EncodingCharges(compression, takers, num, 1 - discount)
 
     def _begin_runs(self, holding: HeldValues) -> None:
-        """Let calls of a run be parts of segments."""
+        """Charge calls of runs as parts of segments (`bounds_segments`)."""
         for run in runs(self.graph):
             first, end = self.graph.calls[run[0]].first, self.graph.calls[run[-1]].end
             has_begun = any(holding.has_begun[call] for call in run)
@@ -129,7 +133,7 @@ class Pricing:
         return [call for call in holding.takers(value, payer) if born < self._run_firsts[call]]
 
     def _keepable_at(self, depth: int) -> np.ndarray:
-        """The ops whose outputs regions at a depth may retain; what only segments may costs nothing."""
+        """The ops whose outputs regions at a depth may retain; outputs that only segments may retain are free."""
         depths = self.graph.retainable.depths
         may_keep = self.may_keep & (depths >= depth)
         if depth in self._in_runs:
@@ -139,7 +143,7 @@ class Pricing:
         return may_keep
 
     def _charges_of_calls(self, holding: HeldValues) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each call holds directly if it is no region, and as inputs if it is one, less what is pressed."""
+        """Bytes charged to each call: directly if it is no region, as inputs if it is one; without encodable values."""
         graph = self.graph
         direct, inputs = np.zeros(len(graph.calls) + 1), np.zeros(len(graph.calls))
         for value, home in holding.homes.items():
@@ -152,15 +156,15 @@ class Pricing:
         return direct, inputs
 
     def _charges_of_ops(self, holding: HeldValues) -> dict[int, np.ndarray]:
-        """By depth, bytes for each op that a region at that depth holds, if it holds the op's outputs.
+        """By depth, bytes charged for each op whose outputs a region at that depth retains.
 
-        Not those that another call pays for: one that the region does not contain.
+        Values that are charged to a call outside the region are not included.
         """
         graph, num = self.graph, self.graph.num_forward
         begun_depth = [-1] * (len(graph.calls) + 1)  # regions deeper than that have not been replayed yet
         for index, call in enumerate(graph.calls):
             begun_depth[index] = self._depth[index] if holding.has_begun[index] else begun_depth[call.parent]
-        items = []  # op, bytes, and the depths of regions that pay: above the first, up to the second
+        items = []  # op, bytes, and the depths of regions charged: above the first number, up to the second
         for number in np.flatnonzero(self.may_keep[: self.at + 1]):
             op = graph.ops[number]
             for value in op.outputs:
@@ -174,11 +178,11 @@ class Pricing:
                     most = NEVER if passed is None else self._common_depth(op.call, passed)
                     items.append((number, facts.bytes, begun_depth[op.call], most))
         ops, sizes, above, most = np.array(items, dtype=np.int64).reshape(-1, 4).T
-        found: dict[int, np.ndarray] = {}
+        charges: dict[int, np.ndarray] = {}
         for depth in sorted(set(self._depth[:-1])):
             paid = (above < depth) & (depth <= most)
-            found[depth] = np.bincount(ops[paid], weights=sizes[paid], minlength=num)
-        return found
+            charges[depth] = np.bincount(ops[paid], weights=sizes[paid], minlength=num)
+        return charges
 
     def _common_depth(self, a: int, b: int) -> int:
         calls, depth = self.graph.calls, self._depth
@@ -191,25 +195,25 @@ class Pricing:
 
     @property
     def highest_price(self) -> float:
-        """A price at which a page of memory is worth all replays and codecs, and seconds still count besides bytes."""
+        """A price at which one page of memory outweighs all replays and codecs, low enough for seconds to matter."""
         codecs_s = self._compression.total_s if self._compression is not None else 0.0
         return (float(self._seconds.sum()) + codecs_s) / _PAGE_BYTES
 
     def keepable_in(self, call: int) -> list[int]:
-        """The ops of a region whose outputs it could retain instead of making them again."""
+        """The ops of a region whose outputs it could retain."""
         first, stop = self.graph.calls[call].first, self._stop[call]
         may_keep = self._may_keep[self._depth[call]]
         return [op for op in range(first, stop) if may_keep[op]]
 
     def retaining_s(self, call: int, kept: tuple[int, ...]) -> float:
-        """Roughly the dispatch that retaining outputs of some ops costs a region: as if its replay ended no earlier."""
+        """Estimated host seconds that retaining outputs costs a region, as if its replay ended no earlier."""
         return self.graph.retainable.retaining_s(call, kept, self._stop[call])
 
     def best(self, price: float) -> HullPoint:
         """The choice that minimises seconds plus `price` times bytes."""
         costs = np.array(self._as_regions(price))
         retains, regions = costs.argmin(axis=0).tolist(), costs.min(axis=0).tolist()
-        direct = (price * self._direct + (self._pressed_direct.costs(price) if self._compression else 0.0)).tolist()
+        direct = (price * self._direct + (self._encoded_direct.costs(price) if self._compression else 0.0)).tolist()
         cost = [0.0] * len(self.graph.calls)
         as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, 2: one that retains outputs
         for index in range(len(cost) - 1, -1, -1):
@@ -219,16 +223,16 @@ class Pricing:
         return self._collect(price, as_region)
 
     def _as_regions(self, price: float) -> list[np.ndarray]:
-        """What each call costs as a region that retains no outputs, and as one that retains some."""
+        """The cost of each call as a region that retains no outputs, and as one that retains some."""
         first, stop, _ = self._spans
         entry = self._region_s + price * self._inputs
         if self._compression:
-            entry += self._pressed_inputs.costs(price)[:-1]
+            entry += self._encoded_inputs.costs(price)[:-1]
         seconds = prefix_sums(self._seconds)
         return [entry + seconds[stop] - seconds[first], entry + self.holds.costs(price)]
 
     def seconds_of(self, regions: dict[int, tuple[int, ...]]) -> float:
-        """What these regions, none inside another, take at the least, whatever is nested in them."""
+        """A lower bound on the seconds of these disjoint regions, whatever is nested in them."""
         total = sum(self._seconds_of(call, kept) for call, kept in regions.items())
         return (total + float(self._region_s[list(regions)].sum())) * (1 - _ROUNDING)
 
@@ -240,14 +244,14 @@ class Pricing:
     def _collect(self, price: float, as_region: list[int]) -> HullPoint:
         regions: dict[int, tuple[int, ...]] = {}
         seconds, size = 0.0, float(self._direct[-1])
-        direct = self._pressed_direct.chosen(price) if self._compression else {}
-        inputs = self._pressed_inputs.chosen(price) if self._compression else {}
-        pressed = direct.get(len(as_region), [])
+        direct = self._encoded_direct.chosen(price) if self._compression else {}
+        inputs = self._encoded_inputs.chosen(price) if self._compression else {}
+        encoded = direct.get(len(as_region), [])
         pending = list(self._roots)
         while pending:
             index = pending.pop()
             call = self.graph.calls[index]
-            pressed += (inputs if as_region[index] else direct).get(index, ())
+            encoded += (inputs if as_region[index] else direct).get(index, ())
             if not as_region[index]:
                 size += self._direct[index]
                 pending += self._children[index]
@@ -257,9 +261,9 @@ class Pricing:
             seconds += float(self._region_s[index]) + (self.holds.seconds if retains else self._seconds_of)(index, kept)
             size += self._inputs[index] + float(self._held[self._depth[index]][[call.first + op for op in kept]].sum())
             regions[index] = kept
-        size += sum(pays for pays, _, _, _ in pressed)
-        seconds += sum(takes for _, takes, _, _ in pressed)
-        return HullPoint(seconds, size, regions, {value: codec for _, _, value, codec in pressed if codec})
+        size += sum(pays for pays, _, _, _ in encoded)
+        seconds += sum(takes for _, takes, _, _ in encoded)
+        return HullPoint(seconds, size, regions, {value: codec for _, _, value, codec in encoded if codec})
 
 
 _PAGE_BYTES = 4096
@@ -267,16 +271,16 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Hull:
-    """The choices on the lower convex hull of seconds over bytes, from everything held to as little as can be.
+    """Points of the lower convex hull of seconds over bytes, from everything held to as little as possible.
 
-    `supports` are (price, seconds, bytes) of choices that were the best for their price.
+    `supports` are (price, seconds, bytes) of the optimum for each price that was tried.
     """
 
     choices: list[HullPoint]
     supports: list[tuple[float, float, float]]
 
     def least_s(self, allowed: float) -> float:
-        """Seconds that every plan takes that holds at most `allowed` bytes at the hull's moment."""
+        """A lower bound on the seconds of every plan that holds at most `allowed` bytes at the critical point."""
         bounds = [
             seconds + price * (size - allowed) - _ROUNDING * (seconds + price * size)
             for price, seconds, size in self.supports
@@ -285,18 +289,18 @@ class Hull:
 
 
 def hull(pricing: Pricing, most: int = 64) -> Hull:
-    """The choices that are best for some price, found between those known, widest gaps first; `most` prices tried."""
+    """The hull, refined between known points from the widest gap on; at most `most` prices are tried."""
     first, last = pricing.best(0.0), pricing.best(pricing.highest_price)
     found, supports = [first, last], [(0.0, 0.0, 0.0)]
     gaps: list[tuple[float, int, HullPoint, HullPoint]] = []
-    numbers = count()  # so that gaps of one width come in the order in which they were seen
+    numbers = count()  # breaks ties between gaps of equal width
 
-    def look_between(low: HullPoint, high: HullPoint) -> None:
+    def refine(low: HullPoint, high: HullPoint) -> None:
         if low.bytes > high.bytes and high.seconds > low.seconds:
             width = (high.seconds - low.seconds) * (low.bytes - high.bytes)
             heappush(gaps, (-width, next(numbers), low, high))
 
-    look_between(first, last)
+    refine(first, last)
     while gaps and len(supports) < most:
         _, _, low, high = heappop(gaps)
         price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
@@ -305,17 +309,17 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
         gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
         if gain > 1e-9 * (low.seconds + high.seconds) and high.bytes < choice.bytes < low.bytes:
             found.append(choice)
-            look_between(low, choice)
-            look_between(choice, high)
+            refine(low, choice)
+            refine(choice, high)
     unique = {(choice.bytes, choice.seconds): choice for choice in found}
     return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports)
 
 
 @dataclass(frozen=True)
 class CriticalPoint:
-    """The best choices for a moment from everything held to as little as can be.
+    """The hull at an op where memory is short.
 
-    `bound` is the hull of all plans, those with codecs and segments too; `hull` has none with these.
+    `hull` has candidates without codecs and segments; `bound` is the hull whose lower bound covers those too.
     """
 
     pricing: Pricing
@@ -323,39 +327,43 @@ class CriticalPoint:
     bound: Hull
 
     def least_s(self, budget: int, movable_bytes: int, offset_s: float = 0.0) -> float:
-        """Seconds that every plan adds that holds at most `budget` bytes at the moment, with this much room elsewhere.
+        """A lower bound on the seconds of every plan that holds at most `budget` bytes on the device at this point.
 
-        Elsewhere is at most what the link has carried by then. Where the pricing is of one line of two, that works
-        `offset_s` less than the plain step takes (a number below 0), and so much of what a plan adds does not show.
+        Up to `movable_bytes` may be elsewhere, limited by what the link can carry until then. With two time lines,
+        `offset_s` (not above 0) is the line's own time less the step's: added time that the other line hides.
         """
         graph, at = self.pricing.graph, self.pricing.at
         plain_s = float(graph.arrays.clock[at])
         allowed = budget - self.pricing.base_bytes
 
         def least_s(extra_s: float) -> float:
-            """With so much time lost before the moment, in which the link carries on."""
+            """The bound if the plan adds `extra_s` before the critical point, during which the link keeps copying."""
             carried = graph.hardware.link_bytes_per_s * (plain_s + extra_s)
             return self.bound.least_s(allowed + min(movable_bytes, carried)) + offset_s
 
         if not movable_bytes or at < graph.num_forward:
             return max(0.0, least_s(0.0))
         low, high = 0.0, max(0.0, least_s(0.0))
-        for _ in range(50):  # the least loss that is enough to bring itself about
+        for _ in range(50):  # find the fixed point by bisection
             middle = (low + high) / 2
             low, high = (low, middle) if least_s(middle) <= middle else (middle, high)
         return low
 
 
-def critical_point_at(graph: StepGraph, plain: Timeline, op: int, press: CompressionOptions | None) -> CriticalPoint:
-    """The moment at which op `op` of the plain step `plain` runs."""
+def critical_point_at(
+    graph: StepGraph, plain: Timeline, op: int, compression: CompressionOptions | None
+) -> CriticalPoint:
+    """The critical point at op `op` of the plain step `plain`."""
     pricing = Pricing(graph, plain, op)
-    found, has_runs = hull(pricing), bool(runs(graph))
-    if press is None and not has_runs:
-        return CriticalPoint(pricing, found, found)
-    return CriticalPoint(pricing, found, hull(Pricing(graph, plain, op, press=press, bounds_segments=has_runs)))
+    points, has_runs = hull(pricing), bool(runs(graph))
+    if compression is None and not has_runs:
+        return CriticalPoint(pricing, points, points)
+    return CriticalPoint(
+        pricing, points, hull(Pricing(graph, plain, op, compression=compression, bounds_segments=has_runs))
+    )
 
 
 def peak_op(timeline: Timeline | EagerIntervals, phase: int) -> int:
-    """The op at which a phase of a step peaks, -1 if it has none."""
+    """The op at which a phase (0 forward, 1 replay, 2 backward) peaks; -1 if the step has no such phase."""
     events = np.flatnonzero(timeline.phases == phase)
     return int(timeline.ops[events[timeline.total_bytes[events].argmax()]]) if len(events) else -1

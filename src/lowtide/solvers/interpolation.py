@@ -1,6 +1,17 @@
-"""Plans between two neighbours of a chain: a call's regions, with more outputs held in them than they need.
+"""Candidates between neighbouring points of the time/memory hull, ordered along a path from fast to small.
 
-All plans between the choices on the hull: from one to the next, one call at a time.
+Hull points are exact optima for some price per byte, but the best plan within a budget is rarely one of them: moving
+from one point to the next may change every layer. `HullPath` numbers the candidates in between, which change one call
+at a time. Early calls change first, because what early layers save lives longest. `Interpolation` refines each of these
+changes: the new regions of a call first retain extra outputs, those that take longest to recompute per byte, up to a
+share of the bytes that the change frees.
+
+`first_past_stops` finds the first candidate of a path that fits a budget by bisection. Paths do not depend on the
+budget, and the bisection is monotone: a larger budget never gives a slower candidate, a smaller one never a larger
+peak.
+
+Cost: one simulation per bisection step, and one per stop of a path (100,000 simulated ops). `Interpolation` is skipped
+above 3,000 ops, where single calls are a small part of the step.
 """
 
 from __future__ import annotations
@@ -21,19 +32,19 @@ from lowtide.solvers.hull import HullPoint, Pricing
 if TYPE_CHECKING:
     from lowtide.solvers.candidate import Regions
 
-_SHARES = (0.75, 0.5, 0.25)  # of the bytes that a call gives up, held on to
-_MOST_OPS = 3_000  # beyond it there are layers enough to choose from
+_SHARES = (0.75, 0.5, 0.25)  # of the bytes that a change frees: what is spent again on retained outputs
+_MOST_OPS = 3_000
 
 
 class Interpolation:
-    """Holds on to outputs in regions: those first that take longest to make for their size."""
+    """Adds retained outputs to regions, those with the most seconds per byte first."""
 
     def __init__(self, graph: StepGraph, pricing: Pricing) -> None:
         self._graph, self._pricing = graph, pricing
         self.num_between = len(_SHARES) if len(graph.ops) <= _MOST_OPS else 0
 
     def candidate(self, regions: Regions, freed_bytes: float, number: int) -> Regions:
-        """`regions` with the `number`-th share of `freed_bytes` in outputs held besides those that are."""
+        """`regions` with up to the `number`-th share of `freed_bytes` in additional retained outputs."""
         room = freed_bytes * _SHARES[number]
         sizes: dict[tuple[int, int], int] = {}
         for call, kept in regions.items():
@@ -42,47 +53,46 @@ class Interpolation:
                 size = sum(self._graph.values[value].bytes for value in self._graph.ops[op].outputs)
                 if size and op - first not in kept:
                     sizes[call, op] = size
-        eased = {call: set(kept) for call, kept in regions.items()}
+        retained = {call: set(kept) for call, kept in regions.items()}
         for call, op in sorted(sizes, key=lambda key: (-self._graph.ops[key[1]].seconds / sizes[key], key)):
             if sizes[call, op] <= room:
                 room -= sizes[call, op]
-                eased[call].add(op - self._graph.calls[call].first)
-        return {call: tuple(sorted(kept)) for call, kept in eased.items()}
+                retained[call].add(op - self._graph.calls[call].first)
+        return {call: tuple(sorted(kept)) for call, kept in retained.items()}
 
 
 _FEWEST_STOPS = 9
-_NUM_BETWEEN = 6  # plans between two stops that are looked at for the least peak
-_STOPPED_OPS = 100_000  # ops to simulate for all stops together
+_STOPPED_OPS = 100_000  # simulated ops of all stops of a path
 
 
 @dataclass(frozen=True)
 class _HullStep:
-    """From one choice to the next: the outermost calls in which they differ, and the regions inside each.
+    """From one hull point to the next: **units** that change one after the other, earliest first.
 
-    Earliest calls come first: what the first layers save lives longest, while gradients pile up. Values that are
-    encoded in one choice only are units too: with the call that they are saved in, or by themselves.
+    A unit is an outermost call in which the points differ, with the regions inside it. Values that are encoded in only
+    one of the points belong to the unit in which they are made, or are units themselves.
     """
 
     before: HullPoint
     after: HullPoint
     units: tuple[tuple[int, ...], ...]
-    values: tuple[tuple[int, ...], ...]  # of each unit
-    freed_bytes: float = 0.0  # by each unit, on average
+    values: tuple[tuple[int, ...], ...]  # per unit
+    freed_bytes: float = 0.0  # per unit, on average
 
 
 class HullPath:
-    """Plans numbered from 0 (everything kept) to `len - 1` (as little kept as can be), on the whole slower, smaller.
+    """Candidates numbered from 0 (everything kept) to `len - 1` (as little as possible): ever smaller and slower.
 
-    Each call that changes does so by way of `easing`: its new regions first hold on to more than they need. Calls
-    change from the first one on; or, if `is_spread`, so that those that have changed lie evenly among the others.
+    Peak and time need not change monotonically at each step. Calls change from the first on; or, if `is_spread`, in an
+    order in which changed calls are evenly spaced among the others, so that an offload link always has work.
     """
 
     def __init__(
-        self, graph: StepGraph, choices: list[HullPoint], easing: Interpolation, *, is_spread: bool = False
+        self, graph: StepGraph, choices: list[HullPoint], interpolation: Interpolation, *, is_spread: bool = False
     ) -> None:
         legs = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
         self._legs = [_spread(leg) for leg in legs] if is_spread else legs
-        self._interpolation, self._steps = easing, easing.num_between + 1
+        self._interpolation, self._steps = interpolation, interpolation.num_between + 1
         ends = list(accumulate((self._steps * len(leg.units) for leg in self._legs), initial=0))
         self._length = ends[-1] + 1
         self._first = choices[0]
@@ -94,14 +104,14 @@ class HullPath:
         return self._length
 
     def bytes(self, number: int) -> float:
-        """Roughly what plan `number` holds at the chain's moment, beyond what all plans do."""
+        """Estimated bytes of candidate `number` at the critical point, beyond those that every plan holds."""
         return float(self._bytes[number])
 
     def regions(self, number: int) -> Regions:
-        """The regions of plan `number`, by call, with the ops whose outputs each holds."""
+        """The regions of candidate `number`."""
         if number == 0:
             return self._first.regions
-        leg, num_units, step = self._place(number)
+        leg, num_units, step = self._position(number)
         before, after = leg.before.regions, leg.after.regions
         changed = {call for unit in leg.units[: num_units + (step > 0)] for call in unit}
         regions = {call: ops for call, ops in before.items() if call not in changed}
@@ -112,17 +122,17 @@ class HullPath:
         return regions
 
     def codecs(self, number: int) -> Codecs:
-        """The values that plan `number` holds encoded."""
+        """The values that candidate `number` holds encoded."""
         if number == 0:
             return tuple(sorted(self._first.codecs.items()))
-        leg, num_units, step = self._place(number)
+        leg, num_units, step = self._position(number)
         changed = {value for values in leg.values[: num_units + (step > 0)] for value in values}
         codecs = {value: codec for value, codec in leg.before.codecs.items() if value not in changed}
         codecs |= {value: codec for value, codec in leg.after.codecs.items() if value in changed}
         return tuple(sorted(codecs.items()))
 
-    def _place(self, number: int) -> tuple[_HullStep, int, int]:
-        """The leg that plan `number` is on, how many of its units have changed, and how far the next one has."""
+    def _position(self, number: int) -> tuple[_HullStep, int, int]:
+        """The leg of candidate `number`, how many of its units have changed, and the interpolation of the next one."""
         for leg in self._legs:
             if number <= self._steps * len(leg.units):
                 return leg, *divmod(number, self._steps)
@@ -131,7 +141,7 @@ class HullPath:
 
 
 class PlanCost(Protocol):
-    """What a plan takes."""
+    """Peak and added time of a candidate."""
 
     @property
     def peak_bytes(self) -> int: ...
@@ -143,15 +153,15 @@ class PlanCost(Protocol):
 def first_fitting(
     cost: Callable[[int], PlanCost], last: int, budget: int, *, most_s: float = math.inf, is_late: Callable[[], bool]
 ) -> int:
-    """A fast plan of `0..last` that fits in `budget`, found by bisection, given that `last` does.
+    """A fast candidate of `0..last` that fits in `budget`, by bisection, given that `last` fits.
 
-    Peaks fall along a chain on the whole, and not at every step. So that a larger budget never gives a slower plan, and
-    a smaller one never a larger peak, a plan is taken only if it is no smaller and no slower than the one taken before
-    it, and no faster than any that was over the budget. Then two budgets go the same way up to a plan that fits the
-    larger only: all taken from there on are no smaller than that plan for the larger budget, so above the smaller, and
-    no slower; for the smaller budget, they are no faster.
+    Peaks need not fall at every step of a path. To make the result monotone in the budget, a candidate is accepted only
+    if it is no smaller and no slower than the one accepted before, and no faster than any that exceeded the budget.
+    Proof: the bisections for two budgets are identical up to the first candidate that fits only the larger budget. From
+    there on, the larger budget accepts candidates that are no smaller than it and no slower, and the smaller budget
+    accepts candidates that are no faster.
 
-    Where it turns out that the plan is slower than `most_s`, it need not be the one.
+    The bisection may stop early once its result is known to be slower than `most_s`.
     """
     return _bisect(cost, 0, last, budget, 0.0, most_s, is_late)
 
@@ -164,10 +174,10 @@ def first_past_stops(
     most_s: float = math.inf,
     is_late: Callable[[], bool],
 ) -> int | None:
-    """As `first_fitting`, between the first of `stops` that fits and the one before; None if none does.
+    """`first_fitting` between the first of `stops` that fits and the stop before it; None if none fits.
 
-    For chains on which peaks rise and fall again: each stop is looked at, from the fastest on, but for those that are
-    faster than one before them.
+    For paths whose peaks rise and fall: every stop is simulated, from the fastest on. Stops that are faster than an
+    earlier one are ignored, which keeps the result monotone.
     """
     before, least_s = 0, 0.0
     for stop in stops:
@@ -181,16 +191,13 @@ def first_past_stops(
     return None
 
 
-def near_stops(cost: Callable[[int], PlanCost], stops: Sequence[int]) -> list[int]:
-    """The numbers of `stops` that some budget may lead to, and some between those around the least peak of them."""
-    found: list[int] = []
+def monotone_stops(cost: Callable[[int], PlanCost], stops: Sequence[int]) -> list[int]:
+    """The stops at which `first_past_stops` can end: each no faster than those before it."""
+    slower: list[int] = []
     for stop in stops:
-        if not found or cost(stop).extra_s >= cost(found[-1]).extra_s:
-            found.append(stop)
-    least = stops.index(min(found, key=lambda number: (cost(number).peak_bytes, cost(number).extra_s)))
-    low, high = stops[max(least - 1, 0)], stops[min(least + 1, len(stops) - 1)]
-    between = np.linspace(low, high, _NUM_BETWEEN + 2).round().astype(int).tolist()
-    return list(dict.fromkeys([*found, *between]))
+        if not slower or cost(stop).extra_s >= cost(slower[-1]).extra_s:
+            slower.append(stop)
+    return slower
 
 
 def _bisect(
@@ -218,12 +225,12 @@ def _bisect(
 
 
 def _thinned(numbers: list[int], most: int) -> list[int]:
-    """At most `most` of the numbers, evenly chosen, first and last among them."""
+    """At most `most` of the numbers, evenly spaced, with the first and the last."""
     return [numbers[index] for index in np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))]
 
 
 def _spread(leg: _HullStep) -> _HullStep:
-    """A leg whose units change in another order: halves, then quarters, and so on, as the bits of numbers reversed."""
+    """A leg whose units change in bit-reversed order, so that changed units are evenly spaced."""
     num_bits = len(leg.units).bit_length()
     order = sorted(range(len(leg.units)), key=lambda number: f"{number:0{num_bits}b}"[::-1])
     units, values = (tuple(each[number] for number in order) for each in (leg.units, leg.values))

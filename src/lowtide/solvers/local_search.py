@@ -1,29 +1,23 @@
-"""Which outputs given regions hold on to, so that as little as possible is replayed within a budget.
+"""Candidates from local searches over sets of regions, for steps of up to 3,000 ops.
 
-With the regions fixed, each op of a region is run again or its output is held, and what holding it adds is a size over
-a span of events, whatever else is held (`EagerIntervals.keeping`). So memory is a sum at each event, and the best
-choice is a knapsack whose rows are events. Few rows matter: one is as good as ruled out where another has more in use
-and every output weighs as much in it.
+In a step with few layers the hull has few points, and changing a single region changes the step's time noticeably.
+`EagerSearch` therefore runs two searches from the candidates of the other generators. Neither depends on the budget.
 
-Other regions than those on the chains, for steps with few layers: there each single choice weighs.
+- `LocalSearch` looks for fast sets. It moves from one set of regions to its neighbours (`Nesting.neighbours`), and
+  evaluates each at sixty **sample budgets** between the floor and the plain peak. Retained outputs are not part of the
+  search: `RetentionKnapsack` estimates for all budgets at once what retaining outputs would save. Sets that are the
+  best at some sample budget are expanded. At the end the knapsack is solved for the most promising sets of each budget.
+- `LowestPeakSearch` looks for the smallest peak, best-first. On small models, where the input and the random state that
+  a region holds are as large as what it drops, one checkpoint on the right call often peaks lower than one on every
+  call.
 
-Which regions to take is searched by steps from one set of regions to another: a region less, one more, one in place of
-those inside it or the other way around. What outputs a set of regions holds is not part of that search, for the best is
-known within a little for every budget at once (`RetentionKnapsack.reached_s`). So each set is played once, without held
-outputs, and tells what it comes to at each of some **stations**, budgets from the floor to the plain peak. Sets that
-are best at some station are gone on from. In the end the outputs to hold are chosen, for each station and the sets that
-promise most there. Nothing here depends on the budget that is solved for.
+`RetentionKnapsack`: with fixed regions, retaining an output adds its size over a fixed range of events, whatever else
+is retained. So the best outputs within a budget are a multi-dimensional knapsack with one row per event. A row is
+dropped if another row has more bytes in use and every output is at least as large in it.
 
-The least peak that recomputing can reach: a best-first search over sets of regions.
-
-The other generators look for plans that are fast, and their smallest plan need not be the smallest there is. On small
-models, where the inputs and random states that a region holds weigh as much as what it drops, a single checkpoint on
-the right call often peaks lower than a checkpoint on each of them. This search begins with the smallest plans of the
-other generators and with single regions, and always goes on from the set with the least peak that it has not gone on
-from, to the sets that differ from it in one call. At the end it tries to retain outputs of single ops.
-
-Cost: one simulation per set, `_MOST_LOWEST_VISITED_OPS` simulated ops in all (about a second). For larger graphs that
-is less than one round of neighbours; they have layers enough that the chains' ends are close to the least peak.
+Cost: one simulation per visited set, `_MOST_VISITED_OPS` and `_MOST_LOWEST_VISITED_OPS` simulated ops in all: most of
+the time that solving such a step takes. Skipped above 3,000 ops (`MOST_OPS`), where that would not cover the neighbours
+of one set; bench/results/solver.md has what both are worth.
 """
 
 from __future__ import annotations
@@ -44,14 +38,14 @@ from lowtide.solvers.hull import Pricing
 from lowtide.solvers.nesting import Nesting
 
 _MOST_ROWS = 64
-_ROWS_LOOKED_AT = 4  # to see what can still be hoped for: those with least room
-_MOST_STATES = 2048
-_MOST_ROOMS = 1_000_000  # states times rows times ops
-_ROUNDING = 1e-12  # relative, of seconds: rounding
+_ROWS_LOOKED_AT = 4  # rows, those with the least room, that bound what the remaining ops can save
+_MOST_STATES = 2048  # partial choices kept at a time; fewer make the knapsack less exact
+_MOST_ROOMS = 1_000_000  # states times rows times ops, for memory and time
+_ROUNDING = 1e-12  # relative rounding error of sums of seconds
 
 
 def roughly_least_s(played: EagerIntervals, may_keep: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    """As `RetentionKnapsack.least_s`, and never above it, by the one event at which most lives with nothing held."""
+    """A bound below `RetentionKnapsack.least_s`, cheaper: from the one event that peaks with nothing retained."""
     total = played.total_bytes
     event = int(total.argmax())
     ops, sizes, starts, stops = played.keeping(may_keep)
@@ -70,9 +64,9 @@ def roughly_least_s(played: EagerIntervals, may_keep: np.ndarray, budgets: np.nd
 
 
 class RetentionKnapsack:
-    """The room that some regions leave, and the ops whose outputs could be held in it. Free ones are held anyway.
+    """Which outputs some regions should retain within a budget.
 
-    `ops` are in the order of the seconds they gain for their bytes, the best first.
+    `ops` are those whose outputs could be retained, by seconds saved per byte, the best first.
     """
 
     def __init__(self, played: EagerIntervals, may_keep: np.ndarray) -> None:
@@ -90,7 +84,7 @@ class RetentionKnapsack:
         self._choose_rows(np.maximum.reduceat(total, edges), weights)
 
     def _choose_rows(self, used: np.ndarray, weights: np.ndarray) -> None:
-        """The rows that matter: bytes in use without anything held (`used`), and the weight of each op's outputs."""
+        """Drop dominated rows. `used` are bytes with nothing retained, `weights` the bytes of each op's outputs."""
         left = np.ones(len(used), dtype=bool)
         chosen: list[int] = []
         while left.any() and len(chosen) < _MOST_ROWS:
@@ -103,7 +97,7 @@ class RetentionKnapsack:
 
     @cached_property
     def _orders(self) -> list[np.ndarray]:
-        """For each row, the ops that weigh something in it, the best for its bytes first."""
+        """For each row, the ops with bytes in it, the most seconds saved per byte first."""
         found = []
         for weights in self.weights:
             ops = np.flatnonzero(weights > 0)
@@ -112,14 +106,14 @@ class RetentionKnapsack:
 
     @cached_property
     def _weights_from(self) -> np.ndarray:
-        """For each op, what it and those behind it weigh in each row."""
+        """For each op, the bytes in each row of it and all ops after it."""
         sums = np.cumsum(self.weights[:, ::-1], axis=1)[:, ::-1].T
         return np.concatenate([sums, np.zeros((1, len(self.used)))])
 
     def _most_s(self, first: int, rooms: np.ndarray) -> np.ndarray:
-        """The most that ops from `first` on can save with so much room in each row, if outputs can be held in part.
+        """An upper bound on what ops from `first` on save with this room in each row (fractional knapsack per row).
 
-        Not too low: a row that is not looked at could only show that it is less.
+        Rows that are skipped could only lower it.
         """
         rest = float(self.seconds[first:].sum())
         most = np.full(len(rooms), rest)
@@ -135,12 +129,12 @@ class RetentionKnapsack:
         return most
 
     def least_s(self, budgets: np.ndarray) -> np.ndarray:
-        """The least that these regions take within each budget, if outputs can be held in part. inf: no room."""
+        """A lower bound on what these regions add within each budget (fractional knapsack). inf: does not fit."""
         gains = self._most_s(0, budgets[:, None] - self.used)
         return np.where(budgets >= self.peak_bytes, self.extra_s - gains, np.inf)
 
     def reached_s(self, budgets: np.ndarray) -> np.ndarray:
-        """What these regions take within each budget with outputs held in the order of `ops`. inf: no room."""
+        """What these regions add within each budget if outputs are retained greedily. inf: does not fit."""
         rooms = budgets[:, None] - self.used
         gains = np.zeros(len(budgets))
         for weights, seconds in zip(self.weights.T, self.seconds.tolist(), strict=True):
@@ -150,10 +144,10 @@ class RetentionKnapsack:
         return np.where(budgets >= self.peak_bytes, self.extra_s - gains, np.inf)
 
     def best(self, budget: int) -> tuple[int, ...]:
-        """The ops whose outputs to hold within a budget: the best of them, unless there are very many like it.
+        """The ops whose outputs to retain within a budget: optimal unless more than `_MOST_STATES` choices remain.
 
-        Ops are looked at in turn, each held or not; of all choices so far, those are gone on with that could still come
-        to more than the best known.
+        Branch and bound, breadth first: each op in turn is retained or not, and partial choices are dropped once their
+        upper bound is not above the best known.
         """
         room = budget - self.used
         best = self._greedily(room)
@@ -186,7 +180,7 @@ class RetentionKnapsack:
         return np.array(found, dtype=np.int64)
 
     def _thinned(self, going: np.ndarray, hopes: np.ndarray, rooms: np.ndarray) -> np.ndarray:
-        """One of each that have come to the same, and of very many those with the best prospects."""
+        """Partial choices without duplicates, limited to those with the highest upper bounds."""
         order = going[np.argsort(-hopes[going], kind="stable")]
         _, first = np.unique(rooms[order] @ self._marks, return_index=True)
         most = min(_MOST_STATES, _MOST_ROOMS // max(self.weights.size, 1) + 16)
@@ -194,45 +188,45 @@ class RetentionKnapsack:
 
     @cached_property
     def _marks(self) -> np.ndarray:
-        """Factors by which rooms that differ in any row come to different sums."""
+        """Factors that map different rooms to different sums, to find duplicates."""
         return np.sqrt(np.arange(2, len(self.used) + 2))
 
 
-MOST_OPS = 3_000  # beyond it there are layers enough to choose from
-_NUM_STATIONS = 60
-_NUM_SEEDS = 32
-_MOST_VISITED_OPS = 1_000_000  # ops of all sets of regions played
+MOST_OPS = 3_000  # larger steps have so many layers that hull points differ by little, and simulations take longer
+_NUM_SAMPLES = 60  # budgets; fewer are faster and lose time at budgets between them
+_NUM_SEEDS = 32  # of each generator
+_MOST_VISITED_OPS = 1_000_000  # simulated ops of all visited sets
 _MOST_VISITS = 2_000
-_MOST_FILLED = 12  # sets for which outputs are chosen, at each station
-_MOST_CHOICES = 250  # of outputs, for all of these
+_MOST_FILLED = 12  # sets for which the knapsack is solved, at each sample budget
+_MOST_CHOICES = 250  # ops in all knapsacks of a sample budget
 _IMPROVEMENT = 1 - 1e-9
-_FAR = 1.1  # times the fastest known, with outputs held in a simple order: no hope
+_FAR = 1.1  # sets whose estimate is slower than this multiple of the fastest candidate are not filled
 
 _Key = tuple[int, ...]
 _Item = TypeVar("_Item")
 
 
 def evenly_spaced(items: Sequence[_Item]) -> Sequence[_Item]:
-    """Of many to begin from, some that are evenly spaced."""
+    """At most about `_NUM_SEEDS` of the items, evenly spaced."""
     return items[:: -(-len(items) // _NUM_SEEDS)] if items else items
 
 
 class LocalSearch:
-    """Sets of regions of a graph, and what they could come to at the stations between `floor` and `plain` bytes."""
+    """Finds fast sets of regions for sample budgets between `floor` and `plain` bytes."""
 
     def __init__(self, graph: StepGraph, pricing: Pricing, nesting: Nesting, floor: int, plain: int) -> None:
         self._graph, self._nesting, self._pricing = graph, nesting, pricing
         self._may_keep = pricing.may_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
-        self.sample_budgets = [floor + (plain - floor) * step // _NUM_STATIONS for step in range(_NUM_STATIONS)]
+        self.sample_budgets = [floor + (plain - floor) * step // _NUM_SAMPLES for step in range(_NUM_SAMPLES)]
         self._budgets = np.array(self.sample_budgets, dtype=np.float64)
-        self._least: dict[_Key, np.ndarray] = {}  # by set, seconds at each station
+        self._least: dict[_Key, np.ndarray] = {}  # by set, lower bounds at each sample budget
         self._reached: dict[_Key, np.ndarray] = {}
-        self._best_s = np.full(_NUM_STATIONS, np.inf)
-        self._best: list[_Key | None] = [None] * _NUM_STATIONS
-        self._fillings: dict[_Key, RetentionKnapsack] = {}
+        self._best_s = np.full(_NUM_SAMPLES, np.inf)
+        self._best: list[_Key | None] = [None] * _NUM_SAMPLES
+        self._knapsacks: dict[_Key, RetentionKnapsack] = {}
 
     def explore(self, seeds: Iterable[Regions], is_late: Callable[[], bool]) -> None:
-        """Visit the sets of `seeds`, and from the best of them others, until none is left or there were enough."""
+        """Visit the sets of `seeds`, then neighbours of the best, until nothing improves or the limit is reached."""
         most = min(_MOST_VISITS, _MOST_VISITED_OPS // max(len(self._graph.ops), 1))
         for seed in seeds:
             self._visit(seed)
@@ -242,7 +236,7 @@ class LocalSearch:
             best = dict.fromkeys(key for key in reversed(self._best) if key is not None)
             todo = [key for key in best if key not in expanded]
             for key in todo:
-                if key in self._best:  # and has not been outdone by one before it
+                if key in self._best:  # no set visited since has replaced it
                     expanded.add(key)
                     for regions in self._nesting.neighbours(key):
                         self._visit(regions)
@@ -260,57 +254,57 @@ class LocalSearch:
         least = self._least[key] = roughly_least_s(played, may_keep, self._budgets)
         if not (least < self._best_s * _IMPROVEMENT).any():
             return
-        self._fillings[key] = filling = RetentionKnapsack(played, may_keep)
-        self._least[key] = np.maximum(least, filling.least_s(self._budgets))
-        reached = self._reached[key] = filling.reached_s(self._budgets)
-        for station in np.flatnonzero(reached < self._best_s * _IMPROVEMENT).tolist():
-            self._best_s[station], self._best[station] = reached[station], key
+        self._knapsacks[key] = knapsack = RetentionKnapsack(played, may_keep)
+        self._least[key] = np.maximum(least, knapsack.least_s(self._budgets))
+        reached = self._reached[key] = knapsack.reached_s(self._budgets)
+        for sample in np.flatnonzero(reached < self._best_s * _IMPROVEMENT).tolist():
+            self._best_s[sample], self._best[sample] = reached[sample], key
 
-    def plans(self, cost: Callable[[Regions], Candidate], is_late: Callable[[], bool]) -> list[Candidate]:
-        """Plans for all stations: of the sets that promise most there, with outputs to hold chosen for the station."""
-        found: list[Candidate] = []
-        fastest: Candidate | None = None  # that fits the station: also what fits one below
-        for station, budget in enumerate(self.sample_budgets):
+    def candidates(self, cost: Callable[[Regions], Candidate], is_late: Callable[[], bool]) -> list[Candidate]:
+        """For each sample budget, the most promising sets, with the outputs to retain chosen for that budget."""
+        candidates: list[Candidate] = []
+        fastest: Candidate | None = None  # that fits; one that fits a smaller sample budget fits here too
+        for sample, budget in enumerate(self.sample_budgets):
             num_filled = num_choices = 0
-            for likely_s, key in self._promising(station):
+            for likely_s, key in self._promising(sample):
                 is_far = fastest is not None and likely_s > _FAR * fastest.extra_s
                 if is_far or is_late() or num_filled == _MOST_FILLED or num_choices > _MOST_CHOICES:
                     break
-                if fastest is not None and self._least[key][station] >= fastest.extra_s * _IMPROVEMENT:
+                if fastest is not None and self._least[key][sample] >= fastest.extra_s * _IMPROVEMENT:
                     continue
                 num_filled += 1
-                num_choices += len(self._fillings[key].ops)
+                num_choices += len(self._knapsacks[key].ops)
                 new = [cost(regions) for regions in self._filled(key, budget)]
-                found += new
+                candidates += new
                 fitting = [plan for plan in (*new, fastest) if plan is not None and plan.peak_bytes <= budget]
                 fastest = min(fitting, key=lambda plan: (plan.extra_s, plan.peak_bytes), default=None)
-        return found
+        return candidates
 
-    def _promising(self, station: int) -> list[tuple[float, _Key]]:
-        """What sets are likely to come to at a station, the best first: between what is simply reached and the least.
+    def _promising(self, sample: int) -> list[tuple[float, _Key]]:
+        """Sets and their estimated seconds at a sample budget, the best first: the mean of greedy and lower bound.
 
-        Of sets that look the same, as those do that differ in which of several layers they take, the first.
+        Of sets with equal figures (they differ in which of several equal layers are regions) only the first.
         """
-        found: dict[str, tuple[float, _Key]] = {}
+        unique: dict[str, tuple[float, _Key]] = {}
         for key, reached in self._reached.items():
-            reached_s, least_s = float(reached[station]), float(self._least[key][station])
+            reached_s, least_s = float(reached[sample]), float(self._least[key][sample])
             if reached_s < math.inf:
-                found.setdefault(f"{reached_s:.9e} {least_s:.9e}", ((reached_s + least_s) / 2, key))
-        return sorted(found.values())
+                unique.setdefault(f"{reached_s:.9e} {least_s:.9e}", ((reached_s + least_s) / 2, key))
+        return sorted(unique.values())
 
     def _tidied(self, regions: Iterable[int]) -> Regions:
         return self._nesting.without_redundant(dict.fromkeys(regions, ()))
 
     def _filled(self, key: _Key, budget: int) -> Iterator[Regions]:
-        """A set of regions with the outputs to retain, and one without those that are not worth the dispatch."""
+        """The regions with retained outputs, and a variant without those that do not pay for the dispatch mode."""
         must = self._tidied(key)
-        held = self._with(must, key, self._fillings[key].best(budget))
+        held = self._with(must, key, self._knapsacks[key].best(budget))
         yield held
         if self._graph.hardware.dispatch_s:
             yield {call: self._worth_dispatch(call, must[call], kept) for call, kept in held.items()}
 
     def _with(self, regions: Regions, key: _Key, ops: Iterable[int]) -> Regions:
-        """Regions that hold these outputs too."""
+        """Regions that also retain these outputs."""
         calls, held = self._graph.calls, {call: set(kept) for call, kept in regions.items()}
         outermost = [call for call in key if not self._nesting.num_around(call, key)]
         starts = [calls[call].first for call in outermost]
@@ -320,7 +314,7 @@ class LocalSearch:
         return {call: tuple(sorted(kept)) for call, kept in held.items()}
 
     def _retainable_in(self, key: _Key) -> np.ndarray:
-        """The ops whose outputs the outermost of a set of regions could retain."""
+        """The ops whose outputs the outermost regions of a set could retain."""
         may_keep, calls = self._may_keep.copy(), self._graph.calls
         for call in (call for call in key if not self._nesting.num_around(call, key)):
             ops = slice(calls[call].first, calls[call].end)
@@ -328,7 +322,7 @@ class LocalSearch:
         return may_keep
 
     def _worth_dispatch(self, call: int, kept: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...]:
-        """All that a region would retain, or only what it must: whichever gains more."""
+        """Either all outputs that a region would retain, or only those it must: whichever saves more."""
         ops, first = self._graph.ops, self._graph.calls[call].first
 
         def gain_s(some: tuple[int, ...]) -> float:
@@ -337,17 +331,17 @@ class LocalSearch:
         return max((kept, held), key=gain_s)
 
 
-_MOST_LOWEST_VISITED_OPS = 600_000  # ops of all simulated steps
+_MOST_LOWEST_VISITED_OPS = 600_000  # simulated ops of all visited sets, about a second
 _MOST_LOWEST_VISITS = 1_500
-_PATIENCE = 16  # sets whose neighbours are visited although no lower peak is found
-_NUM_LOWEST_SEEDS = 8  # plans that are known, to begin with
-_NUM_SINGLES = 6  # sets of one region that are gone on from whatever their peak
+_PATIENCE = 16  # expansions in a row that find no lower peak before the search ends
+_NUM_LOWEST_SEEDS = 8  # candidates of other generators to begin with
+_NUM_SINGLES = 6  # sets of one region that are expanded whatever their peak
 _NUM_RETAINING = 6  # sets with small peaks for which retaining outputs is tried
 _Score = tuple[int, bool, int, float]  # peak bytes, whether outputs are retained, events at that peak, seconds added
 
 
 class LowestPeakSearch:
-    """Looks for the regions with the least peak. `may_keep` says whose op's outputs a region may retain."""
+    """Finds the regions with the smallest peak. `may_keep` marks the ops whose outputs a region may retain."""
 
     def __init__(self, graph: StepGraph, nesting: Nesting, may_keep: np.ndarray) -> None:
         self._graph, self._nesting, self._may_keep = graph, nesting, may_keep
@@ -358,8 +352,8 @@ class LowestPeakSearch:
         self._expanded: set[_Key] = set()
 
     def lowest(self, known: Iterable[Candidate], is_late: Callable[[], bool]) -> Regions:
-        """The regions with the least peak among the smallest of the plans `known` and those found from them."""
-        for seed in nsmallest(_NUM_LOWEST_SEEDS, known, key=lambda found: (found.peak_bytes, found.extra_s)):
+        """The regions with the smallest peak, starting from the smallest of the candidates `known`."""
+        for seed in nsmallest(_NUM_LOWEST_SEEDS, known, key=lambda each: (each.peak_bytes, each.extra_s)):
             self._visit(seed.regions)
             self._visit(self._nesting.without_redundant(dict.fromkeys(seed.regions, ())))
         self._visit({})
@@ -392,7 +386,7 @@ class LowestPeakSearch:
         return self._scores[key]
 
     def _expand(self, calls: Iterable[int]) -> None:
-        """Visit the sets that differ from a set in one call, or in all calls that are alike."""
+        """Visit the neighbours of a set."""
         key = tuple(calls)
         if key in self._expanded:
             return
@@ -402,7 +396,7 @@ class LowestPeakSearch:
                 self._visit(self._nesting.without_redundant(dict.fromkeys(others, ())))
 
     def _retain(self, regions: Regions, is_late: Callable[[], bool]) -> None:
-        """Retain single outputs, one after the other, as long as that lowers the peak: some are held elsewhere too."""
+        """Retain single outputs as long as that lowers the peak, as it does for outputs that are held elsewhere too."""
         score, is_lower = self._visit(regions), True
         while is_lower and not is_late():
             is_lower = False
@@ -415,9 +409,9 @@ class LowestPeakSearch:
                     score, regions, is_lower = found, more, True
 
     def _retainable(self, regions: Regions) -> list[tuple[int, int]]:
-        """Ops, each with its region, of regions without others around or inside; first what lives at the peak.
+        """Calls of regions that are not nested, each with an op to retain; ops whose values are live at the peak first.
 
-        The others count too: a replay that need not run its last ops stops earlier.
+        Other ops can help as well: a replay that need not run its last ops stops earlier.
         """
         played = EagerIntervals(self._graph, regions)
         peak, outermost = int(played.total_bytes.argmax()), self._graph.outermost(regions)

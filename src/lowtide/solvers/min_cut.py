@@ -1,22 +1,26 @@
-"""Minimum cuts in small networks, by scipy.
+"""The optimal values to save for every price per byte, for compiled steps, as minimum cuts.
 
-The best values to save for a price: `seconds recomputed + price * bytes saved`, exactly, as a minimum cut.
+A compiled step saves single values and recomputes the others. For a price per byte, minimising `seconds recomputed +
+price * bytes saved` is a minimum cut (choice with prerequisites, Picard 1976), solved exactly by scipy; the integer
+programme for a hard budget is Checkmate (Jain et al. 2020). `CutProblem.hull` varies the price, as `hull.hull` does for
+the eager engine, and every price gives a lower bound (`CutProblem.lower_bound_s`). Used by `compiled_search` and
+`shared_budget`.
 
-Bytes are those that live at one moment, while op `at` runs. Whatever a plan did before it, at that moment some values
-live, and everything that the backward reads later is among them or is recomputed from them later. So the best choice
-of values to live and ops to recompute *after* the moment is no dearer than any plan, and the least `seconds + price *
-bytes` over all such choices, less `price * bytes allowed`, bounds from below what every plan within the budget costs.
-(For a moment in the forward: what lives was made by then, and all that is made later may be saved for nothing.)
+Bytes are those live at one critical point, while op `at` runs. Everything that the backward reads later is live then or
+recomputed later from live values. So the best choice of values to be live and ops to recompute *after* that op costs no
+more than any plan, and its `seconds + price * bytes`, less `price * allowed bytes`, is a lower bound for every plan.
+(If `at` is in the forward, values made later may be saved for free.)
 
-The cut has a node X for each op (on the source's side: recomputed) and Y for each value (needed later). Edges:
-X -> sink with the op's seconds; Y_v -> X_op(v) with price * bytes; X_op -> Y_u without limit, for each input u; and the
-source stands for all Y that the backward reads itself. Values that live at the moment in every plan, and static ones,
-are there for nothing and have no nodes. An op that cannot be recomputed is the sink itself.
+The network has a node X for each op (on the source's side: recomputed) and Y for each value (needed later). Edges: X ->
+sink with the op's seconds; Y_v -> X_op(v) with price * bytes; X_op -> Y_u without limit for each input u. The source
+replaces every Y that the backward reads itself. Values that are live at the critical point in every plan, and static
+ones, are free and have no nodes. An op that cannot be recomputed is the sink itself.
 
-Capacities are integers of 32 bits in scipy, and larger ones wrap around in silence. So one unit is a 2**30th of the
-cost of a choice that is known (see `_unit`), and an edge that costs more than all of that choice is as good as one
-without limit. Rounding is downwards: a cut of n edges is short by less than n units, so `dual_s` is never above the
-truth, and for 10^4 ops below it by less than 10^-5 of that cost.
+scipy's capacities are 32-bit integers, and larger ones wrap around silently. So one unit is a 2**30th of the cost of a
+known choice (`_unit`), and edges that cost more than that choice are unlimited. Capacities are rounded down: a cut of n
+edges is too small by less than n units, so `dual_s` is never too large, and for 10^4 ops too small by less than 10^-5.
+
+Cost: up to 48 maximum flows per hull, each on a network of at most `2 + ops + values` nodes.
 """
 
 from __future__ import annotations
@@ -34,31 +38,31 @@ from lowtide.graph.step_graph import StepGraph
 
 
 def minimum_cut(num_nodes: int, tails: np.ndarray, heads: np.ndarray, capacities: np.ndarray) -> tuple[int, list[int]]:
-    """The value of a minimum cut between nodes 0 and 1, and the nodes on the side of 0.
+    """The value of a minimum cut between node 0 (source) and node 1 (sink), and the nodes on the source's side.
 
-    One entry for each pair of nodes, in the order of a sparse matrix; capacities are integers of 32 bits.
+    Edges are unique and sorted as in a CSR matrix; capacities are 32-bit integers.
     """
     starts = np.searchsorted(tails, np.arange(num_nodes + 1)).astype(np.int32)
     network = csr_array((capacities, heads.astype(np.int32), starts), shape=(num_nodes, num_nodes))
-    found = maximum_flow(network, 0, 1)
-    left = network - found.flow
+    result = maximum_flow(network, 0, 1)
+    left = network - result.flow
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()
     reached = breadth_first_order(left, 0, directed=True, return_predecessors=False).tolist()
-    return int(found.flow_value), reached
+    return int(result.flow_value), reached
 
 
 _UNITS = 1 << 30
-_DEAREST = 1024  # the last price of a hull: all bytes of it cost so many times all its seconds
-_ROUNDING = 1e-14
-_GAIN = 1e-6  # of a hull's seconds: less is no corner
+_DEAREST = 1024  # at the highest price of a hull, all bytes cost this many times all seconds
+_ROUNDING = 1e-14  # relative, of one float subtraction
+_GAIN = 1e-6  # of a hull's seconds: a smaller gain is no new corner
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Ops that are recomputed, everything else saved: seconds, and bytes that live at the moment.
+    """The ops that are recomputed, their seconds, and the bytes live at the critical point.
 
-    No choice has less `seconds + price * bytes` than `dual_s`.
+    `dual_s` is a lower bound on `seconds + price * bytes` of every choice.
     """
 
     price: float
@@ -69,15 +73,15 @@ class Cut:
 
 
 class CutProblem:
-    """What is to be decided for the moment at which op `at` runs, or with `is_over` has just run and nothing does.
+    """The cut problem for the critical point at op `at`; with `is_over`, right after that op.
 
-    `anchors` are ops whose outputs are saved anyway.
+    `anchors` are ops whose outputs are saved in any case.
     """
 
     def __init__(self, graph: StepGraph, at: int, anchors: Container[int] = (), *, is_over: bool = False) -> None:
         self.graph, self.at, self._is_over = graph, at, is_over
         self._needs = graph.needs
-        needed_later, self.base_bytes, lives_anyway = self._at_the_moment()
+        needed_later, self.base_bytes, lives_anyway = self._at_critical_point()
         born_late = [value.born > at for value in graph.values]
         self._charge = [
             0 if born_late[index] or lives_anyway[index] or value.born in anchors else value.bytes
@@ -86,8 +90,8 @@ class CutProblem:
         self._reads = sorted(value for value in needed_later if self._charge[value])
         self._build()
 
-    def _at_the_moment(self) -> tuple[set[int], int, list[bool]]:
-        """Values that the backward reads later; bytes that live in every plan; which values are there for nothing."""
+    def _at_critical_point(self) -> tuple[set[int], int, list[bool]]:
+        """Values that the backward reads later; bytes live in every plan; for each value, whether it is free."""
         graph, at, needs = self.graph, self.at, self._needs
         reads = zip(needs.value_of.tolist(), needs.read_at.tolist(), needs.used_at.tolist(), strict=True)
         in_use: set[int] = set()
@@ -117,14 +121,14 @@ class CutProblem:
         return needed, base, free
 
     def _build(self) -> None:
-        """Number the nodes that matter (source 0, sink 1), and list the edges by what they cost."""
+        """Number the nodes that can be reached (source 0, sink 1), and list the edges by kind of cost."""
         needs = self._needs
         node_of_op: dict[int, int] = {}
         node_of_value: dict[int, int] = {}
         is_read = set(self._reads)
         pending = list(self._reads)
-        self._fixed_bytes = 0  # read by the backward and not to be recomputed: saved by every choice
-        self._may_fix_bytes = 0  # not to be recomputed, and needed by some choices
+        self._fixed_bytes = 0  # read by the backward and not recomputable: saved by every choice
+        self._may_fix_bytes = 0  # not recomputable, and needed by some choices
         seconds: list[tuple[int, int, float]] = []
         sized: list[tuple[int, int, int]] = []
         endless: list[tuple[int, int]] = []
@@ -166,11 +170,11 @@ class CutProblem:
 
     @property
     def dearest(self) -> float:
-        """A price at which hardly anything but bytes counts."""
+        """A price at which bytes outweigh all seconds."""
         return _DEAREST * self._most_s / max(self._read_bytes, 1)
 
     def best(self, price: float) -> Cut:
-        """The choice that minimises seconds plus `price` times bytes; of several, that which recomputes fewest ops."""
+        """The choice with the least seconds plus `price` times bytes; of several, that with fewest recomputed ops."""
         recomputed: frozenset[int] = frozenset()
         dual_s = 0.0
         unit = self._unit(price)
@@ -181,7 +185,7 @@ class CutProblem:
         return Cut(price, seconds, self._bytes(recomputed), dual_s + price * self._fixed_bytes, recomputed)
 
     def _unit(self, price: float) -> float:
-        """Seconds per unit: the cheaper of saving all that is read and recomputing all that can be, over 2**30."""
+        """Seconds per unit: the cheaper of saving everything and recomputing everything, divided by 2**30."""
         saving = price * (self._read_bytes - self._fixed_bytes)
         recomputing = self._most_s + price * self._may_fix_bytes
         return min(saving, recomputing) / _UNITS
@@ -189,7 +193,7 @@ class CutProblem:
     def _cut(self, price: float, unit: float) -> tuple[int, frozenset[int]]:
         endless = np.full(self._num_endless, _UNITS + 1.0)
         costs = np.concatenate([self._seconds / unit, price * self._sizes / unit, endless])
-        # In slots and then rounded: what is parallel is one edge.
+        # Add parallel edges before rounding.
         totals = np.bincount(self._slot, weights=costs, minlength=len(self._tails))
         capacities = np.minimum(np.floor(totals), _UNITS + 1).astype(np.int32)
         flow_units, reached = minimum_cut(self._num_nodes, self._tails, self._heads, capacities)
@@ -203,38 +207,38 @@ class CutProblem:
 
     @cached_property
     def hull(self) -> list[Cut]:
-        """The choices on the lower convex hull of seconds over bytes, from everything saved to as little as can be."""
-        self._asked: list[Cut] = []
+        """Corners of the lower convex hull of seconds over bytes, from everything saved to as little as possible."""
+        self._tried: list[Cut] = []
         return self._hull()
 
     def _hull(self, most: int = 48) -> list[Cut]:
         ends = self.best(0.0), self.best(self.dearest)
-        self._asked += ends
-        found = [*ends]
+        self._tried += ends
+        corners = [*ends]
         numbers = iter(range(1 << 30))
         pending = [(0.0, next(numbers), *ends)]
-        while pending and len(self._asked) < most:
+        while pending and len(self._tried) < most:
             _, _, low, high = heapq.heappop(pending)
             if low.bytes <= high.bytes or high.seconds <= low.seconds:
                 continue
             price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
             choice = self.best(price)
-            self._asked.append(choice)
+            self._tried.append(choice)
             gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
             if gain > _GAIN * high.seconds and high.bytes < choice.bytes < low.bytes:
-                found.append(choice)
+                corners.append(choice)
                 for a, b in ((low, choice), (choice, high)):  # the largest triangles first
                     heapq.heappush(pending, ((a.bytes - b.bytes) * (a.seconds - b.seconds), next(numbers), a, b))
-        return sorted(found, key=lambda choice: (choice.seconds, -choice.bytes))
+        return sorted(corners, key=lambda choice: (choice.seconds, -choice.bytes))
 
     def lower_bound_s(self, budget: int) -> float:
-        """Seconds that every plan adds whose bytes at this moment are at most `budget`: the best of all prices asked.
+        """A lower bound on the seconds of every plan within `budget`: the largest over all prices that were tried.
 
-        Proven by each price on its own, so it holds however few were asked.
+        Each price proves a bound on its own, so the result is valid however few prices were tried.
         """
         allowed = budget - self.base_bytes
         bounds = [0.0]
-        for choice in [*self.hull, *self._asked]:
+        for choice in [*self.hull, *self._tried]:
             dual_s, charge_s = choice.dual_s, choice.price * allowed
-            bounds.append(dual_s - charge_s - _ROUNDING * (dual_s + abs(charge_s)))  # for the subtraction itself
+            bounds.append(dual_s - charge_s - _ROUNDING * (dual_s + abs(charge_s)))  # rounding of the subtraction
         return max(bounds)

@@ -1,8 +1,13 @@
-"""Where a replay itself holds too much: smaller regions, and regions inside regions.
+"""Smaller regions, and regions inside regions, where the replay of a region exceeds a given memory level.
 
-A replayed region holds all it saves at once. Smaller regions in its place hold less, and more inputs; a region inside
-it drops its saves again, at the price of another run. So wherever a simulated step holds too much, the region at work
-there is taken apart or nested one level further, and where no region is, one is made of the module at work.
+While a region is replayed, all its saved tensors are live at once. If that exceeds the level, the region is split into
+the calls inside it (more inputs are held, nothing is replayed twice), or those calls become regions inside it (each
+level of nesting replays its ops once more). For a chain of equal layers, nesting is the idea of revolve (Griewank and
+Walther 2000); here the levels are those of the module tree.
+
+`EagerSearch` applies this to candidates of the first hull path until their simulated peak is below the level.
+`neighbours` gives the local searches all sets of regions that differ by one step. Cost: one simulation per level, at
+most twelve per candidate.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from lowtide.solvers.candidate import Regions
 
 
 class Nesting:
-    """Takes regions apart, level by level of the module tree."""
+    """Splits and nests regions along the module tree. `replayable` says which calls can be regions."""
 
     def __init__(self, graph: StepGraph, replayable: list[bool]) -> None:
         self._graph = graph
@@ -30,36 +35,35 @@ class Nesting:
                 self.children[call.parent].append(index)
 
     def without_redundant(self, regions: Regions) -> Regions:
-        """`regions` less those that cannot be; those with others around or inside retain nothing."""
-        found: Regions = {}
+        """`regions` without calls that cannot be regions; nested regions retain no outputs."""
+        result: Regions = {}
         has_inner = {self._outermost(self._graph.calls[call].parent, regions) for call in regions}
         for call in sorted(regions):
-            outer = self._outermost(self._graph.calls[call].parent, found)
+            outer = self._outermost(self._graph.calls[call].parent, result)
             if self._replayable[call]:
-                # A region that retained outputs would keep what those inside it drop.
-                found[call] = () if outer >= 0 or call in has_inner else tuple(sorted(set(regions[call])))
-        return found
+                # A region that retains outputs would hold what a region inside it drops.
+                result[call] = () if outer >= 0 or call in has_inner else tuple(sorted(set(regions[call])))
+        return result
 
     def further(
         self, regions: Regions, timeline: Timeline | EagerIntervals, level: float, may_part: bool
     ) -> tuple[Regions, bool]:
-        """`regions` taken apart if they may, else nested deeper, else widened, and whether the former helped."""
+        """Split `regions` if `may_part` and possible, else nest deeper; and whether they were split."""
         if may_part and (parted := self.split(regions, timeline, level)) != regions:
             return parted, True
-        nested = self.deeper(regions, timeline, level)
-        return (nested if nested != regions else self.wider(regions, timeline, level)), False
+        return self.deeper(regions, timeline, level), False
 
     def deeper(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
-        """`regions` and more inside those at work where the timeline is above `level`; the same if none is left."""
+        """`regions` with one more level inside those running where the timeline exceeds `level`, or unchanged."""
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
             found |= {inner: () for inner in self._next_level(region, regions)}
         return self.without_redundant(found)
 
     def split(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
-        """`regions`, those at work above `level` replaced by the calls inside them; the same if none is left.
+        """`regions` with those running above `level` replaced by the calls inside them, or unchanged.
 
-        Cheaper in time than regions inside regions, for nothing is replayed twice; but more inputs are held.
+        Faster than regions inside regions, as nothing is replayed twice, but more inputs are held.
         """
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
@@ -69,23 +73,11 @@ class Nesting:
                 found |= {child: () for child in inside}
         return self.without_redundant(found)
 
-    def wider(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
-        """`regions` and more around them where the timeline is above `level` outside of all; the same if none is.
-
-        With a whole trunk as one region the backward of what follows it runs before anything inside is held again.
-        """
-        found = dict(regions)
-        for call in self._at_work(timeline, level):
-            if self._outermost(call, regions) < 0:
-                found |= {each: () for each in self._coarsest(call)}
-        if found == regions:  # what is at work lies in no module: all that can be a region is held too much
-            found |= {call: () for call in range(len(self._graph.calls)) if self._coarsest(call) == [call]}
-        return self.without_redundant(found)
-
     def neighbours(self, key: tuple[int, ...], *, is_thorough: bool = False) -> Iterator[Iterable[int]]:
-        """Sets that differ by a call, the first or last of those alike and treated alike so far, or by all of these.
+        """Sets of regions one step away: a region added, removed, or exchanged for the calls inside it.
 
-        If `is_thorough`, by any call.
+        Calls of equal structure that the set treats equally are one group: a step changes the group's first call, its
+        last, or all of them. If `is_thorough`, a step may change any single call.
         """
         after, children = self._graph.arrays.after, self.children
         alike: dict[tuple[object, ...], list[int]] = {}
@@ -109,7 +101,7 @@ class Nesting:
                     yield [*outside, *(child for call in some for child in children[call])]
 
     def num_around(self, call: int, key: Container[int]) -> int:
-        """How many regions a call lies in."""
+        """Number of regions around a call."""
         count = 0
         while (call := self._graph.calls[call].parent) >= 0:
             count += call in key
@@ -126,16 +118,8 @@ class Nesting:
             call = self._graph.calls[call].parent
         return outermost
 
-    def _coarsest(self, call: int) -> list[int]:
-        """The outermost module at work that can be a region."""
-        best = -1
-        while call >= 0:
-            best = call if self._replayable[call] else best
-            call = self._graph.calls[call].parent
-        return [best] if best >= 0 else []
-
     def _next_level(self, region: int, regions: Regions) -> list[int]:
-        """The outermost calls inside a region that are not regions yet; nothing, once all are."""
+        """The outermost calls inside a region that are not regions yet; empty once all are."""
         level = [region]
         while level:
             inside = [child for call in level for child in self.children[call]]

@@ -1,19 +1,19 @@
-"""Where a moved value is held: by its saves outside of recomputed calls, and by such calls as an input or output.
+"""Offload: which values of a plan move to host memory or disk, and candidates whose regions retain outputs to move.
 
-A value leaves the device only if whoever holds it lets go, so a plan names each of these places.
+`OffloadSelector.plan` turns the decisions of a candidate into a `Plan`. It walks the forward and picks values as a link
+with a given share of the bandwidth could take them without falling behind by more than a sixteenth of the forward, so
+that copies run beside the compute, spread over all layers. A value is picked only if it can also come back before it is
+read. (Beaumont, Eyraud-Dubois and Shilova 2021 combine recomputing and offload optimally on chains.)
 
-Which values leave the device, so that copies run beside the compute and hardly anything waits.
+`Placement` names every position at which a value is held: its saves outside of regions, and regions that hold it as an
+input or a retained output. The value leaves the device only if all of them release it, so a plan has a `Move` for each.
 
-A link carries so many bytes per second and no more, whenever they are asked for. So the values to move are picked
-along the forward, as a link of a given share of the bandwidth would take them up without falling behind by much; early
-and late layers give alike. A value must also have the time to go and come back before it is read.
+`LinkLoads` generates candidates for a busy link. A `HullPath` changes layer after layer, and the link has nothing to
+copy beside layers that hold nothing. Here every region retains outputs in proportion to its forward time, those that
+take longest to recompute per byte first, and candidates differ in that rate.
 
-Regions that hold outputs for the link to carry: so many bytes for each second that they take in the forward.
-
-Where memory is short at one moment, a chain goes from plans that hold much to plans that hold little by one layer after
-another, as it makes no difference which. It does to a link: that can take something from every layer, and has nothing
-to do beside those that hold nothing. So here all layers give alike. Each region holds the outputs that take longest to
-make for their bytes, up to a rate; and the plans are those for all rates, from the highest on.
+Cost: sorting per plan; a plan with moves is simulated op by op, about 25 times as long as one without. Skipped unless
+the user passes `host=` or `disk=`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lowtide.solvers.candidate import Codecs, Regions
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.hull import Pricing
 
-# Bytes: smaller copies cost more in launches than they free. In a step with large values even more so.
+# Bytes: smaller copies cost more in launches than they free; the limit is higher in a step with large values.
 _SMALLEST, _SMALLEST_AMONG_LARGE, _LARGE = 1 << 16, 1 << 20, 1 << 28
-# Ops that save a tensor before they fill it: what is copied out at the save is not what the backward reads.
+# Ops that save a tensor before they fill it: a copy made at the save is not what the backward reads.
 _FILL_LATER = frozenset({"aten.rrelu_with_noise.default", "aten.rrelu_with_noise_.default"})
 
 
 class Placement:
-    """The places in which the values of a graph are held."""
+    """The positions (saves, inputs and retained outputs of regions) at which the values of a graph are held."""
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
@@ -46,9 +46,9 @@ class Placement:
             self._saves.setdefault(save.value, []).append(index)
 
     def can_move(self, value: int) -> bool:
-        """Whether the engine can move a value wherever it is saved: an activation, and only in modules of the model.
+        """Whether the engine can move a value: an activation that is saved only in modules of the model.
 
-        What is made of weights alone, casts of them say, the engine takes for weights and leaves where it is.
+        The engine treats values made of weights alone, such as casts, as weights and does not move them.
         """
         graph, facts = self._graph, self._graph.values[value]
         if facts.kind != "activation" or facts.born < 0:
@@ -62,8 +62,8 @@ class Placement:
     def _is_filled_later(self, save: Save) -> bool:
         return self._graph.ops[save.made].name in _FILL_LATER
 
-    def everywhere(self, ways: Mapping[int, tuple[str, str]], regions: Regions) -> tuple[Move, ...]:
-        """Moves of values, each by its way (where to, and the codec), that name every place in which one is held."""
+    def everywhere(self, targets: Mapping[int, tuple[str, str]], regions: Regions) -> tuple[Move, ...]:
+        """Moves for every position at which these values are held. `targets` are tier and codec of each value."""
         graph = self._graph
         owner = graph.innermost(regions)
         inputs: dict[int, list[tuple[str, int, int]]] = {}
@@ -72,23 +72,23 @@ class Placement:
                 for number, value in enumerate(graph.calls[call].inputs):
                     inputs.setdefault(value, []).append(graph.input_number(call, number))
         outputs = retained_outputs(graph, regions)
-        found: list[Move] = []
-        for value, way in ways.items():
+        moves: list[Move] = []
+        for value, target in targets.items():
             saves = self._saves.get(value, ())
-            places = [graph.save_numbers[save] for save in saves if owner[graph.saves[save].call] < 0]
-            named = [(graph.calls[place].path, graph.nths[place], number) for place, number in places]
+            saved_in = [graph.save_numbers[save] for save in saves if owner[graph.saves[save].call] < 0]
+            named = [(graph.calls[call].path, graph.nths[call], number) for call, number in saved_in]
             for path, nth, number in [*named, *inputs.get(value, ())]:
-                found.append(Move(path, nth, number, *way))
+                moves.append(Move(path, nth, number, *target))
             if value in outputs:
-                place, op, _ = outputs[value]
-                found.append(Move(*graph.names_of(place)[0], 0, *way, op=op))
-        return tuple(found)
+                region, op, _ = outputs[value]
+                moves.append(Move(*graph.names_of(region)[0], 0, *target, op=op))
+        return tuple(moves)
 
 
 def retained_outputs(graph: StepGraph, regions: Regions) -> dict[int, tuple[int, int, bool]]:
-    """Outputs of single ops that regions hold: the region, the op counted from its first, and whether it can move.
+    """Outputs that regions retain: by value, the region, the op counted from its first, and whether it can move.
 
-    Only the first output of an op can; the others are on the device whatever else becomes of them.
+    Only the first output of an op can move.
     """
     return {
         value: (call, op, number == 0)
@@ -98,11 +98,11 @@ def retained_outputs(graph: StepGraph, regions: Regions) -> dict[int, tuple[int,
     }
 
 
-_LAG = 1 / 16  # of the forward: how far the link may be behind, as values come in bursts
+_LAG = 1 / 16  # of the forward: how far the link may fall behind; values become available in bursts
 
 
 class OffloadSelector:
-    """Picks values of a graph to move, within `host` and `disk` bytes; those that a `press` writes smaller move so."""
+    """Picks the values of a plan to move, within `host` and `disk` bytes. Values with a codec move encoded."""
 
     def __init__(self, graph: StepGraph, host: int, disk: int, press: CompressionOptions | None = None) -> None:
         self._graph = graph
@@ -120,7 +120,9 @@ class OffloadSelector:
         for save in graph.saves:
             if save.read >= 0:
                 self._reads[save.value] = min(self._reads.get(save.value, save.read), save.read)
-        self._replays: dict[int, int] = {}  # when the backward first needs a call's saves, inner calls' included
+        self._replays: dict[
+            int, int
+        ] = {}  # by call: when the backward first reads one of its saves, or of calls inside
         for save in graph.saves:
             call = save.call
             while save.read >= 0 and call >= 0:
@@ -128,25 +130,25 @@ class OffloadSelector:
                 call = graph.calls[call].parent
 
     def on(self, graph: StepGraph) -> OffloadSelector:
-        """The same for the step's graph with segments."""
+        """The same selector for the step's graph with segments."""
         press = self._compression.on(graph) if self._compression is not None else None
         return OffloadSelector(graph, self._room["host"], self._room["disk"], press)
 
     def plan(self, regions: Regions, share: float, codecs: Codecs = ()) -> Plan:
-        """These regions replayed, values moved that fit through `share` of the bandwidth, and those encoded."""
+        """The plan with these regions and codecs, and the values moved that fit through `share` of the bandwidth."""
         forms = self._compression.left_behind(codecs, regions) if self._compression is not None else {}
         sizes = {value: form.bytes for value, form in forms.items()}
         moved, waiting_bytes = self._moved(regions, share, sizes) if share else ({}, 0)
-        ways = moved | {value: "device" for value in forms if value not in moved}
+        tiers = moved | {value: "device" for value in forms if value not in moved}
         codecs_of = {value: form.codec for value, form in forms.items()}
-        found = {value: (to, codecs_of.get(value, "")) for value, to in ways.items()}
-        moves = self._placement.everywhere(found, regions) if found else ()
+        targets = {value: (to, codecs_of.get(value, "")) for value, to in tiers.items()}
+        moves = self._placement.everywhere(targets, regions) if targets else ()
         moved_sizes = {value: sizes.get(value, self._graph.values[value].bytes) for value in moved}
         in_flight_bytes = max(waiting_bytes, self._at_once_bytes(regions, moved_sizes))
         return Plan(recomputes(self._graph, regions), moves, in_flight_bytes)
 
     def _at_once_bytes(self, regions: Regions, sizes: Mapping[int, int]) -> int:
-        """How much of these moved values has to come back at once: all that one replay begins with, and any two."""
+        """Bytes of moved values that must be on the device at once: the inputs of any replay, and any two values."""
         values = {call: set(self._graph.calls[call].inputs) for call in regions}
         for value, (call, _, _) in retained_outputs(self._graph, regions).items():
             values[call].add(value)
@@ -154,10 +156,10 @@ class OffloadSelector:
         return max([2 * max(sizes.values(), default=0), *sums])
 
     def _moved(self, regions: Regions, share: float, sizes: Mapping[int, int]) -> tuple[dict[int, str], int]:
-        """Which values go where, and the most bytes that wait for the link. `sizes` are those of encoded values."""
+        """The tier of each moved value, and the most bytes that wait for the link. `sizes` are of encoded values."""
         room, clock = dict(self._room), self._clock
         free = dict.fromkeys(room, 0.0)
-        found: dict[int, str] = {}
+        moved: dict[int, str] = {}
         waiting_bytes = 0.0
         for held, value, read in self._candidates(regions):
             size = sizes.get(value, self._graph.values[value].bytes)
@@ -170,14 +172,14 @@ class OffloadSelector:
                 waiting_bytes = max(waiting_bytes, (start_s - clock[held]) * self._speed[tier] + size)
                 free[tier] = start_s + size / (self._speed[tier] * share)
                 room[tier] -= size
-                found[value] = tier
+                moved[value] = tier
                 break
-        return found, int(waiting_bytes)
+        return moved, int(waiting_bytes)
 
     def _candidates(self, regions: Regions) -> list[tuple[int, int, int]]:
-        """From which op on each value is held that the forward leaves behind, earliest first; and the op it is read by.
+        """Values that the forward holds: the op from which on, the value, and the op that reads it; earliest first.
 
-        Those are saves, where they are not made again, and what outermost regions hold, be it input or output.
+        These are saved tensors that no region recomputes, and inputs and retained outputs of outermost regions.
         """
         graph = self._graph
         outermost = graph.outermost(regions)
@@ -186,9 +188,9 @@ class OffloadSelector:
         found: dict[int, tuple[int, int]] = {}
         for value, index in self._first_save.items():
             facts = graph.values[value]
-            place = bisect_right(starts, facts.born) - 1
-            made_inside = place >= 0 and facts.born < spans[place][1]
-            if value in self._reads and not (made_inside and facts.dropped <= spans[place][1]):
+            span = bisect_right(starts, facts.born) - 1
+            made_inside = span >= 0 and facts.born < spans[span][1]
+            if value in self._reads and not (made_inside and facts.dropped <= spans[span][1]):
                 found[value] = graph.saves[index].made, self._reads[value]
         held = [
             (value, call, graph.calls[call].first)
@@ -211,20 +213,20 @@ class OffloadSelector:
         )
 
 
-_NUM_RATES = 256
-_LOWEST = 1 / 64  # of the rate at which everything is held
+_NUM_RATES = 256  # candidates, on a logarithmic scale
+_LOWEST = 1 / 64  # of the rate at which everything is retained
 _NUM_STOPS = 9
 
 
 class LinkLoads:
-    """Plans numbered from 0 (all held that can be moved) on, the last being `regions` as they are. As a `HullPath`."""
+    """Candidates from 0 (everything movable is retained) to the last (`regions` unchanged), like a `HullPath`."""
 
     def __init__(self, graph: StepGraph, regions: Regions, pricing: Pricing) -> None:
         self._graph, self._regions = graph, regions
-        places, outermost = Placement(graph), graph.outermost(regions)
+        placement, outermost = Placement(graph), graph.outermost(regions)
         has_inner = {outermost[call] for call in regions if outermost[call] != call}
         self._loads = {
-            call: _RegionLoad(graph, call, regions[call], pricing, places)
+            call: _RegionLoad(graph, call, regions[call], pricing, placement)
             for call in sorted(set(outermost.values()) - has_inner - {-1})
         }
         seconds = sum(load.forward_s for load in self._loads.values())
@@ -232,7 +234,7 @@ class LinkLoads:
         self.stops = [*range(0, _NUM_RATES, _NUM_RATES // (_NUM_STOPS - 1)), _NUM_RATES]
 
     def regions(self, number: int) -> Regions:
-        """The regions of plan `number`, by call, with the ops whose outputs each holds."""
+        """The regions of candidate `number`."""
         found = dict(self._regions)
         if number == _NUM_RATES:
             return found
@@ -243,18 +245,20 @@ class LinkLoads:
             if gain_s > 0:
                 room -= size
                 found[call] = tuple(sorted({*found[call], *held}))
-            room = min(room, 0.0)  # the link does not catch up on what it had no part in
+            room = min(room, 0.0)  # bandwidth unused before this point is not carried over
         return found
 
     def codecs(self, number: int) -> Codecs:
-        """Nothing is encoded."""
+        """No values are encoded."""
         return ()
 
 
 class _RegionLoad:
-    """What one region could retain besides what it does, the best first."""
+    """Further outputs that one region could retain, the most seconds per byte first."""
 
-    def __init__(self, graph: StepGraph, call: int, kept: tuple[int, ...], pricing: Pricing, places: Placement) -> None:
+    def __init__(
+        self, graph: StepGraph, call: int, kept: tuple[int, ...], pricing: Pricing, placement: Placement
+    ) -> None:
         first, end = graph.calls[call].first, graph.calls[call].end
         self.forward_s = sum(op.seconds for op in graph.ops[first:end])
         self._call, self._kept, self._pricing = call, kept, pricing
@@ -262,13 +266,13 @@ class _RegionLoad:
         for number in pricing.keepable_in(call):
             op = graph.ops[number]
             size = graph.values[op.outputs[0]].bytes
-            if number - first not in kept and size >= places.smallest_moved and places.can_move(op.outputs[0]):
+            if number - first not in kept and size >= placement.smallest_moved and placement.can_move(op.outputs[0]):
                 found.append((-op.seconds / size, number - first, size, op.seconds))
         self._outputs = [(op, size, seconds) for _, op, size, seconds in sorted(found) if seconds]
         self.bytes = sum(size for _, size, _ in self._outputs)
 
     def held(self, room: float) -> tuple[list[int], int, float]:
-        """Ops whose outputs fill `room` bytes, the last one perhaps overfills them; their bytes, and seconds gained."""
+        """Ops whose outputs fill `room` bytes (the last may exceed them), their bytes, and the seconds saved."""
         ops: list[int] = []
         total, total_s = 0, 0.0
         for op, size, seconds in self._outputs:

@@ -1,16 +1,17 @@
-"""Which outputs a region retains at a price per byte, and what that costs at the least.
+"""Costs that `hull.Pricing` adds up: what a call costs as a region at a price per byte, and which call holds a value.
 
-A replay ends at the last save that is dropped, so what is retained also decides which ops run again. For each position
-at which a replay may end: ops before it run again, or their outputs are retained, whichever is cheaper; of ops behind
-it, all outputs that are saved are retained. The best position is somewhere from the last save that no plan can retain
-(`least`) to the last save.
+`RegionCosts` decides which outputs a region retains at a price. A replay ends at the last saved tensor that was
+dropped, so retained outputs also decide which ops run again. For each possible end: ops before it run again, or their
+outputs are retained, whichever is cheaper; of later ops, all saved outputs are retained. The best end lies between the
+last saved tensor that no plan can retain (`least`) and the last saved tensor.
 
-What a step holds at one moment, whatever the plan: surely, and on whose account the rest.
+`HeldValues` attributes the bytes at the critical point (op `at` of the plain step) to calls. Every plan holds what the
+plain step holds there, except values that only saved tensors keep alive and that a region recomputes. To keep the bound
+valid, a value that some plan may not hold is not counted: saved tensors that are never read, values recomputed and
+released before, and whatever a replay before this point has released.
 
-The moment is that at which op `at` of the plain step runs. Every plan holds then what the plain step holds, but for
-values that only saves keep alive; a plan holds such a value too, unless the save lies in a replayed region that makes
-it anew. What may be gone in some plan is not counted here: a save that is never read is never brought back, and what
-was brought back goes once its reader is done with it. Nor is anything that a replay before the moment has let go of.
+The functions at the end say which calls can be regions and which ops' outputs a region may retain. Cost: linear in ops,
+saves and calls, once per graph and critical point; `RegionCosts.costs` is vectorised over calls, per price.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from lowtide.simulator.timeline import Timeline
 
 
 class RegionCosts:
-    """What each call costs as a region that retains outputs, at the least, whatever regions are inside it.
+    """The least cost of each call as a region that retains outputs, whatever regions are inside it.
 
-    `may_keep[depth]` are the ops whose outputs regions at that depth may retain, and `held[depth]` the bytes that each
-    takes then. `stops` are the positions at which replays end if nothing is retained. Calls that are not `allowed` to
-    be regions cost inf. What is made from `run_firsts` on may be retained for a call.
+    `may_keep[depth]` marks the ops whose outputs regions at that depth may retain, and `held[depth]` the bytes of each.
+    `stops` are the ends of replays if nothing is retained. Calls that are not `allowed` to be regions cost inf. A call
+    may retain values made from op `run_firsts[call]` on.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class RegionCosts:
             born = graph.values[save.value].born
             if 0 <= born < graph.num_forward:
                 is_saved[born], unread[born] = True, unread[born] or save.read < 0
-        self._is_read = is_saved & ~unread  # a region that could retain the output brings it back, or does retain it
+        self._is_read = is_saved & ~unread  # regions recompute or retain these outputs
         first, end = graph.arrays.first, np.array([call.end for call in graph.calls], dtype=np.int64)
         least, entries = _least_stops(graph, may_keep, run_firsts)
         self._spans = first, least, np.maximum(least, np.array(stops, dtype=np.int64)), end
-        # With a region inside, the replay around it may end where that begins.
+        # With a region inside, the replay of the outer region may end where the inner one begins.
         inner_s = graph.hardware.dispatch_s * (entries - first) + graph.hardware.region_s
         num_allowed = prefix_sums(allowed)
         has_inner = num_allowed[graph.arrays.after] > num_allowed[1:]
@@ -60,7 +61,7 @@ class RegionCosts:
         self._calls_at = {depth: np.flatnonzero((depths == depth) & allowed) for depth in held}
 
     def costs(self, price: float) -> np.ndarray:
-        """What each call costs as a region that retains what it best does at a price, less what its inputs cost."""
+        """The cost of each call as a region with the best retained outputs at a price, without its inputs."""
         dispatch_s = self._graph.hardware.dispatch_s
         costs = np.full(len(self._allowed), np.inf)
         for depth, calls in self._calls_at.items():
@@ -77,13 +78,13 @@ class RegionCosts:
         return costs
 
     def _choices(self, depth: int, price: float) -> tuple[np.ndarray, np.ndarray]:
-        """What each op costs in regions of a depth, before the end of a replay and behind it."""
+        """The cost of each op in regions of a depth: before the end of the replay, and after it."""
         may_keep, kept = self._may_keep[depth], price * self._held[depth]
         before = np.where(may_keep, np.minimum(self._seconds, kept + self._substituted_s), self._seconds)
         return before, np.where(may_keep & self._is_read, kept, 0.0)
 
     def kept(self, index: int, price: float) -> list[int]:
-        """The ops of a call, counted from its first, whose outputs it best retains at a price."""
+        """The ops of a call, counted from its first, whose outputs are best retained at a price."""
         first, least, stop, end = (int(span[index]) for span in self._spans)
         depth = self._graph.depths[index]
         before, behind = (each[first:stop] for each in self._choices(depth, price))
@@ -96,7 +97,7 @@ class RegionCosts:
         return [int(op) for op in np.flatnonzero(is_kept)]
 
     def seconds(self, index: int, kept: Sequence[int]) -> float:
-        """What a call takes at the least as a region that retains the outputs of some ops, counted from its first."""
+        """The least seconds of a call as a region that retains the outputs of ops `kept`, counted from its first."""
         first, least, stop, end = (int(span[index]) for span in self._spans)
         is_kept = np.zeros(end - first, dtype=bool)
         is_kept[list(kept)] = True
@@ -107,22 +108,22 @@ class RegionCosts:
         return self._fee_s(index, at) + float(runs.sum())
 
     def _fee_s(self, index: int, stop: int) -> float:
-        """The dispatch of a call's replay that ends at `stop`, or earlier with regions inside."""
+        """Host seconds for the dispatch mode of a replay that ends at `stop`, or earlier with regions inside."""
         alone_s = self._graph.hardware.dispatch_s * (stop - self._graph.calls[index].first)
         return min(alone_s, float(self._inner_s[index]))
 
 
 def prefix_sums(items: np.ndarray) -> np.ndarray:
-    """The sums of the first items: of none, of one, and so on."""
+    """Cumulative sums, beginning with 0."""
     return np.concatenate([[0], np.cumsum(items)])
 
 
 def _least_stops(
     graph: StepGraph, may_keep: Mapping[int, np.ndarray], run_firsts: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The earliest positions at which replays of calls can end: at the last save that is read and cannot be retained.
+    """The earliest end of each call's replay: its last saved tensor that is read and cannot be retained.
 
-    And with regions inside: for a save in a call inside, where that call begins.
+    The second array is for replays with regions inside: for a tensor saved in an inner call, where that call begins.
     """
     least, entries = graph.arrays.first.copy(), graph.arrays.first.copy()
     for save in graph.saves:
@@ -136,15 +137,15 @@ def _least_stops(
 
 
 class HeldValues:
-    """Who pays for each value that is held while op `at` runs, so that none is paid for twice.
+    """The call that each value held while op `at` runs is charged to, so that none is charged twice.
 
-    - `homes`: for each value that saves hold and the backward has yet to read, the call of the last of them. It is held
-      if that call is in no region, or in one that does not make the value anew.
-    - `passed`: for each value that no save holds, and that a region would hold as its input, the innermost call that it
-      goes to first.
-    - `has_begun`: for each call, whether the backward has asked for one of its saves: as a region it may have been
-      replayed by now, and its inputs let go.
-    - `base_bytes`: what every plan holds besides.
+    - `homes`: for each saved value that the backward has yet to read, the call of its last save. The value is held if
+      that call is in no region, or in one that does not recompute it.
+    - `passed`: for each value that is not saved and that a region would hold as its input, the innermost call that
+      reads it first.
+    - `has_begun`: for each call, whether the backward has read one of its saves: as a region it may have been replayed
+      by then and have released its inputs.
+    - `base_bytes`: bytes that every plan holds in addition.
     """
 
     def __init__(self, graph: StepGraph, plain: Timeline, at: int) -> None:
@@ -162,7 +163,9 @@ class HeldValues:
                 continue
             if at < save.read:
                 if value.kind == "activation" and value.bytes:
-                    self.homes[save.value] = save.call  # the last: a region around an earlier one does not free it
+                    self.homes[save.value] = (
+                        save.call
+                    )  # the last save: a region around an earlier one does not free the value
             elif at < (save.released if save.used < 0 else save.used):
                 in_use.add(save.value)
         self.homes = {value: home for value, home in self.homes.items() if value not in in_use}
@@ -173,7 +176,7 @@ class HeldValues:
         self.passed = self._passed(at)
 
     def _comes_back(self, save: Save) -> bool:
-        """Whether regions around a save have its value in their replays: it is made there, or they were given it."""
+        """Whether every region around a save has its value in the replay: made inside it, or one of its inputs."""
         call, born = save.call, self._graph.values[save.value].born
         while call >= 0 and born < self._graph.calls[call].first:
             if save.value not in self._given[call]:
@@ -182,7 +185,7 @@ class HeldValues:
         return True
 
     def takers(self, value: int, payer: int) -> list[int]:
-        """The calls from `payer` outwards that would hold a value as their input, if they were regions."""
+        """The calls from `payer` outwards that would hold a value as an input if they were regions."""
         found, born = [], self._graph.values[value].born
         while payer >= 0 and born < self._graph.calls[payer].first:
             if value in self._given[payer]:
@@ -219,10 +222,10 @@ class HeldValues:
 
 
 def keepable(graph: StepGraph) -> np.ndarray:
-    """For each forward op, whether a region may retain what it makes.
+    """For each forward op, whether a region may retain its outputs.
 
-    What an op changes in place, and what is changed after, would not be what it was. Choices ("index") are kept by the
-    engine in any case (`lowtide.replay.index_choices`).
+    Not if the op writes in place or its output is written later: the retained value would differ. The outputs of ops
+    that produce indices are always kept by the engine (`lowtide.replay.index_choices`).
     """
     may = np.zeros(graph.num_forward, dtype=bool)
     mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
@@ -234,7 +237,7 @@ def keepable(graph: StepGraph) -> np.ndarray:
 
 
 def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
-    """For each call whether it can be a region: a module of the model, with ops to replay and none that cannot be."""
+    """For each call, whether it can be a region: a named module with ops to replay, all of them replayable."""
     return [
         stop > call.first and bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
         for index, (call, stop) in enumerate(zip(graph.calls, stops, strict=True))
@@ -242,7 +245,7 @@ def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
 
 
 def contains_layers(graph: StepGraph) -> list[bool]:
-    """For each call, whether several calls of one class are in it that have calls inside themselves."""
+    """For each call, whether it contains several layers: calls of one class that themselves contain calls."""
     has_inner = [False] * len(graph.calls)
     for call in graph.calls:
         if call.parent >= 0 and call.end > call.first:
@@ -260,7 +263,7 @@ def contains_layers(graph: StepGraph) -> list[bool]:
 
 
 def saves_inside(graph: StepGraph) -> np.ndarray:
-    """For each call, how many tensors are saved in it and in calls inside it."""
+    """For each call, the number of tensors saved in it and in calls inside it."""
     found = [0] * len(graph.calls)
     for save in graph.saves:
         if save.call >= 0:
@@ -272,7 +275,7 @@ def saves_inside(graph: StepGraph) -> np.ndarray:
 
 
 def stops_of(graph: StepGraph) -> list[int]:
-    """The position up to which each call is replayed as a region that retains nothing: its last save that is read."""
+    """For each call, the end of its replay as a region that retains nothing: its last saved tensor that is read."""
     stops = [0] * len(graph.calls)
     for save in graph.saves:
         call = save.call

@@ -1,6 +1,13 @@
-"""Plans with segments: chains of calls cut in the best way for each amount of memory, and as people do by hand.
+"""Candidates whose regions are segments: runs of consecutive layers that are recomputed together.
 
-None of these plans depends on the budget: each is simulated, and of those that fit a budget the fastest is taken.
+A segment holds only the input of its first layer, so memory can grow with the square root of the depth (Chen et al.
+2016) or, nested, with its logarithm (Griewank and Walther 2000). Two sources: the chain cut into equal parts, as
+`torch.utils.checkpoint.checkpoint_sequential` does, and the dynamic programme of `chain_program` (rotor, Beaumont et
+al. 2019), whose table has a segmentation for every amount of memory. `EagerSearch` includes all of them, whatever the
+budget.
+
+Cost: up to three tables, and one simulation per candidate (600,000 simulated ops, 32 to 100 candidates per source).
+Skipped if the step has no runs: calls of modules that follow each other with no op in between.
 """
 
 from __future__ import annotations
@@ -20,23 +27,23 @@ from lowtide.plans.step_plan import Plan
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.simulator.timeline import simulate
 from lowtide.solvers.candidate import Candidate, Codecs, Regions
-from lowtide.solvers.chain_program import ChainProgram, Item, ItemCosts, Segmentation, items_of, kept_ops
+from lowtide.solvers.chain_program import ChainProgram, Item, ItemCosts, Segmentation, items_of
 from lowtide.solvers.hull import HullPoint, Pricing
 from lowtide.solvers.placement import OffloadSelector
 from lowtide.solvers.region_costs import replayable, stops_of
 
-_NUM_SLOTS = 256
-_FINE = (4, 1)  # slots for what passes between two calls
-_MOST_WAYS = 6  # of the choices on a hull
+_NUM_SLOTS = 256  # memory steps of a table
+_FINE = (4, 1)  # further tables, whose slot is the tensor between two layers divided by these numbers
+_MOST_WAYS = 6  # hull points that are options for an item
 _MOST_RETAINING = 4  # sets of outputs that segments retain
-_LEAST_GAIN = 0.05  # of the time of a chain's forward
-_MOST_LEVELS = 3  # of calls inside an item that are regions
-_MOST_PLAYED_OPS = 600_000  # of all plans that are simulated
-_MOST_PLANS = 400
+_LEAST_GAIN = 0.05  # of the time of a chain's forward: less is not worth a dispatch mode in every replay
+_MOST_LEVELS = 3  # levels of calls inside an item that are regions
+_MOST_PLAYED_OPS = 600_000  # of all candidates that are simulated
+_MOST_PLANS = 100  # candidates per source; 400 gave the same plans
 _FEWEST_PLANS = 32
-_MOST_MOVED = 6  # plans of which values are moved
-_MOST_DEPTH = 8  # of segments inside one another: each is replayed from inside the replay of the one around it
-_MOST_PARTS = 24  # of a chain that is cut evenly
+_MOST_MOVED = 6  # candidates that are also simulated with offload
+_MOST_DEPTH = 8  # of nested segments: each is replayed inside the replay of the one around it
+_MOST_PARTS = 24  # of a chain that is cut into equal parts
 
 _SEQUENTIAL, _EVERY_PART, _TWO_LEVELS = "sequential checkpoints", "a checkpoint per part", "two levels of checkpoints"
 
@@ -44,7 +51,7 @@ _Item = TypeVar("_Item")
 
 
 class SegmentSearch:
-    """Finds plans of a graph whose regions are segments, of which there are none if no calls follow each other."""
+    """Finds candidates with segments; none if the graph has no runs. `choices` are hull points of `pricing`."""
 
     def __init__(self, pricing: Pricing, choices: Sequence[HullPoint]) -> None:
         self._graph, self._pricing, self._choices = pricing.graph, pricing, choices
@@ -52,49 +59,49 @@ class SegmentSearch:
         self._can = replayable(self._graph, stops_of(self._graph))
         self._known: dict[Segmentation, Candidate | None] = {}
 
-    def plans(
+    def candidates(
         self,
         is_late: Callable[[], bool],
         mover: OffloadSelector,
         shares: Iterable[float] = (),
         all_codecs: Iterable[Codecs] = (),
     ) -> list[Candidate]:
-        """Plans with segments, each simulated; the best of them also with values moved and encoded.
+        """Candidates with segments that no other is both faster and smaller than.
 
-        `shares` are of the link, and `all_codecs` what may be encoded; those that use neither are simulated anyway.
+        Some of them are also simulated with offload at these `shares` of the link, and with each of `all_codecs`.
         """
         if not self.chains:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
-        found: list[Candidate] = []
+        simulated: list[Candidate] = []
         has_any_gaps = any(has_gaps(self._graph, chain) for chain in self.chains)
         retaining = [] if has_any_gaps else self._retaining()
         for wanted in (
-            list(self._by_hand.values()),
+            list(self._equal_parts.values()),
             self._best(is_late),
-            *([self._by_hand_retaining(retaining), self._best(is_late, retaining)] if retaining else ()),
+            *([self._best(is_late, retaining)] if retaining else ()),
         ):
-            for number, plan in enumerate(_thinned(wanted, most)):
+            for number, segmentation in enumerate(_thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
                     break
-                played = self._found(plan)
-                found += [] if played is None else [played]
-        front = _front(found)
-        ways = [(share, codecs) for share, codecs in product({0.0, *shares}, {(), *all_codecs}) if share or codecs]
+                candidate = self._candidate(segmentation)
+                simulated += [] if candidate is None else [candidate]
+        front = _front(simulated)
+        options = [(share, codecs) for share, codecs in product({0.0, *shares}, {(), *all_codecs}) if share or codecs]
         more = [
             replace(plan, share=share, codecs=codecs)
-            for share, codecs in sorted(ways)
+            for share, codecs in sorted(options)
             for plan in _thinned(front, _MOST_MOVED)
         ]
         return front + [_simulated(self._graph, plan, mover) for plan in more if not is_late()]
 
-    def by_hand(self) -> dict[str, Candidate]:
-        """What people do with torch's checkpoint on a chain, by name, each simulated."""
-        found = {name: self._found(plan) for name, plan in self._by_hand.items()}
-        return {name: plan for name, plan in found.items() if plan is not None}
+    def equal_parts(self) -> dict[str, Candidate]:
+        """The candidates that users can write with torch's checkpoint: the chain in equal parts, by name."""
+        all_parts = {name: self._candidate(parts) for name, parts in self._equal_parts.items()}
+        return {name: candidate for name, candidate in all_parts.items() if candidate is not None}
 
-    def _found(self, plan: Segmentation) -> Candidate | None:
-        """A plan on the graph with its segments, simulated; None if it has none, or the engine cannot run them."""
+    def _candidate(self, plan: Segmentation) -> Candidate | None:
+        """The simulated candidate; None if it has no segments, or segments that the engine cannot run."""
         if plan not in self._known:
             can_be = bool(plan.spans) and _depth(plan.spans) <= _MOST_DEPTH
             self._known[plan] = self._played(plan) if can_be else None
@@ -114,33 +121,33 @@ class SegmentSearch:
         return Candidate(regions, 0.0, (), played.peak_bytes, played.extra_s, plan.spans)
 
     def _best(self, is_late: Callable[[], bool], retained: Sequence[Regions] = ()) -> list[Segmentation]:
-        """The best cuts of the chains, for memory from the least on, in fine steps and if there is time in others."""
+        """The segmentations of the dynamic programme, with fine memory steps and, if there is time, coarser ones."""
         graph, items = self._graph, items_of(self._graph, self.chains)
-        measuring = ItemCosts(graph, items)
-        ways = [measuring.way({}, is_inner=True)]
-        ways += [measuring.way(regions, is_inner=True) for regions in self._inner_levels(items)]
-        retaining = [measuring.way(regions, is_inner=False) for regions in retained]
-        ways += [*retaining, *(measuring.way(regions, is_inner=False) for regions in self._of_choices(items))]
+        costs = ItemCosts(graph, items)
+        options = [costs.option({}, is_inner=True)]
+        options += [costs.option(regions, is_inner=True) for regions in self._inner_levels(items)]
+        retaining = [costs.option(regions, is_inner=False) for regions in retained]
+        options += [*retaining, *(costs.option(regions, is_inner=False) for regions in self._of_choices(items))]
         calls: Regions = {call: () for item in items for call in item.calls if self._can[call]}
-        dropped, carried = measuring.way(calls, is_inner=False), measuring.carried(ways[0])
-        lowest = float(np.minimum.reduce([way.backward for way in ways]).min())
+        dropped, carried = costs.option(calls, is_inner=False), costs.carried(options[0])
+        lowest = float(np.minimum.reduce([option.backward for option in options]).min())
         range_bytes = max(float(EagerIntervals(graph, {}).peak_bytes) - lowest, 1.0)
-        links = sorted(size for size in measuring.links if size)
+        links = sorted(size for size in costs.links if size)
         coarse = range_bytes / (_NUM_SLOTS - 1)
         link = links[len(links) // 2] if links else 0
-        if link > coarse:  # what most calls are given takes up whole slots
+        if link > coarse:  # so that the tensor between two layers takes a whole number of slots
             coarse = link / (link // coarse)
-        found: dict[Segmentation, None] = {}
+        unique: dict[Segmentation, None] = {}
         for slot in sorted({coarse, *(link / number for number in _FINE if 0 < link / number < coarse)}):
-            if found and is_late():
+            if unique and is_late():
                 break
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
-            table = ChainProgram(graph, items, ways, dropped, retaining, measuring.links, carried, slot, num)
-            found |= dict.fromkeys(table.all_plans())
-        return list(found)
+            table = ChainProgram(graph, items, options, dropped, retaining, costs.links, carried, slot, num)
+            unique |= dict.fromkeys(table.segmentations())
+        return list(unique)
 
     def _inner_levels(self, items: Sequence[Item]) -> list[Regions]:
-        """The calls inside each item as regions: those of one level, and those of the next inside them."""
+        """Regions inside items: the calls of one level below, of two levels, of the second level alone, and so on."""
         graph = self._graph
         around = {call for item in items for call in item.calls}
         found: list[Regions] = []
@@ -157,7 +164,7 @@ class SegmentSearch:
         return found
 
     def _of_choices(self, items: Sequence[Item]) -> list[Regions]:
-        """Some of the choices on a hull, less regions that are in no single item."""
+        """Some hull points, without their regions that span several items."""
         starts = [item.first for item in items]
         found: dict[tuple[object, ...], Regions] = {}
         for choice in self._choices[1:]:
@@ -172,9 +179,9 @@ class SegmentSearch:
         return _thinned(list(found.values()), _MOST_WAYS)
 
     def _retaining(self) -> list[Regions]:
-        """The calls of the chains as regions that retain outputs: those that gain most seconds per byte, or more.
+        """Sets of outputs that segments may retain, by call: those that save the most seconds per byte, then more.
 
-        None where that gains hardly anything: the dispatch mode of such replays costs the host more than is modelled.
+        Empty where that saves little: the dispatch mode of such replays costs the host more than is modelled.
         """
         graph = self._graph
         gains_s = graph.arrays.seconds[: graph.num_forward] - graph.retainable.substituted_s
@@ -193,10 +200,11 @@ class SegmentSearch:
         return found
 
     @cached_property
-    def _by_hand(self) -> dict[str, Segmentation]:
-        """The longest chain in parts of about the same size, by name: recomputed as they are, and layer by layer.
+    def _equal_parts(self) -> dict[str, Segmentation]:
+        """The longest chain in equal parts, by name: with all parts recomputed, or all but the last.
 
-        torch's `checkpoint_sequential` keeps the last part.
+        torch's `checkpoint_sequential` does not recompute the last part. The variants with two levels have a region
+        for each layer inside its part.
         """
         if not self.chains:
             return {}
@@ -214,25 +222,19 @@ class SegmentSearch:
                 found[f"{_TWO_LEVELS}, {kind}, {parts} parts"] = Segmentation(segments, layers)
         return found
 
-    def _by_hand_retaining(self, retained: Sequence[Regions]) -> list[Segmentation]:
-        """As by hand, with outputs retained instead of regions inside."""
-        all_kept = [frozenset(kept_ops(self._graph, regions)) for regions in retained]
-        plain = [plan for name, plan in self._by_hand.items() if not name.startswith(_TWO_LEVELS)]
-        return [replace(plan, kept=kept) for plan in plain for kept in all_kept]
+
+def plan_of(graph: StepGraph, candidate: Candidate, mover: OffloadSelector) -> Plan:
+    """The `Plan` of a candidate with segments."""
+    return mover.on(with_segments(graph, candidate.spans)).plan(*candidate.decisions)
 
 
-def plan_of(graph: StepGraph, found: Candidate, mover: OffloadSelector) -> Plan:
-    """What was found, as a plan names it."""
-    return mover.on(with_segments(graph, found.spans)).plan(*found.decisions)
-
-
-def _simulated(graph: StepGraph, found: Candidate, mover: OffloadSelector) -> Candidate:
-    timeline = simulate(graph, plan_of(graph, found, mover))
-    return replace(found, peak_bytes=timeline.peak_bytes, extra_s=timeline.extra_s)
+def _simulated(graph: StepGraph, candidate: Candidate, mover: OffloadSelector) -> Candidate:
+    timeline = simulate(graph, plan_of(graph, candidate, mover))
+    return replace(candidate, peak_bytes=timeline.peak_bytes, extra_s=timeline.extra_s)
 
 
 def _depth(spans: Iterable[Span]) -> int:
-    """How many segments lie inside one another."""
+    """The number of levels of nested segments."""
     deepest, around = 0, list[int]()
     for first, last in sorted(spans, key=lambda span: (span[0], -span[1])):
         while around and around[-1] < first:
@@ -243,7 +245,7 @@ def _depth(spans: Iterable[Span]) -> int:
 
 
 def chosen_runs(graph: StepGraph) -> list[tuple[int, ...]]:
-    """Runs to cut, none inside another: those first that have many calls, and many ops."""
+    """Disjoint runs to cut into segments, preferring runs with many calls and many ops."""
 
     def weight(run: tuple[int, ...]) -> int:
         return len(run) ** 2 * (graph.calls[run[-1]].end - graph.calls[run[0]].first)
@@ -263,7 +265,7 @@ def _thinned(items: list[_Item], most: int) -> list[_Item]:
 
 
 def _front(plans: list[Candidate]) -> list[Candidate]:
-    """Plans that no other is faster and smaller than, the smallest first."""
+    """Candidates that no other is both faster and smaller than, the smallest first."""
     found: list[Candidate] = []
     for plan in sorted(plans, key=lambda plan: (plan.extra_s, plan.peak_bytes)):
         if not found or plan.peak_bytes < found[-1].peak_bytes:

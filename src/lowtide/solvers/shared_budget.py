@@ -1,11 +1,15 @@
-"""Compiled graphs that share one budget: which variant each of them runs.
+"""Several compiled graphs under one budget: which variant each of them runs, and what it offloads.
 
-A model that is compiled block by block, or in several pieces, is a chain of **instances**: runs of compiled graphs, in
-the order of the forward. A **variant** of a graph saves so much for its backward, and costs so much more than the
-graph's fastest. What an instance saves is held from its forward to its backward. From everything saved, the step that
-gives bytes *at the peak* for the least seconds each is taken next, by early instances first. Of the choices along the
-way, the fastest is taken with which the whole chain fits at each of its moments. They do not depend on the budget: a
-larger one never ends at a slower choice.
+A model that is compiled block by block, or with graph breaks, is a chain of **instances**: calls of compiled graphs in
+the order of the forward. A **variant** of a graph saves a certain number of bytes from its forward to its backward and
+adds some seconds to the graph's fastest variant (`variants_of`, from the hull of `min_cut`). `SharedBudget` starts with
+everything saved and repeatedly gives one instance a smaller variant: the one that frees bytes *at the current peak* for
+the fewest seconds per byte, early instances first. The result is the fastest choice along this greedy path at which the
+chain fits everywhere. The path does not depend on the budget, so a larger budget never gives a slower choice; a
+Lagrangian bound says how far it is from the optimum.
+
+Called by `lowtide.compiled`, which measures `OtherMemory` around the instances. Cost: instances times variants steps,
+each linear in the instances; no simulation after `variants_of`.
 """
 
 from __future__ import annotations
@@ -21,18 +25,18 @@ import numpy as np
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import Timeline, simulate
-from lowtide.solvers import min_cut as cutting
+from lowtide.solvers.min_cut import CutProblem
 
 SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a compiled graph: which ops' outputs it keeps (None: as torch's own partitioner decides).
+    """A compiled graph with certain op outputs saved: `keeps` (None: as torch's own partitioner decides).
 
-    `saved_bytes` are held from its forward to its backward; `movable` are the sizes of those worth a copy, largest
-    first; `forward_bytes` and `backward_bytes` are the most that its two directions need on top, what it hands out left
-    aside.
+    `saved_bytes` are held from its forward to its backward; `movable` are the sizes of saved values worth a copy,
+    largest first; `forward_bytes` and `backward_bytes` are the most that forward and backward need in addition,
+    without the graph's outputs.
     """
 
     keeps: tuple[int, ...] | None
@@ -44,10 +48,10 @@ class Variant:
 
 
 def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ...]:
-    """The variants of a graph worth running, each smaller and slower than the one before.
+    """The variants of a graph on its time/memory hull, each smaller and slower than the one before.
 
-    The first is `default`, the ops whose outputs torch's own partitioner saves; nothing counts as faster than it. The
-    others are the best choices for all prices of a byte.
+    The first saves the outputs of the ops `default`, as torch's own partitioner does, and counts as the fastest. The
+    others are the optimal choices for each price per byte.
     """
     needs = graph.needs
     default_s = needs.seconds_of(needs.derive(frozenset(default)))
@@ -56,7 +60,7 @@ def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ..
         every = frozenset(range(graph.num_forward))
         points = (
             needs.derive(every - choice.recomputed)
-            for choice in cutting.CutProblem(graph, graph.num_forward - 1, is_over=True).hull
+            for choice in CutProblem(graph, graph.num_forward - 1, is_over=True).hull
         )
         found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
         for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
@@ -66,7 +70,7 @@ def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ..
 
 
 def variant_of(graph: StepGraph, keeps: tuple[int, ...] | None, saved: tuple[int, ...], default_s: float) -> Variant:
-    """The variant that saves the outputs of the ops `saved`, against one that takes `default_s` to recompute."""
+    """The variant that saves the outputs of the ops `saved`; its `extra_s` is relative to `default_s`."""
     timeline = simulate(graph, Plan(engine="compiled", keeps=saved, budget_bytes=1))
     derived = graph.needs.derive(frozenset(saved))
     sizes = [graph.values[value].bytes for value in derived.saved]
@@ -103,8 +107,8 @@ def _price(fast: Variant, small: Variant) -> float:
 
 @dataclass(frozen=True)
 class OtherMemory:
-    """Bytes that are there whatever the instances save: when each one's forward and backward begins, and the most in
-    between (the loss) and elsewhere (the optimizer's step). Inputs of instances, which are held too, count here.
+    """Bytes live whatever the instances save: at the begin of each one's forward and backward, the most between both
+    (the loss), and the most elsewhere (the optimizer's step). Inputs of instances are included.
     """
 
     forward_bytes: tuple[int, ...]
@@ -120,7 +124,7 @@ class OtherMemory:
 
 @dataclass(frozen=True)
 class PeakPosition:
-    """When a step peaks: so many instances hold what they save; the one with this index runs, if any (else -1)."""
+    """Where a step peaks: the number of instances that hold saved values, and the index of the running one (or -1)."""
 
     num_held: int
     index: int = -1
@@ -132,9 +136,9 @@ _ELSEWHERE = PeakPosition(num_held=0)
 
 @dataclass(frozen=True)
 class SharedChoice:
-    """What each instance runs, as a number among its variants, and the sizes of what it moves; peak and seconds.
+    """The variant number of each instance, the sizes of the values it offloads, and the resulting peak and seconds.
 
-    `in_flight_bytes` of what is moved may be on the device, each way.
+    Up to `in_flight_bytes` of offloaded values may be on the device, in each direction.
     """
 
     chosen: tuple[int, ...]
@@ -147,12 +151,12 @@ class SharedChoice:
 
 @dataclass(frozen=True)
 class SharedBudget:
-    """Instances in the order of the forward, each with its variants, and what surrounds them.
+    """Instances in the order of the forward, each with its variants, and the memory around them.
 
-    `quotas` are bytes that the link carries to the host while the instance *after* each one runs; of the last one,
-    whose values are needed again at once, none. All copies out have ended when the last forward has. Of what is moved,
-    `in_flight_bytes` may be on the device too, each way: on its way out, or back ahead of its use. A byte that is moved
-    adds `moved_byte_s` to the compute beside it.
+    `quotas[i]` are the bytes that the link copies to the host while instance `i + 1` runs; the last instance has none,
+    as its values are needed again at once. All copies out end with the last forward. Up to `in_flight_bytes` of
+    offloaded values are on the device as well, in each direction: being copied out, or prefetched. Each offloaded byte
+    slows the compute beside it by `moved_byte_s`.
     """
 
     instances: Sequence[tuple[Variant, ...]]
@@ -161,34 +165,34 @@ class SharedBudget:
     moved_byte_s: float = 0.0
 
     def choose(self, budget: int) -> SharedChoice | None:
-        """The fastest choice along the steps whose peak fits; None where none does."""
+        """The fastest choice along the path whose peak fits; None if none fits."""
         fitting = [chosen for chosen, peak_bytes in self._path if peak_bytes <= budget]
         return self._shared(min(fitting, key=self._seconds), budget) if fitting else None
 
     @property
     def floor(self) -> SharedChoice:
-        """The choice along the steps with the smallest peak."""
+        """The choice along the path with the smallest peak."""
         return self._shared(*min(self._path, key=lambda each: each[1]))
 
     @functools.cached_property
     def _path(self) -> list[tuple[tuple[int, ...], int]]:
-        """Choices from everything saved, step by step, each with another instance at a smaller variant; and peaks.
+        """Choices and their peaks, from everything saved on; each gives one more instance a smaller variant.
 
-        What counts are the bytes that are there when the step peaks: what the link takes away is free, and so is what
-        comes later. Peaks need not fall along the path: what is not saved is held while it is recomputed.
+        Only bytes live at the peak count: values that the link has taken away, or that are saved later, do not. Peaks
+        need not fall along the path, because values that are not saved are live while they are recomputed.
         """
-        chosen, found = [0] * len(self.instances), []
+        chosen, path = [0] * len(self.instances), []
         step: tuple[int, int] | None = (0, 0)
         while step is not None:
             chosen[step[0]] = step[1]
-            peak_bytes, moment = self.peak(chosen)
-            found.append((tuple(chosen), peak_bytes))
-            step = self._next_step(chosen, moment)
-        return found
+            peak_bytes, position = self.peak(chosen)
+            path.append((tuple(chosen), peak_bytes))
+            step = self._next_step(chosen, position)
+        return path
 
     def _next_step(self, chosen: list[int], peak: PeakPosition) -> tuple[int, int] | None:
-        """Which instance takes which variant next, to have bytes at the peak for the least seconds each."""
-        # Of instances that are alike, the first will do.
+        """The instance and its next variant that free bytes at the peak for the fewest seconds per byte."""
+        # Of equal instances only the first is considered.
         alike = {(self._kinds[index], chosen[index]): index for index in reversed(range(peak.num_held))}
         cheapest: tuple[float, int, int] | None = None
         for index in {*alike.values(), peak.index} - {-1}:
@@ -203,29 +207,29 @@ class SharedBudget:
 
     @functools.cached_property
     def _kinds(self) -> list[Hashable]:
-        """What makes instances alike: their variants, and the link's time."""
+        """Keys under which instances are equal: the same variants and the same quotas."""
         return [
             (id(variants), self._quota(index), self._quota(index + 1)) for index, variants in enumerate(self.instances)
         ]
 
-    def _bytes_at(self, moment: PeakPosition, index: int, number: int) -> int:
-        """Bytes of an instance that are there at a moment, had it the link to itself."""
+    def _bytes_at(self, position: PeakPosition, index: int, number: int) -> int:
+        """Bytes of an instance at a position, as if no other instance used the link."""
         variant = self.instances[index][number]
-        if index == moment.index:
-            return variant.saved_bytes + (variant.backward_bytes if moment.is_backward else variant.forward_bytes)
+        if index == position.index:
+            return variant.saved_bytes + (variant.backward_bytes if position.is_backward else variant.forward_bytes)
         return variant.saved_bytes - sum(self._fitting(index, variant, 0))
 
     def peak_bytes(self, chosen: Sequence[int]) -> int:
-        """The most bytes at any moment of the step."""
+        """The peak of the step."""
         return self.peak(chosen)[0]
 
     def peak(self, chosen: Sequence[int]) -> tuple[int, PeakPosition]:
-        """The most bytes at any moment of the step, and when that is."""
+        """The peak of the step and its position."""
         running, moved = self._running(chosen), self.moved(chosen)
         around, in_flight = self.surroundings, self.in_flight_bytes(moved)
-        away = [0, *accumulate(map(sum, moved))]  # by instances before the i-th
+        away = [0, *accumulate(map(sum, moved))]  # offloaded by instances before the i-th
         held = [0, *accumulate(variant.saved_bytes - sum(sizes) for variant, sizes in zip(running, moved, strict=True))]
-        moments = [
+        peaks = [
             (around.elsewhere_bytes, _ELSEWHERE),
             (around.between_bytes + held[-1], PeakPosition(num_held=len(running))),
         ]
@@ -233,12 +237,12 @@ class SharedBudget:
             here = held[index] + min(away[index], in_flight) + variant.saved_bytes
             forward = around.forward_bytes[index] + here + variant.forward_bytes
             backward = around.backward_bytes[index] + here + variant.backward_bytes
-            moments.append((forward, PeakPosition(index + 1, index)))
-            moments.append((backward, PeakPosition(index + 1, index, is_backward=True)))
-        return max(moments, key=lambda each: each[0])
+            peaks.append((forward, PeakPosition(index + 1, index)))
+            peaks.append((backward, PeakPosition(index + 1, index, is_backward=True)))
+        return max(peaks, key=lambda each: each[0])
 
     def moved(self, chosen: Sequence[int]) -> list[tuple[int, ...]]:
-        """The sizes of what each instance moves: the largest that the link has time for, and so on."""
+        """The sizes of the values that each instance offloads: the largest that fit its quota first."""
         found, behind = [], 0
         for index, variant in enumerate(self._running(chosen)):
             sizes = self._fitting(index, variant, behind)
@@ -247,8 +251,8 @@ class SharedBudget:
         return found
 
     def _fitting(self, index: int, variant: Variant, behind: int) -> tuple[int, ...]:
-        """What an instance can move with so many bytes still to be copied before: within its quota, but for one value
-        that may take up the next one's too.
+        """The values that an instance can offload with `behind` bytes still to be copied: within its quota, except that
+        one value may use the next instance's quota too.
         """
         room, sizes = self._quota(index) - behind, list[int]()
         most = room + self._quota(index + 1)
@@ -262,10 +266,8 @@ class SharedBudget:
         return self.quotas[index] if index < len(self.quotas) else 0
 
     def in_flight_bytes(self, moved: Sequence[Sequence[int]]) -> int:
-        """Bytes that are on their way to the host when an instance has ended, at most: a value is there until all of
-        it is copied.
-        """
-        under_way, copied, most = deque[int](), 0, 0  # in the order of their copies; of those, what is copied by now
+        """The most bytes being copied to the host at the end of an instance; values count until fully copied."""
+        under_way, copied, most = deque[int](), 0, 0  # in copy order; bytes of them already copied
         for index, sizes in enumerate(moved):
             under_way.extend(sizes)
             most = max(most, sum(under_way))
@@ -288,7 +290,7 @@ class SharedBudget:
         return recomputed_s + self.moved_byte_s * sum(map(sum, self.moved(chosen)))
 
     def lower_bound_s(self, budget: int) -> float:
-        """Seconds that every choice of variants adds: by a price for each byte held when the backward begins."""
+        """A lower bound on the seconds of every choice of variants: Lagrangian, at the begin of the backward."""
         allowed = budget - self.surroundings.between_bytes + sum(self.quotas)
         prices = {_price(fast, small) for variants in set(self.instances) for fast, small in pairwise(variants)}
         least_s = sum(variants[0].extra_s for variants in self.instances)

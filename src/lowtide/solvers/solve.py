@@ -1,17 +1,15 @@
-"""`solve`: the fastest plan that fits, and how much faster any plan could be.
+"""Entry points of the solvers: `solve` (one budget), `sweep` (many budgets) and `shortlist` (several plans for `fit`).
 
-`sweep`: the whole trade-off between memory and time, in one go.
+`solve` returns the fastest plan found whose simulated peak fits, with a bound on how much faster any plan could be.
+`sweep` solves many budgets with one search and adds the plans that users would write themselves.
 
-`candidates`: the best few plans for a budget that really differ, for `fit` to run and time.
+`shortlist` returns a few different plans for one budget, which `fit` runs and times, because predictions can be wrong:
+the host's time for a region, a retained output or a copy by several times, peaks by a few per cent. The list has the
+fastest plan of the search; the fastest without offload; checkpoints that users would write with torch; the fastest
+without nested regions and retained outputs; and faster plans that exceed the budget by at most 5 % in simulation.
 
-A prediction is not a result: what the host spends on a region, a retained output or a copy may be mispredicted several
-times over, and simulated peaks may be off by a few per cent. So `fit` is given alternatives. They are the fastest plan
-of the search; the fastest that moves nothing, where moves are allowed; what people do by hand with torch's checkpoint;
-the fastest whose regions are simple; and plans that are over the budget by so little that they may hold. A plan that
-was predicted to be slower, or not to fit, can be the best one.
-
-Cost: a second search where moves are allowed, a third of a search for a little more memory where the first plan is
-slow, and some thirty simulations.
+Cost of `shortlist`: a second search where offload is allowed, about a third of a search for the plan with 2 % more
+memory, and some thirty simulations.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def search_for(
     time_limit_s: float,
     lossy: str | tuple[str, ...] | None = None,
 ) -> EagerSearch | TwoLineSearch | CompiledSearch:
-    """What finds plans for an engine."""
+    """The search for an engine. Raises for options that the engine or the graph does not support."""
     if not isinstance(graph, StepGraph):
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
     if engine not in ENGINES:
@@ -106,9 +104,9 @@ def sweep(
     engine: str = "eager",
     time_limit_s: float = 60.0,
 ) -> Frontier:
-    """Plans for many budgets (default: sixteen from the floor to the plain peak), sharing all work between them.
+    """Plans for many budgets (default: sixteen from the floor to the plain peak), from one search.
 
-    Budgets below the floor are left out. The alternatives shown beside them are simulated on the same graph: nothing, a
+    Budgets below the floor are left out. `Frontier` also has the alternatives, simulated on the same graph: no plan, a
     checkpoint per block, every second block, and selective checkpointing that keeps all matrix products.
     """
     search = search_for(graph, engine, host, disk, time_limit_s, lossy)
@@ -129,18 +127,18 @@ def sweep(
 
 
 def alternatives(graph: StepGraph, engine: str) -> tuple[Reference, ...]:
-    """What people use today, and what it costs on this graph."""
+    """The plans that users would write with torch's checkpoint, with their simulated costs on this graph."""
     known = compiled_references(graph) if engine == "compiled" else reference_plans(graph)
     timelines = {name: simulate(graph, plan) for name, plan in known.items()}
     return tuple(Reference(name, t.peak_bytes, t.extra_s) for name, t in timelines.items())
 
 
-# How far over the budget a plan may be by simulation and still be run: simulated peaks are within 4 % of measured ones
-# in the tests. A larger number costs real steps, a smaller one misses plans that hold.
+# How far a plan may exceed the budget in simulation and still be tried: simulated peaks are within 4 % of measured ones
+# in the tests. A larger number costs real steps, a smaller one misses plans that fit.
 NEARLY = 0.05
-_SEARCHED_NEARLY = 0.02  # of the search's own plans: there is always one that is exactly so much over
-_NOTICEABLE = 0.02  # of the step: a plan that nearly fits is of use only if it is faster by more than noise
-_MOST = 8
+_SEARCHED_NEARLY = 0.02  # the same for the search's own plans, which use the whole budget they are given
+_NOTICEABLE = 0.02  # of the step: a plan over the budget must be faster by more than timing noise
+_MOST = 8  # plans on the list
 
 SEARCHED, UNMOVED, SIMPLE = "fastest that fits", "fastest without moves", "fastest with simple regions"
 LARGER, SMALLEST, REMEMBERED = "fastest for 2 % more memory", "smallest peak", "kept before"
@@ -148,10 +146,10 @@ LARGER, SMALLEST, REMEMBERED = "fastest for 2 % more memory", "smallest peak", "
 
 @dataclass(frozen=True)
 class ShortlistedPlan:
-    """A plan, with its predicted peak and seconds, and where it comes from.
+    """A plan with predictions, and the name of its origin.
 
-    `is_essential` says that a promise depends on it: the search's own plan, the one without moves, and the best of
-    torch's own ways.
+    `is_essential` plans are never cut from the list, because guarantees depend on them: the search's own plan, the one
+    without offload, and the best that torch's own checkpoint can do.
     """
 
     name: str
@@ -168,10 +166,10 @@ def shortlist(
     lossy: str | tuple[str, ...] | None = None,
     time_limit_s: float = 10.0,
 ) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
-    """Plans for `budget` bytes, the fastest predicted first; one alone where a plain step fits.
+    """Plans for `budget` bytes, the fastest predicted first; only the plain step if it fits.
 
-    Each search takes at most `time_limit_s`. Some plans are over the budget by up to 5 % as simulated. Where all are,
-    or there is none, the error says why.
+    Each search takes at most `time_limit_s`. Some plans exceed the budget by up to 5 % in simulation. If none fits, the
+    second result is the error that `solve` would raise.
     """
     host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
     search, by_regions = _searches(graph, host_bytes, disk_bytes, time_limit_s, codecs)
@@ -188,7 +186,7 @@ def shortlist(
         if not found or any(move.to != "device" for move in found[0].plan.moves):
             with contextlib.suppress(InfeasibleBudgetError):
                 found.append(ShortlistedPlan(UNMOVED, unmoved.plan(budget), is_essential=True))
-    found += by_regions.by_hand(budget)
+    found += by_regions.torch_checkpoints(budget)
     found += _nearly(search, budget, found[0].plan if error is None else None)
     found += by_regions.simple(budget)
     different: dict[object, ShortlistedPlan] = {}
@@ -201,7 +199,7 @@ def shortlist(
 def _searches(
     graph: StepGraph, host_bytes: int, disk_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
 ) -> tuple[EagerSearch | TwoLineSearch, _ShortlistSearch]:
-    """The search for a step, and the one that tells of plans by their regions: for two lines, that of the slower."""
+    """The search for a step, and the `_ShortlistSearch` in it: with two lines, that of the limiting one."""
     if graph.has_host_line:
         both = TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs, _ShortlistSearch)
         assert isinstance(both.limiting, _ShortlistSearch)
@@ -211,7 +209,7 @@ def _searches(
 
 
 def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
-    """The search's plan for a little more memory, if it is noticeably faster; its smallest, if none fits."""
+    """The plan for a little more memory, if it is noticeably faster; the smallest plan, if none fits."""
     if fastest is None:
         if search.floor.peak_bytes > (1 + NEARLY) * budget:
             return []
@@ -224,38 +222,38 @@ def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | No
 
 
 class _ShortlistSearch(EagerSearch):
-    """A search that also tells of plans other than the fastest that fits."""
+    """A search that also returns plans other than the fastest that fits."""
 
     def simple(self, budget: int) -> list[ShortlistedPlan]:
-        """Of the plans that were simulated and fit, the fastest without regions in regions and retained outputs."""
+        """Of the simulated candidates that fit, the fastest without nested regions and retained outputs."""
         fitting = [found for found in self._candidates.values() if found.peak_bytes <= budget]
         ranked = sorted(fitting, key=lambda found: (found.extra_s, found.peak_bytes))
         best = next(filter(self._is_simple, ranked), None)
         return [] if best is None else [ShortlistedPlan(SIMPLE, self._plan_of(best, budget))]
 
-    def by_hand(self, budget: int) -> list[ShortlistedPlan]:
-        """What people do with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
+    def torch_checkpoints(self, budget: int) -> list[ShortlistedPlan]:
+        """What users can write with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
 
-        Selective checkpoints and chains in parts are chosen for themselves, as what they cost the host is of another
-        kind.
+        Checkpoints on blocks, chains in equal parts, and selective checkpoints are ranked separately, because their
+        costs on the host differ.
         """
-        ways = {name: self._cost(regions, 0.0) for name, regions in self._ways_by_hand(budget) if regions}
-        in_parts = {} if self._segmenting is None else self._segmenting.by_hand()
-        in_parts = {name: self._judged(way) for name, way in in_parts.items()}
-        selective = {name: way for name, way in ways.items() if name.startswith("selective")}
-        of_blocks = {name: way for name, way in ways.items() if name not in selective}
-        ways |= in_parts
+        plans = {name: self._cost(regions, 0.0) for name, regions in self._checkpoints(budget) if regions}
+        in_parts = {} if self._segmenting is None else self._segmenting.equal_parts()
+        in_parts = {name: self._judged(each) for name, each in in_parts.items()}
+        selective = {name: each for name, each in plans.items() if name.startswith("selective")}
+        of_blocks = {name: each for name, each in plans.items() if name not in selective}
+        plans |= in_parts
         chosen: dict[str, bool] = {}
         for of_kind in (of_blocks, in_parts, selective):
-            fitting = faster(*(way for way in of_kind.values() if way.peak_bytes <= budget))
+            fitting = faster(*(each for each in of_kind.values() if each.peak_bytes <= budget))
             limit_s = fitting.extra_s - _NOTICEABLE * self.graph.step_s if fitting is not None else float("inf")
-            near = [w for w in of_kind.values() if budget < w.peak_bytes <= (1 + NEARLY) * budget]
-            near = [way for way in near if way.extra_s < limit_s]
+            near = [each for each in of_kind.values() if budget < each.peak_bytes <= (1 + NEARLY) * budget]
+            near = [each for each in near if each.extra_s < limit_s]
             wanted = [fitting, smaller(*near), faster(*near)]
-            names = [name for name, way in of_kind.items() if any(way is each for each in wanted)]
+            names = [name for name, each in of_kind.items() if any(each is one for one in wanted)]
             chosen |= dict.fromkeys(names, of_kind is not selective)
         found = [
-            ShortlistedPlan(name, self._plan_of(ways[name], budget), is_essential)
+            ShortlistedPlan(name, self._plan_of(plans[name], budget), is_essential)
             for name, is_essential in chosen.items()
         ]
         if self.plain.peak_bytes <= (1 + NEARLY) * budget:
@@ -264,7 +262,8 @@ class _ShortlistSearch(EagerSearch):
             )
         return found
 
-    def _ways_by_hand(self, budget: int) -> Iterator[tuple[str, Regions]]:
+    def _checkpoints(self, budget: int) -> Iterator[tuple[str, Regions]]:
+        """Names and regions of checkpoints on blocks, and of selective checkpoints."""
         if not self._critical_points:
             return
         graph, blocks = self.graph, block_calls(self.graph)
@@ -276,7 +275,7 @@ class _ShortlistSearch(EagerSearch):
             yield "a checkpoint per block of every stack", self._tidied(every)
         for limit in (budget, int((1 + NEARLY) * budget)):
             for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):
-                # The more blocks are recomputed, the lower the peak.
+                # The fewest blocks that fit: peaks fall with the number of recomputed blocks.
                 number = bisect_left(
                     range(len(every) + 1), -limit, key=lambda n: -self._cost(self._tidied(part(n)), 0.0).peak_bytes
                 )
