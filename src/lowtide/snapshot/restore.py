@@ -20,7 +20,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -233,8 +233,8 @@ class SnapshotBuffers:
     """What is kept from one step to the next: which large buffers a step writes, and host memory for gradients."""
 
     def __init__(self) -> None:
-        self.is_written: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
-        self._pinned: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
+        self.is_written: MutableMapping[Tensor, bool] = _compat.WeakTensorKeyDictionary()
+        self._pinned: MutableMapping[Tensor, Tensor] = _compat.WeakTensorKeyDictionary()
         self._stream: Any = None
 
     def copied_to_host(self, leaves: list[Tensor]) -> list[Tensor]:
