@@ -1,14 +1,16 @@
-"""The arguments of a region, taken apart into tensors and the rest, and built again for the replay.
+"""The arguments of a region: flattened into a list of tensors and a template, and rebuilt for the replay.
 
-torch's checkpoint looks at positional tensors only: a tensor inside a dict, a dataclass or a keyword is held by
-reference, hidden from outer checkpoints and from offload. Here every tensor in any nesting of dicts, lists, tuples,
-NamedTuples and dataclasses becomes one entry of a flat list, and the containers are rebuilt around what that list
-holds at the replay. A container that the caller changes after the call does no harm. (torch's pytree was the
-alternative; it has no dataclasses unless each is registered, and names no paths.)
+`region` calls this for every forward. torch's checkpoint looks at positional tensors only: a tensor inside a dict, a
+dataclass or a keyword is held by reference, hidden from outer checkpoints and from offload. Here every tensor in any
+nesting of dicts, lists, tuples, NamedTuples and dataclasses becomes one entry of a flat list, and the containers are
+rebuilt around the tensors for the replay. A container that the caller changes after the call does no harm. (torch's
+pytree was the alternative; it has no dataclasses unless each is registered, and no paths for error messages.)
 
-Objects of other classes are passed by reference. They are fingerprinted, and a replay with a changed one is refused.
+Objects of other classes are passed by reference. A `Fingerprint` of each is taken, and a replay is refused if it has
+changed.
 
-What the calls of a module have in common, mostly: shared, so that fewer objects wait for the backward.
+`LastCall` holds the templates and metadata of a module's previous call. A call that has equal ones shares them, so that
+fewer objects stay alive until the backward.
 """
 
 from __future__ import annotations

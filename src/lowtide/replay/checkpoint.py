@@ -1,6 +1,7 @@
-"""`checkpoint`: the replay engine (`region`) behind the interface of `torch.utils.checkpoint.checkpoint`.
+"""`lowtide.checkpoint`: the replay engine (`region`) with the interface of `torch.utils.checkpoint.checkpoint`.
 
-Under torch.compile and for `use_reentrant=True` this is torch's own function.
+It checks the options, handles torch.func transforms and `no_grad`, and calls `region.run`. Under `torch.compile` and
+for `use_reentrant=True` it calls torch's own function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Errors of a replay that does not repeat its forward: what was found, the region, the likely cause and the cure."""
+"""Errors of replays that do not repeat their forward, with the region, the likely cause and what to do.
+
+`region`, `segment_replay`, `layer_pass` and `index_choices` raise them. All are `ReplayError`, which is both
+`lowtide.CheckpointError` and torch's `CheckpointError`, so that code written for torch's checkpoint catches it. The
+functions below build the messages; they search all living modules for the name of a region, and are slow.
+"""
 
 from __future__ import annotations
 

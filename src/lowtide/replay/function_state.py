@@ -1,13 +1,16 @@
-"""What a function can read without being passed it, found from the function alone, as its forward found it.
+"""Capture and restore everything that a function reads without being passed it.
 
-A module, a bound method's owner, a partial's parts, closure cells, defaults, and the globals its code names, a few
-steps deep. (Recording every op of every forward would find more, and cost more than many regions are worth.)
+`lowtide.checkpoint` takes any callable. `CapturedState` finds what it reads from the function object alone: modules,
+the owner of a bound method, the parts of a partial, closure cells, defaults, and the globals that its code names, up to
+4 steps deep. (Recording every op of every forward would find more, and cost more than many regions save.)
+`FunctionState` captures the values before the forward and restores them for replays:
 
-Modules are restored by `module_state`. A closed-over tensor gets its value back if it is small and has no gradient;
-changed in place otherwise, it is lost. Random states of Python and numpy and small arrays get their contents back. A
-variable that something else than the forward has bound anew (the variable of a loop that a lambda closes over) is bound
-to the forward's value for the replay. A variable that the forward itself binds anew is left alone: counting the runs of
-a function is what such variables are for.
+- Modules are restored by `module_state`.
+- A closed-over tensor is copied if it is at most 256 KiB and requires no gradient. A replay that reads another one
+  after it was changed in place is refused.
+- Random states of Python and numpy, and small arrays, are copied.
+- A variable that was rebound after the forward, such as a loop variable that a lambda closes over, is bound to the
+  forward's value for the replay. A variable that the forward itself rebinds is not: such variables count calls.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Choices that ops make by their numbers: made once in the forward, and the same in every replay.
+"""Index choices: the integer outputs of `topk`, `sort`, `argmax`, `nonzero` and similar ops, repeated by every replay.
 
-A router picks the experts of a token with `topk`. A replay computes the scores again, and where kernels are not
-deterministic a near tie may go to another expert: the gradients would be those of another function, and with
-`grouped_mm` no shape tells. So the integer outputs of such ops (`topk`, `sort`, `argmax`, `nonzero`, ...) are kept, one
-small copy of each, and a replay returns them again. Whatever is derived from them is then the same too.
+A mixture-of-experts router picks the experts of a token with `topk`. A replay computes the scores again, and with
+kernels that are not deterministic a near tie may go to another expert. The gradients would be those of another
+function, and with `grouped_mm` no shape would show it. So the forward keeps one small copy of each integer output, and
+replays return these copies. Everything derived from them is then the same too.
 
-Choices are kept in a `IndexChoiceLog`, in the order in which the outermost region makes them. A region inside it notes
-where in the log it begins, so that its own replay and that of the region around it find the same choices. Only the
-modules whose own ops choose run under a dispatch mode, and only inside of regions.
+The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores the
+position in that log at which it begins, so that its own replay and the outer one read the same entries. Only modules
+whose own ops return indices run under a dispatch mode, and only inside of regions.
 """
 
 from __future__ import annotations

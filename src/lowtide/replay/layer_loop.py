@@ -1,12 +1,12 @@
-"""`ActivationCheckpointer`: checkpoints of a layer loop of your own, with no autograd needed.
+"""`ActivationCheckpointer`: activation checkpointing for a layer loop that the user writes, without autograd.
 
-The activation of layer `i` is its output. `forward` keeps the outputs that the policy keeps, and the input. `recompute`
-starts from the nearest one that is still there, at or before its target. `backward` goes back a segment at a time and
-runs each segment once more. With `Revolve`, memory is bounded by slots instead, and layers run as often as the theory
-says. Layers are run without gradients: autograd would keep everything that is dropped here.
+The activation of layer `i` is its output. `forward` keeps the input and the outputs that the policy selects.
+`recompute` starts from the nearest kept output at or before its target. `backward` goes back one segment at a time and
+runs each segment once more; with `Revolve`, a number of slots bounds the memory, and layers run as often as that
+schedule needs. Layers run under `no_grad`, as autograd would keep everything that is dropped here.
 
-This file is what a user calls. `layer_pass` runs layers and replays them, with the random numbers and buffers of their
-forward; `kept_states` holds activations in a store.
+This file is the public class. `layer_pass` runs and replays the layers with the random numbers and buffers of their
+forward, and holds the activations in an `ActivationStore`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""What a run of layers found around it: random states, torch's modes, modules, and what their function closes over.
+"""One pass through the layers of `ActivationCheckpointer`: the kept activations, replays, and the way back.
 
-One of these is taken where a replay may start. Layers that follow one another then find in a replay what they found in
-the forward, since the replay changes it in the same way.
+A state is the output of the layer at a position, a tensor or a numpy array; the input is the state at position -1.
 
-The kept activations of a layer loop, in an `ActivationStore` that may evict some of them and may be shared.
-
-A state is the output of a layer, a tensor or a numpy array, under its position in the loop. What the store has evicted
-is noted when it is missed. Whatever is left when this object goes is released from the store.
-
-One pass through the layers of a loop: what ran, where a replay can start, and the way back.
-
-A state is the output of the layer at a position; the input is the state at -1. Replays start at a kept state, in what
-`LayerState` took there, and go on through the layers in the order they ran.
+- `LayerState` captures random states, torch's modes, modules and closed-over values at a position where a replay may
+  start. One capture serves all layers up to the next, as the replay changes these values in the same way.
+- `KeptStates` holds states in an `ActivationStore`, which may be shared and may evict some of them. Evictions are
+  counted when a state is looked up and is missing. States that are left when the object is deleted are released.
+- `LayerPass` records which layers ran, and replays them from the nearest kept state in the order they ran.
 """
 
 from __future__ import annotations

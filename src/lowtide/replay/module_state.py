@@ -1,19 +1,21 @@
-"""What the code of modules can read from them, as a forward found it: parameters, buffers, attributes, flags.
+"""Capture and restore the state of modules for a replay: names, contents of attributes, and values of buffers.
 
-A replay must find the modules as its forward found them, and leave them as it found them itself:
+A forward may read and change any attribute of its modules: running statistics, a counter, a list of activations.
+`region` takes a `ModuleSnapshot` before each forward and restores it for the replay:
 
-- A name that was bound to something else since (`self.memory = y`, `torch.func.functional_call`, `module.eval()`) is
-  bound to the forward's value for the replay, whoever changed it.
-- A list, dict, set, deque or other object held by an attribute gets the contents back that it had before the forward.
+- A name that was rebound since (`self.memory = y`, `torch.func.functional_call`, `module.eval()`) is bound to the
+  forward's value.
+- A list, dict, set, deque or other object in an attribute gets the contents that it had before the forward.
 - Buffers, and other tensors without gradients in attributes, get their values from before the forward.
-- A parameter changed in place has no copy to go back to, nor has a buffer over 256 KiB that a forward writes for the
-  first time after forwards that left it alone. It is *lost*, and a replay that reads it is refused.
+- Parameters are not copied, nor are buffers over 256 KiB that forwards were seen not to write. If one of them was
+  changed in place it is *lost*, and a replay that reads it is refused.
 
-After the replay everything has its present value again, so that what a forward adds to a counter, to statistics or to
-a list is added once.
+After the replay everything has its present value again, so that a forward's addition to a counter, to statistics or to
+a list is made once.
 
-Cost: one pass over the names of the modules per forward and per replay, about 50 ns each. What a call finds unchanged
-it shares with the call before, copies included, so that modules which change nothing leave no object behind.
+Cost: one pass over the names of the modules per forward and per replay, about 50 ns per name. A `ModuleTree` holds the
+names and lives with the module. A call that finds nothing changed shares the snapshot of the call before, copies
+included, so that modules which change nothing leave no object behind.
 """
 
 from __future__ import annotations

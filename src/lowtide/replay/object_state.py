@@ -1,10 +1,15 @@
-"""Objects that change without a name being bound: lists, dicts, sets, deques, other objects, random states, arrays.
+"""Restore Python state for a replay: the contents of containers and objects, and the names that modules bind.
 
-What attributes hold of them is found once per set of values; whether they still hold the same parts is asked for every
-call, and answered by a few calls of C functions. Objects without parts that have an identity (Python's and numpy's
-random states, arrays, objects with `__slots__`) are copied for every call.
+`module_state` and `function_state` use this for everything that is not a tensor. `reachable` lists the lists, dicts,
+sets, deques, objects and generators that some values lead to. `Containers` stores what they hold; a comparison by
+identity, in a few calls of C functions, tells whether they have changed. Random states of Python and numpy, arrays and
+objects with `__slots__` have no parts to compare, and are copied for every call.
 
-Names of modules: what they are bound to for a replay, and again after it.
+`bind` binds a module's names (parameters, buffers, children, attributes) to the values of the forward for the time of a
+replay.
+
+Limits: containers nested more than 4 deep, with more than 10,000 parts, objects with more than 100 attributes and
+arrays over 256 KiB are not restored; a replay reads them as they are.
 """
 
 from __future__ import annotations

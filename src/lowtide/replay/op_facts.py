@@ -1,10 +1,12 @@
-"""What is known of an op by its name and schema.
+"""Facts about ops and about the code of module classes, worked out once for each.
 
-What the code of a class tells of its forwards, found from the names in it and worked out once per class.
+`facts_of(op)` is read from an op's schema and name: what it writes, whether it is random, a view, a collective, or
+returns indices. Traces store these flags, and replays decide by them what to keep.
 
-Two things leave no trace that a replay could see: a norm's kernel writes its statistics without a new version, and
-Python's and numpy's process-wide generators are drawn from without being held by any module. The names that code uses
-tell that it may do so. Where the guess is wrong, a few small copies are made for nothing.
+`code_facts(cls)` is read from the names in a class's methods and in the functions that they call. It covers two effects
+that leave no trace in torch: kernels of norms write their running statistics without a new version, and Python's and
+numpy's global generators are drawn from without being attributes of a module. It is a guess; where it is wrong, a
+replay makes a few small copies that it does not need.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether this thread is in a replay.
+"""Parts that every replay uses: the replay depth of a thread, options, and the hooks that collect saved tensors.
 
-Cheap fingerprints of a tensor's values, for `determinism_check="values"`.
-
-The pack hook of a replay: it keeps the saves that are needed, and stops the replay after the last of them.
+`region` runs a replay inside `Replaying`, with the pack hook of a `Collector`. The collector stores the saved tensors
+that the backward still needs, records the metadata by which the replay is checked, and stops the replay after the last
+needed tensor by raising `Stop`. `checksum` is what `determinism_check="values"` compares.
 """
 
 from __future__ import annotations

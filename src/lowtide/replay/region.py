@@ -1,17 +1,17 @@
-"""The replay engine: run a function, drop what autograd saves in it, and bring that back by running it again.
+"""The replay engine: run a function, drop what autograd saves in it, and recompute that in the backward.
 
-The forward of a region runs under saved-tensor hooks that drop every tensor: what autograd keeps is an integer that
-tells the number of the save. The first one that the backward asks for runs the function again, under hooks that
-collect the saves, up to the last one that is still needed. So per saved tensor there is no object for Python's garbage
-collector to track; per call there is one `Frame` with its arguments and what `module_state`, `function_state` and
-`environment` captured.
+`checkpoint` calls `run` for a function, the eager engine for each module call that a plan recomputes. The forward runs
+under saved-tensor hooks that drop every tensor: autograd keeps an integer, the number of the save. The first one that
+the backward unpacks runs the function again, under hooks that collect the saved tensors, up to the last one that is
+still needed. So per saved tensor there is no object for Python's garbage collector to track; per call there is one
+`Frame` with its arguments and what `module_state`, `function_state` and `environment` captured.
 
 The replay is checked against the forward: it must save tensors of the same shapes, dtypes and devices in the same
 order. A saved tensor that is changed in place afterwards raises, as it does in plain autograd.
 
-Regions nest. The inputs of a region inside of another are saves of the outer one; so an inner replay that needs them
-lets the outer one run first, and each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other
-saved-tensor hooks around a region get its inputs in the same way.
+Regions nest. The inputs of an inner region are saved tensors of the outer one: an inner replay that needs them runs the
+outer one first, so each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other saved-tensor
+hooks around a region receive its inputs in the same way.
 
 (torch.utils.checkpoint was the alternative. It keeps several objects per saved tensor and has no decision per save.)
 """

@@ -1,30 +1,30 @@
-"""Op outputs that a region keeps, so that its replay takes them instead of computing them again.
+"""Retained outputs: op outputs that a region keeps, so that its replay need not compute them.
 
-Which outputs is given as positions of ops in the region. The forward sees no ops, only what autograd saves; so the
-first replay (for inputs of some shapes) computes everything under a dispatch mode and learns at which save each of
-those outputs appears: a `CaptureProfile`. From then on the forward keeps those saves, and the replay runs under a mode
-that returns them when it comes to the ops that made them. Autograd builds its nodes as always.
+A plan names the ops by their position in the region. The forward runs without a dispatch mode and sees only what
+autograd saves. So the first replay (for each combination of input shapes) computes everything under a mode that records
+at which save each of these outputs appears: a `CaptureProfile`. From then on the forward keeps those saved tensors, and
+the replay runs under a mode that returns them in place of running their ops. Autograd builds its nodes as usual.
 
-A step may run otherwise than the one that was learned from, so every replay is checked:
+A step may differ from the one that was profiled, so every replay is checked:
 
-- Ops are counted; once another op runs than in the profile, nothing is taken any more.
-- The kept tensor must have the form that was learned, and after it was taken the replay must save that very tensor at
-  the same place. Taken tensors carry a version number that autograd never reaches, so that they and their views are
-  known again.
-- Between the two no op may tell Python a value (`item`, `nonzero`, a copy to the host): a branch that a wrong value
-  decided could save just that value, and the check would find nothing. (What Python reads from host memory without an
-  op, as `tolist` does, goes unseen.)
-- Random states go on from where the op left them: no number may be drawn between the op and its save, and no generator
-  seeded.
-- No op may write to a taken tensor.
+- Ops are counted. After the first op that differs from the profile, the replay computes everything.
+- A kept tensor must have the recorded shape, strides and dtype, and after it was returned the replay must save that
+  very tensor at the same position. Returned tensors carry a version number that autograd never reaches, by which they
+  and their views are recognised.
+- Between the two, no op may reveal a value to Python (`item`, `nonzero`, a copy to the host): a branch on a wrong value
+  could save just that value, and the check would pass. (Reads of host memory without an op, as by `tolist`, are not
+  seen.)
+- No random number may be drawn and no generator seeded between the op and its save, as the generator continues from
+  the state after the op.
+- No op may write to a returned tensor.
 
-If one of these fails, or if the replay saves other tensors than the forward did, what it collected is thrown away, it
-runs once more computing everything, and the profile is learned anew. So it is where the forward already saves a tensor
-of another form than was learned. After a few such failures the region keeps nothing. A kept save itself is always
-right, as it is the tensor that autograd saved, unless it was written to since; then it is computed again.
+If a check fails, or if the replay saves other tensors than the forward did, its results are discarded, the region is
+replayed again computing everything, and the profile is recorded anew. The same happens if the forward saves a tensor of
+another form than recorded. After a few failures the region retains nothing. A kept tensor itself is always right, as it
+is the one that autograd saved; if it was written to since, it is recomputed.
 
-Kernels launched by hand may write to an output where no op and no version tells of it, and would do so again to a
-taken one. The learning replay looks for that by checksums; such outputs are never taken.
+Custom kernels may write to an output without an op or a version that shows it, and would do so again to a returned one.
+The profiling replay detects this by checksums; such outputs are never retained.
 """
 
 from __future__ import annotations

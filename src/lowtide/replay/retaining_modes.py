@@ -1,8 +1,11 @@
-"""Writes to op outputs that no op and no version counter tells of, as by kernels launched by hand.
+"""Dispatch modes that replays with retained outputs run under.
 
-The dispatch modes of replays whose region retains op outputs: one learns where they are saved, one takes them.
+`retained` decides which mode a replay gets. `CaptureProfileMode` computes everything and records at which saved tensors
+the outputs of given ops appear; its result is a `CaptureProfile`. `RetainedOutputMode` returns kept outputs in place of
+running their ops, and checks that the replay uses them as the profile says.
 
-`retained` says when which of them runs, and what is checked.
+`UnseenWrites` detects writes to op outputs that neither an op nor a version counter shows, as custom kernels make. It
+compares checksums of the outputs while the profile is recorded.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A run of calls as one region: `layers.3`, `layers.4`, ..., each given what the one before it made.
+"""Segments: a run of sibling module calls (`layers.3`, `layers.4`, ...) that is recomputed as one region.
 
-Only what comes from outside of the run is held for its replay: the input of the first call, and whatever else the calls
-are given (masks, positions). What a call gets from an earlier call of the run, the very tensor that it returned, is a
-**link**: the replay makes it again. The saves of all calls are numbered through, and the first one that the backward
-asks for replays the calls in order, up to the last one with a save that is needed.
+With one region per layer, the input of every layer is kept. A segment keeps the input of its first call only, and other
+tensors that come from outside (masks, positions): memory for inputs shrinks by the number of calls. A tensor that a
+call gets from an earlier call of the segment is a **link**: it must be the very tensor which that call returned, and
+the replay computes it again. The saved tensors of all calls are numbered in one sequence. The first one that the
+backward unpacks replays the calls in order, up to the last call with a tensor that is still needed.
 
-Calls are joined while they run, and nothing is taken for granted: a call that is given no output of the run so far, or
-an output that was changed in place meanwhile, begins a run of its own. So does one under other saved-tensor hooks, say
-those of somebody else's checkpoint, which is replayed by itself.
+Calls are joined while they run. A call begins a new segment if none of its inputs is an output of the segment, if such
+an output was changed in place, or if other saved-tensor hooks are in force, as inside another library's checkpoint.
 
-Inside a segment, calls and shorter segments may be regions themselves. Then a replay of the segment brings back their
-inputs, and each of them is replayed when the backward gets to it.
+Calls and shorter segments inside a segment may be regions themselves. The replay of the segment then recomputes their
+inputs, and each is replayed when the backward reaches it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""What lies in objects: attributes and containers, remembered as they are and put back as they were.
+"""Undo a training step: restore a model, its gradients, buffers, attributes, optimizers and random states to the bit.
 
-A step that leaves no trace: whatever it changes of a model and its surroundings is put back, to the bit.
+Three parts, each used on its own:
 
-What a step changes, put back to the bit if it fails: gradients, buffers, random states, attributes, variables.
+- `ObjectSnapshot` stores the contents of attributes and of the containers in them, and restores them.
+- `Restorer` is for traces and measurements, which run a real step and must leave no effect. It copies a tensor when an
+  op is about to write it.
+- `StepUndo` is for steps of a training loop that may fail, as when memory runs out and the step is run again under
+  another plan. No dispatch mode sees its ops, so it copies whatever a step may change before it runs.
+  Parameters are not copied: `what_cannot_be_put_back` reports steps that change them.
 
-Gradients that are there before a step are copied to the host, beside its forward, as a backward adds to them in place.
-The alternatives are worse: copies on the device take memory where it is short; fresh gradients that are added to the
-old ones at the end take as much; and what a backward has added cannot be subtracted again, as floating-point sums
-round. A step that begins without gradients, as after `zero_grad()`, copies none. On the CPU the copies are in the same
-memory as the rest, and come on top of the step.
-
-Small buffers are copied where they are. Larger ones go to the host until a step has shown that it leaves them alone.
+`StepUndo` copies existing gradients to the host during the forward, as a backward adds to them in place. Copies on the
+device would take memory where it is short, fresh gradients that are added at the end would take as much, and what a
+backward has added cannot be subtracted, as floating-point sums round. A step that begins without gradients, as after
+`zero_grad()`, copies none. On the CPU the copies add to the peak of the step. Buffers up to 256 KiB are copied on their
+device; larger ones are copied to the host until a step was seen not to write them.
 """
 
 from __future__ import annotations
