@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lint bench docs clean
+.PHONY: demo test test-torch fuzz lint bench docs clean
 
 # The package depends on torch, so torch is installed first and on its own: the resolver then has nothing to choose.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,6 +24,20 @@ lint: $(VENV)/.installed
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
+# The canaries of torch's private API and the tests of the engines on another version of torch: make test-torch
+# TORCH=2.11.0. The environment is kept, one per version.
+TORCH ?= 2.11.0
+TORCH_VENV := .venv-torch-$(TORCH)
+$(TORCH_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy scipy
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e ".[all,dev]"
+	touch $@
+
+test-torch: $(TORCH_VENV)/.installed
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -q -n auto --dist worksteal \
+		tests/_compat tests/replay tests/eager tests/store
+
 # Random programs under every engine against the plain model; each failure is shrunk and printed with its command.
 N ?= 1000
 SEED ?= 0
@@ -41,4 +55,4 @@ docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) .venv-torch-* site

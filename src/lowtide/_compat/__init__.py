@@ -1,7 +1,10 @@
-"""torch's private API, one file per area of torch, with what would make each function obsolete."""
+"""torch's private API, one file per area of torch, so that a new version of torch breaks lowtide here or nowhere.
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+No other package of lowtide may import or name a private torch attribute; tests/test_package.py enforces it. Every
+function says which private API it relies on or what would make it obsolete, and has a canary test in
+tests/_compat/test_<area>.py. A name that torch has removed is replaced by a placeholder that raises `LowtideError` when
+the feature that needs it is used (see `internals`), so that `import lowtide` and all other features keep working.
+"""
 
 from lowtide._compat.autograd import (
     VersionWatch,
@@ -68,7 +71,6 @@ from lowtide._compat.dispatch import (
     is_op,
     is_op_overload,
     is_op_with_schema,
-    num_dispatch_modes,
     op_argument_names,
     op_facts,
     op_packet,
@@ -121,6 +123,7 @@ from lowtide._compat.fx_graphs import (
 )
 from lowtide._compat.modules import (
     WHOLE_MODULE_METHODS,
+    WeakTensorKeyDictionary,
     child_modules,
     child_name,
     companion_of,
@@ -130,6 +133,7 @@ from lowtide._compat.modules import (
     module_hooks,
     module_replica,
     module_tensors,
+    register_optimizer_step_pre_hook,
     remove_global_hook,
     set_companion,
     submodules,
@@ -154,6 +158,7 @@ from lowtide._compat.tensors import (
     is_plain,
     is_sharded,
     is_uninitialized,
+    num_dispatch_modes,
     num_storages,
     parts_of,
     storage_id,

@@ -1,6 +1,8 @@
-"""Every touch of torch's private API, one small function each, with what would make it obsolete.
+"""torch's autograd engine: version counters, saved-tensor hooks, and nodes of the backward graph.
 
-Nothing else in lowtide may import or name a private torch attribute; a test enforces it.
+Replays use it to notice tensors that were changed in place, to install and read saved-tensor hooks, to number the nodes
+of a forward, and to copy and overwrite buffers without a trace. Each docstring ends with the private API that it relies
+on, or with the change of torch that would make it obsolete.
 """
 
 from __future__ import annotations
@@ -13,19 +15,34 @@ import torch
 from torch import Tensor, nn
 
 from lowtide._compat.dispatch import under_functorch, without_modes
+from lowtide._compat.internals import optional, required
 from lowtide._compat.tensors import is_plain
 
-# `version_of` for tensors that autograd saves, which are never inference tensors: quick, for what runs once per save.
+_SNAPSHOTS = "buffers and gradients cannot be put back after a replay or a failed step"
+_NODES = "replays cannot number the autograd nodes of their forward"
+_HOOKS = "replay regions cannot install their saved-tensor hooks"
+_set_version_counters = required("torch._C._autograd._unsafe_set_version_counter", _SNAPSHOTS)
+_foreach_copy = required("torch._foreach_copy_", _SNAPSHOTS)
+_current_node = required("torch._C._current_autograd_node", _NODES)
+_current_graph_task = required("torch._C._current_graph_task_id", "a running backward cannot be detected")
+_top_hooks = required("torch._C._autograd._top_saved_tensors_default_hooks", "hooks in force cannot be detected")
+_hooks_enabled = required("torch._C._autograd._saved_tensors_hooks_is_enabled", "hooks in force cannot be detected")
+
+# `version_of` for tensors that autograd saves. They are never inference tensors, so the check is left out: this runs
+# once per saved tensor. Relies on `Tensor._version`, which the docs of autograd mention; obsolete when it is public.
 version_of_saved: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def version_of(tensor: Tensor) -> int:
-    """Autograd's count of in-place changes. Inference tensors have none and read as 0."""
+    """Return autograd's count of in-place changes; 0 for inference tensors, which have none.
+
+    Obsolete with a public `Tensor.version`.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """`version_of` each, quickly."""
+    """Return `version_of` each tensor, with one check for inference tensors in all. Obsolete like `version_of`."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # an inference tensor among them
@@ -33,7 +50,7 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of many small tensors, in few kernels on an accelerator. No dispatch mode sees them being made.
+    """Copy many small tensors, in few kernels on an accelerator. The copies are hidden from dispatch modes.
 
     Obsolete with public `foreach` functions.
     """
@@ -41,12 +58,12 @@ def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
     with torch.no_grad(), without_modes():
         copies = [torch.empty_like(tensor) for tensor in tensors]
-        torch._foreach_copy_(copies, list(tensors))
+        _foreach_copy(copies, list(tensors))
     return copies
 
 
 def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Give tensors other values, and the version counts that belong to those values.
+    """Overwrite tensors with earlier values, and set the version counts that they had then.
 
     Obsolete with public `foreach` functions and a public `preserve_version_counter`.
     """
@@ -56,37 +73,37 @@ def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions:
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
-        torch._foreach_copy_(list(tensors), list(values))
+        _foreach_copy(list(tensors), list(values))
     counted = [(tensor, v) for tensor, v in zip(tensors, versions, strict=True) if not tensor.is_inference()]
     if counted:
-        torch._C._autograd._unsafe_set_version_counter(tuple(t for t, _ in counted), tuple(v for _, v in counted))
+        _set_version_counters(tuple(t for t, _ in counted), tuple(v for _, v in counted))
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Count as many changes as there were, for a tensor that has its content back. Obsolete like `overwrite_all`."""
+    """Set the version counter of a tensor whose earlier content was restored. Obsolete like `overwrite_all`."""
     if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        _set_version_counters((tensor,), (version,))
 
 
 def reset_version(tensor: Tensor) -> None:
-    """Count no changes so far, for a tensor that has just been filled."""
+    """Set the version counter of a newly filled tensor to 0. Obsolete like `overwrite_all`."""
     set_version(tensor, 0)
 
 
-def sequence_number() -> int:
-    """The number the next autograd node will get. Obsolete with a public one."""
-    return torch._C._autograd._get_sequence_nr()
+# The sequence number that the next autograd node of this thread will get. Obsolete with a public one.
+sequence_number: Callable[[], int] = required("torch._C._autograd._get_sequence_nr", _NODES)
 
 
 def running_node() -> Any | None:
-    """The autograd node whose backward runs in this thread. Obsolete with a public one."""
-    return torch._C._current_autograd_node()
+    """Return the autograd node whose backward runs in this thread. Obsolete with a public one."""
+    return _current_node()
 
 
 def fills_later(node: Any) -> bool:
-    """Whether an autograd node saves a tensor before its op fills it: at the save, that holds nothing yet.
+    """Return whether an autograd node saves a tensor before its op fills it, so that it holds no values at the save.
 
-    tests/test_early_stop.py looks for such nodes among all of torch's ops.
+    tests/_compat/test_autograd_fills_later.py looks for such nodes among all of torch's ops. Obsolete when torch fills
+    tensors before it saves them.
     """
     return node.name() in _FILLS_LATER
 
@@ -95,18 +112,21 @@ _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 
 def sequence_of(node: Any) -> int:
-    """The number of an autograd node, in the order of the forward. Obsolete with a public one."""
+    """Return the sequence number of an autograd node, which grows in the order of the forward.
+
+    Relies on `Node._sequence_nr`; obsolete with a public one.
+    """
     return node._sequence_nr()
 
 
 def autograd_nodes_since(sequence: int, roots: Sequence[Any] | None = None) -> list[Any]:
-    """Nodes numbered `sequence` or later, reachable from `roots` (default: the node that is running), oldest first.
+    """List nodes numbered `sequence` or later, reachable from `roots` (default: the running node), oldest first.
 
     Accumulators of leaves carry the highest number of all, so they come last. Obsolete with a public
     `current_autograd_node` and `Node.sequence_nr`.
     """
     if roots is None:
-        running = torch._C._current_autograd_node()
+        running = _current_node()
         roots = [] if running is None else [running]
     seen, stack = {}, [node for node in roots if node is not None]
     while stack:
@@ -121,34 +141,37 @@ def autograd_nodes_since(sequence: int, roots: Sequence[Any] | None = None) -> l
 
 
 def current_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The saved-tensor hooks in force. Obsolete with a public way to ask."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Return the innermost saved-tensor hooks in force, as `(pack, unpack)`. Obsolete with a public function for it."""
+    hooks = _top_hooks(True)
     return None if hooks is None else (hooks[0], hooks[1])
 
 
-# What `torch.autograd.graph.saved_tensors_hooks` does when it is entered and left, without three calls of Python each:
-# for what runs once per region. Obsolete when torch's own is as quick.
-push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
-    torch._C._autograd._push_saved_tensors_default_hooks
+# Install and remove saved-tensor hooks, as `torch.autograd.graph.saved_tensors_hooks` does when it is entered and left,
+# without three Python calls each: they run once per region. Obsolete when torch's own are as fast.
+push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = required(
+    "torch._C._autograd._push_saved_tensors_default_hooks",
+    _HOOKS,
+    also=("torch._C._autograd._pop_saved_tensors_default_hooks",),
 )
-pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = required("torch._C._autograd._pop_saved_tensors_default_hooks", _HOOKS)
 
-
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # as quick, for the same reason
+# `torch.set_grad_enabled` without its Python wrapper, as it runs twice per replay. Obsolete when torch's is as fast.
+set_grad_enabled: Callable[[bool], Any] = optional("torch._C._set_grad_enabled", torch.set_grad_enabled)
 
 
 def version_owner(tensor: Tensor) -> Tensor:
-    """The tensor that a version counter was made for: what a view is a view of. Detached views are not known as views.
+    """Return the tensor that a version counter was made for: a view's base, else the tensor itself.
 
-    Obsolete with a public handle on version counters.
+    A detached view has no base and is its own owner. Relies on `Tensor._base`;
+    obsolete with a public handle on version counters.
     """
     return tensor if tensor._base is None else tensor._base
 
 
 class VersionWatch:
-    """Sees in-place changes of a tensor and of all its aliases, without keeping a byte of it alive.
+    """Detects in-place changes of a tensor and of all its aliases, without keeping its storage alive.
 
-    A detached alias shares the version counter; giving it other data lets go of the storage and keeps the counter.
+    A detached alias shares the version counter. Setting its `data` releases the storage and keeps the counter.
     Obsolete with a public handle on version counters.
     """
 
@@ -167,7 +190,10 @@ class VersionWatch:
 
 
 def is_parameter_or_view_of_one(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or buffer, a view of a parameter, or a mere cast or transpose of one."""
+    """Return whether a tensor is a parameter or buffer, a view of a parameter, or a cast or transpose of one.
+
+    Relies on the names of autograd nodes and on `AccumulateGrad.variable`; obsolete with documented node names.
+    """
     if isinstance(tensor, _OF_MODULES) or (tensor._base is not None and isinstance(tensor._base, nn.Parameter)):
         return True
     node = tensor.grad_fn
@@ -185,35 +211,39 @@ _CASTS_AND_VIEWS = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBac
 
 
 def no_hooks_in_force() -> bool:
-    """Whether saved-tensor hooks may be put on, and no one else has. Obsolete with public ways to ask."""
-    return current_hooks() is None and torch._C._autograd._saved_tensors_hooks_is_enabled() and not under_functorch()
+    """Return whether no saved-tensor hooks are in force and new ones may be installed.
+
+    Obsolete with public functions for both.
+    """
+    return current_hooks() is None and _hooks_enabled() and not under_functorch()
 
 
 def hooks_are_in_force(hooks: Any) -> bool:
-    """Whether these saved-tensor hooks are the ones that see what is saved now. Obsolete like `current_hooks`."""
+    """Return whether these saved-tensor hooks are the innermost in force. Obsolete like `current_hooks`."""
     current = current_hooks()
     return current is not None and current[0] is hooks.pack_hook
 
 
 def is_replayed() -> bool:
-    """Whether what runs now is, or may be, run again by a checkpoint: under saved-tensor hooks, or in a backward.
+    """Return whether a checkpoint may run this code again: saved-tensor hooks are in force, or a backward is running.
 
-    Obsolete with a public way to ask for either.
+    Obsolete with public functions for both.
     """
-    return current_hooks() is not None or torch._C._current_graph_task_id() != -1
+    return current_hooks() is not None or _current_graph_task() != -1
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks run after its gradient is accumulated, as those of an optimizer in the backward. Obsolete with a
-    public way to list them.
+    """Return whether hooks run after the tensor's gradient is accumulated, as for an optimizer in the backward.
+
+    Relies on `Tensor._post_accumulate_grad_hooks`; obsolete with a public function that lists them.
     """
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def with_marked_version(tensor: Tensor) -> Tensor:
-    """The same bytes with changes counted from a number that no one comes to, so that it and its views are known again.
+    """Return an alias of a tensor whose version starts at a sentinel that autograd never reaches.
 
-    Obsolete with a public `preserve_version_counter`.
+    The alias and its views can be recognised by that version. Obsolete with a public `preserve_version_counter`.
     """
     alias = tensor.data
     set_version(alias, _MARK)
@@ -221,19 +251,28 @@ def with_marked_version(tensor: Tensor) -> Tensor:
 
 
 def has_marked_version(tensor: Tensor) -> bool:
+    """Return whether a tensor is from `with_marked_version`, or a view of such a tensor. Obsolete likewise."""
     return version_of(tensor) == _MARK
 
 
 def propagate_version_mark(op: Any, args: Any, output: Any) -> None:
-    """Mark what shares a marked argument's bytes but does not count changes with it."""
-    if op in _UNTOLD_VIEWS and has_marked_version(args[0]):
+    """Mark the output of an op that returns an alias with a version counter of its own, if its argument is marked.
+
+    Obsolete when these ops return views that share the counter.
+    """
+    if op in _UNTRACKED_VIEWS and has_marked_version(args[0]):
         set_version(output, _MARK)
 
 
 _MARK = 1 << 30
-_UNTOLD_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+_UNTRACKED_VIEWS = tuple(
+    optional(f"torch.ops.aten.{name}.default", None) for name in ("_unsafe_view", "_reshape_alias")
+)
 
 
 def leaves_of(output: Tensor) -> list[Tensor]:
-    """The leaves that a backward from `output` accumulates into."""
+    """List the leaves that a backward from `output` accumulates into.
+
+    Relies on `AccumulateGrad.variable`; obsolete with a public function for it.
+    """
     return [node.variable for node in autograd_nodes_since(0, [output.grad_fn]) if hasattr(node, "variable")]

@@ -1,22 +1,28 @@
-"""torch's own activation checkpointing: whether it is in force, and its settings."""
+"""`torch.utils.checkpoint`: its settings, its selective policies, and whether one of its regions is running.
+
+`lowtide.checkpoint` is a drop-in for torch's: it follows the same settings, falls back to torch's own inside
+`torch.compile`, and raises errors that code written for torch's catches. Each docstring ends with the change of torch
+that would make it obsolete.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from types import CellType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.utils.checkpoint as torch_checkpoint_module
 
 from lowtide._compat.autograd import current_hooks
+from lowtide._compat.internals import optional
 
 
 def checkpoint_in_force() -> Any | None:
-    """What tells the innermost checkpoint that runs or replays here from others; None outside of any.
+    """Return the pack hook of the innermost checkpoint region that runs or replays in this thread; None outside of any.
 
-    Its pack hook, which a hook further in hides, unless that passes everything on. Obsolete with a public way to ask
-    for the checkpoint one is in.
+    A hook that was installed inside the region hides it, unless that hook has an attribute `passes_on_to`. Obsolete
+    with a public function that returns the current region.
     """
     hooks = current_hooks()
     while hooks is not None and "passes_on_to" in getattr(hooks[0], "__dict__", ()):
@@ -29,23 +35,31 @@ _CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.replay.")
 
 
 def early_stop(default: bool) -> bool:
-    """`torch.utils.checkpoint.set_checkpoint_early_stop`, if in force, else `default`. Obsolete when it can be read."""
-    enabled: bool | None = torch_checkpoint_module._enable_checkpoint_early_stop
+    """Return the value of `torch.utils.checkpoint.set_checkpoint_early_stop` if in force, else `default`.
+
+    Obsolete with a public getter. Without the private one, the setting is ignored: it only saves time.
+    """
+    enabled: bool | None = getattr(torch_checkpoint_module, "_enable_checkpoint_early_stop", None)
     return default if enabled is None else enabled
 
 
 def checkpoint_debug(default: bool) -> bool:
-    """`torch.utils.checkpoint.set_checkpoint_debug_enabled`, if in force, else `default`. Obsolete likewise."""
-    enabled: bool | None = torch_checkpoint_module._checkpoint_debug_enabled
+    """Return the value of `torch.utils.checkpoint.set_checkpoint_debug_enabled` if in force, else `default`.
+
+    Obsolete likewise.
+    """
+    enabled: bool | None = getattr(torch_checkpoint_module, "_checkpoint_debug_enabled", None)
     return default if enabled is None else enabled
 
 
 def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:
-    """What a selective checkpoint's forward mode saw: its policy, the ops that ran, and whether any was saved.
+    """Return the policy of a selective checkpoint's forward mode, the ops that ran, and whether any was saved.
 
-    None for a context of another kind. On torch 2.11 only ops that were saved are listed.
+    None for a context of another kind. On torch 2.11 only ops that were saved are listed. Obsolete when torch itself
+    reports policies that match no op.
     """
-    if not isinstance(mode, torch_checkpoint_module._CachingTorchDispatchMode):
+    mode_type: Any = getattr(torch_checkpoint_module, "_CachingTorchDispatchMode", ())
+    if not isinstance(mode, mode_type):
         return None
     recompute = getattr(torch_checkpoint_module, "_RECOMPUTE", None)
     saved = any(
@@ -57,10 +71,11 @@ def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | Non
 
 
 def find_torch_checkpoint() -> Callable[..., Any]:
-    """torch's own `checkpoint`, also where another library has put a function of its own in its place.
+    """Return torch's own `checkpoint`, also if another library has replaced it in `torch.utils.checkpoint`.
 
-    Such libraries keep torch's: as another attribute of the module (Unsloth, ms-swift), or as what their function
-    wraps, closes over or is a partial of. If it is not found, the function that is there is returned.
+    Such libraries keep a reference to torch's: in another attribute of the module (Unsloth, ms-swift), or in what their
+    function wraps, closes over or is a partial of. If none of these is torch's, the replacement is returned. Obsolete
+    when libraries stop replacing it.
     """
     names = vars(torch_checkpoint_module)
     candidates, seen = [names["checkpoint"], *names.values()], set()
@@ -77,7 +92,7 @@ def find_torch_checkpoint() -> Callable[..., Any]:
 
 
 def _is_torch_checkpoint(function: Any) -> bool:
-    """Whether a function is the one that torch defines, under decorators of torch's and nobody else's."""
+    """Return whether a function is defined by torch and decorated only by torch."""
     chain = [function]
     while hasattr(chain[-1], "__wrapped__"):
         chain.append(chain[-1].__wrapped__)
@@ -86,6 +101,9 @@ def _is_torch_checkpoint(function: Any) -> bool:
     return is_defined_there and all(str(space.get("__name__")).startswith("torch.") for space in spaces)
 
 
-# Bound once, at import: people who replace `torch.utils.checkpoint.checkpoint` by ours must not make ours call itself.
+# Bound at import: a user who replaces `torch.utils.checkpoint.checkpoint` by lowtide's must not make it call itself.
 torch_checkpoint = find_torch_checkpoint()
-TorchCheckpointError = torch_checkpoint_module.CheckpointError
+if TYPE_CHECKING:
+    TorchCheckpointError = torch_checkpoint_module.CheckpointError
+else:  # a RuntimeError; not in torch's `__all__`
+    TorchCheckpointError = optional("torch.utils.checkpoint.CheckpointError", RuntimeError)

@@ -1,4 +1,8 @@
-"""Devices, generators and allocators."""
+"""Devices: the default device, the current accelerator, random generators, and the caching allocator's counters.
+
+Replays restore the default device and the generators' states; tracing reads the allocator around every op; captured
+steps look for ops that synchronise. Each docstring ends with the change of torch that would make it obsolete.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide._compat.dispatch import PlainDispatchMode
+from lowtide._compat.internals import required
+
+_DEFAULT = "replays cannot restore the default device of their forward"
+_num_function_modes = required("torch._C._len_torch_function_stack", _DEFAULT)
+_device_index = required("torch._C._accelerator_getDeviceIndex", "replays cannot find the current accelerator")
 
 
 def default_device() -> torch.device | None:
-    """The device of `torch.set_default_device` or `with torch.device(...)`, if one is in force in this thread.
+    """Return the device of `torch.set_default_device` or `with torch.device(...)` if one is in force in this thread.
 
-    Obsolete when `torch.get_default_device` tells a device that was set from none, and takes no microseconds.
+    Obsolete when `torch.get_default_device` distinguishes a device that was set, and is as fast.
     """
-    if not torch._C._len_torch_function_stack():
+    if not _num_function_modes():
         return None
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    function_modes = required("torch.overrides._get_current_function_mode_stack", _DEFAULT)
+    context = required("torch.utils._device.DeviceContext", _DEFAULT)
+    return next((mode.device for mode in reversed(function_modes()) if isinstance(mode, context)), None)
 
 
 def current_device_index() -> int:
-    """The index of the current accelerator, which is initialised. Obsolete when torch's own takes no microseconds."""
-    return torch._C._accelerator_getDeviceIndex()
+    """Return the index of the current accelerator, which must be initialised.
+
+    Obsolete when `torch.accelerator.current_device_index` is as fast.
+    """
+    return _device_index()
 
 
 def default_generator(kind: str, index: int) -> torch.Generator:
-    """The generator that ops on a device draw from. Obsolete when every device module has `default_generators`."""
+    """Return the generator that ops on a device draw from by default.
+
+    Obsolete when every device module has `default_generators`.
+    """
     module = torch.get_device_module(kind)
     generators = getattr(module, "default_generators", None)
     return generators[index] if generators else module._get_default_mps_generator()
@@ -39,17 +53,20 @@ def default_generator(kind: str, index: int) -> torch.Generator:
 
 @functools.cache
 def accelerator() -> torch.device | None:
-    """The accelerator of this process, if torch was built for one and finds it."""
+    """Return the accelerator of this process, if torch was built for one and finds it. Public API, cached."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """The same number for every Python object of one generator: a dispatch mode is given another one each time."""
+    """Return a number that identifies a generator: dispatch modes get a new Python object for it in each call.
+
+    Relies on `Generator._cdata`; obsolete when generators compare equal.
+    """
     return generator._cdata
 
 
-class SynchronizingOps(TorchDispatchMode):
-    """Notes the ops that make the host wait for the device: `(op, where())` for each.
+class SynchronizingOps(PlainDispatchMode):
+    """A dispatch mode that lists the ops that make the host wait for the device: `(op, where())` in `found`.
 
     Obsolete when torch's sync debug mode names the op.
     """
@@ -76,16 +93,20 @@ class SynchronizingOps(TorchDispatchMode):
 
 
 def allocator_meter(device: torch.device) -> Callable[[], tuple[int, int]] | None:
-    """Reads bytes allocated now and the most since it was last read; None on the CPU, whose allocator does not count.
+    """Return a function that reads the bytes allocated now and their peak since it was last called.
 
-    Obsolete when `torch.accelerator.memory_allocated` is as quick.
+    None on the CPU, whose allocator has no counters. Obsolete when `torch.accelerator.memory_allocated` is as fast.
     """
     if device.type != "cuda":
         return None
 
+    allocator = "the memory of an op cannot be measured on the device"
+    stats = required("torch._C._cuda_memoryStats", allocator)
+    reset_peak = required("torch._C._cuda_resetPeakMemoryStats", allocator)
+
     def read() -> tuple[int, int]:
-        counted = torch._C._cuda_memoryStats(device.index)["allocated_bytes"]["all"]
-        torch._C._cuda_resetPeakMemoryStats(device.index)
+        counted = stats(device.index)["allocated_bytes"]["all"]
+        reset_peak(device.index)
         return counted["current"], counted["peak"]
 
     return read

@@ -1,30 +1,73 @@
-"""The private torch API that replays with retained outputs need, with what would make it obsolete."""
+"""torch's dispatcher: dispatch modes, schemas and tags of ops, autocast, and pytrees of op outputs.
+
+Tracing records every op through a dispatch mode; replays that retain op outputs or repeat index choices run under one
+too. All of them decide by what an op's schema says: what it writes, whether it is random, a view, or reveals values to
+Python. Each docstring ends with the private API that it relies on, or with the change of torch that would make it
+obsolete.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
 from lowtide._compat.dynamo import never_compiled
-from lowtide._compat.tensors import is_plain, storage_id
+from lowtide._compat.internals import optional, required
+from lowtide._compat.tensors import disable_modes, is_plain, num_dispatch_modes, storage_id
+
+# `TorchDispatchMode`, in which every op that reaches a kernel can be seen. Obsolete when `torch.utils` exports it.
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as PlainDispatchMode
+else:
+    PlainDispatchMode = required(
+        "torch.utils._python_dispatch.TorchDispatchMode", "steps cannot be traced and replays cannot retain op outputs"
+    )
+
+# Obsolete with a public pytree.
+_PYTREE = "outputs of ops cannot be taken apart, as traces and retained outputs need"
+_tree_flatten = required("torch.utils._pytree.tree_flatten", _PYTREE)
+_tree_unflatten = required("torch.utils._pytree.tree_unflatten", _PYTREE)
+_tree_leaves = required("torch.utils._pytree.tree_leaves", _PYTREE)
+
+_flop_registry = required("torch.utils.flop_counter.flop_registry", "ops cannot be costed by their FLOPs")
+_interpreter_stack = required("torch._C._functorch.peek_interpreter_stack", "torch.func transforms cannot be detected")
+_DisableAutocast = required("torch._C._DisableAutocast", "replays cannot copy tensors outside of autocast")
+
+# Whether autocast is on for any type of device, in one call: it runs once per region. Obsolete with a public one.
+is_any_autocast_enabled: Callable[[], bool] = required(
+    "torch._C._is_any_autocast_enabled", "replays cannot restore the autocast state of their forward"
+)
 
 # Namespaces of ops that communicate. Obsolete when torch tags such ops.
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 
+_OPS = "retained outputs cannot be told from values that Python or autocast keeps"
+_CAST = required("torch.ops.aten._to_copy.default", _OPS)
+_INDEX = required("torch.ops.aten.index.Tensor", _OPS)
+_COPIES = (
+    _CAST,
+    required("torch.ops.aten.copy_.default", _OPS),
+    required("torch.ops.aten.copy.default", _OPS),
+)
+_MISSING_OPS = [op for op in (_INDEX, *_COPIES) if isinstance(op, type)]  # placeholders are classes, ops are not
 
-class DispatchMode(TorchDispatchMode):
-    """What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
 
-    torch's own keeps the compiler out by two calls before each op; here it is kept out for nothing.
+class DispatchMode(PlainDispatchMode):
+    """A `TorchDispatchMode` whose `__torch_dispatch__` Dynamo skips without a wrapper.
+
+    torch's own wraps it in two Python calls per op for the same purpose. Obsolete when it does not, and when
+    `torch.utils` exports the class.
     """
+
+    def __init__(self) -> None:
+        for op in _MISSING_OPS:
+            op()  # raises: decisions by op identity would be wrong
+        super().__init__()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -37,16 +80,16 @@ class DispatchMode(TorchDispatchMode):
 
 
 def flattened(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What an op's output consists of, and how to put it together again. Obsolete with a public `pytree`."""
-    parts, structure = tree_flatten(output)
-    return parts, functools.partial(tree_unflatten, treespec=structure)
+    """Return the leaves of an op's output and a function that builds the output from leaves.
 
-
-_CAST = torch.ops.aten._to_copy.default
+    Obsolete with a public pytree.
+    """
+    parts, structure = _tree_flatten(output)
+    return parts, functools.partial(_tree_unflatten, treespec=structure)
 
 
 def is_cast_of_weight(op: Any, args: Any) -> bool:
-    """Whether an op casts a parameter, or another leaf, as autocast does once and then remembers.
+    """Return whether an op casts a parameter or another leaf, a result that autocast caches.
 
     Obsolete with a public `_to_copy`.
     """
@@ -54,27 +97,27 @@ def is_cast_of_weight(op: Any, args: Any) -> bool:
 
 
 def writes(op: Any) -> bool:
-    """Whether an op writes to an argument, so that its output is not its own. Obsolete with a public schema."""
+    """Return whether an op writes to an argument, and returns no new tensor. Obsolete with a public schema."""
     return getattr(getattr(op, "_schema", None), "is_mutable", False)
 
 
 def is_op_with_schema(op: Any) -> bool:
-    """Whether an op is one that says what it does with its arguments, unlike those that take functions."""
+    """Return whether an op has a schema; higher-order ops have none. Obsolete with a public schema."""
     return hasattr(op, "_schema")
 
 
 def gives_views(op: Any) -> bool:
-    """Whether what an op gives is a view of what it was given. Obsolete with a public schema."""
+    """Return whether an op returns a view of an argument. Relies on `OpOverload.is_view`, which is undocumented."""
     return getattr(op, "is_view", False)
 
 
 def has_dynamic_shape(op: Any) -> bool:
-    """Whether the shape of an op's output depends on values."""
+    """Return whether the shape of an op's output depends on values. Relies on torch's op tags."""
     return torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
 
 
 def reveals_values(op: Any, args: Any, output: Any) -> bool:
-    """Whether Python may decide by values after an op ran: read from a tensor, from a shape, or from host memory.
+    """Return whether an op lets Python see values: as a number, in a shape, or by a copy to host memory.
 
     Obsolete when torch tags every op that does.
     """
@@ -82,11 +125,11 @@ def reveals_values(op: Any, args: Any, output: Any) -> bool:
         return any(isinstance(index, Tensor) and index.dtype in _MASKS for index in args[1])
     if op in _COPIES:
         return output.device.type == "cpu" and any(isinstance(a, Tensor) and a.device.type != "cpu" for a in args)
-    known = _tells_values.get(id(op))
+    known = _reveals_values.get(id(op))
     if known is None:
         tags = getattr(op, "tags", ())
         returns = getattr(getattr(op, "_schema", None), "returns", None)
-        _tells_values[id(op)] = known = (
+        _reveals_values[id(op)] = known = (
             torch.Tag.data_dependent_output in tags
             or torch.Tag.dynamic_output_shape in tags
             or returns is None  # an op that calls functions
@@ -99,19 +142,17 @@ def _is_of_tensors(kind: Any) -> bool:
     return "Tensor" in str(kind)
 
 
-_tells_values: dict[int, bool] = {}  # by op, which lives as long as torch does and takes long to hash
-_INDEX = torch.ops.aten.index.Tensor
+_reveals_values: dict[int, bool] = {}  # by the id of the op: ops live as long as torch and are slow to hash
 _MASKS = (torch.bool, torch.uint8)
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 
 
 def is_cached_cast(op: Any, args: Any) -> bool:
-    """Whether an op is a cast that autocast remembers, for all of its block. Obsolete with a public `_to_copy`."""
+    """Return whether an op is a cast that autocast caches until its block ends. Obsolete with a public `_to_copy`."""
     return op is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
 def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
-    """Of an op: namespace, name, which arguments it writes to, whether it draws random numbers, whether it is a view.
+    """Return an op's namespace, name, indices of arguments it writes to, whether it is random, whether it is a view.
 
     Obsolete when `OpOverload` shows its schema publicly.
     """
@@ -124,11 +165,15 @@ def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
 
 
 def op_argument_names(op: Any) -> list[str]:
+    """List the names of an op's arguments. Obsolete with a public schema."""
     return [argument.name for argument in op._schema.arguments]
 
 
-class ReadGuard(TorchDispatchMode):
-    """Calls `refuse(tensor)` for the first of `tensors` (or an alias) that an op is given."""
+class ReadGuard(PlainDispatchMode):
+    """A dispatch mode that calls `refuse(tensor)` when an op reads one of `tensors` or an alias of it.
+
+    Obsolete like `PlainDispatchMode`.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], refuse: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -136,85 +181,81 @@ class ReadGuard(TorchDispatchMode):
         self._refuse = refuse
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
+        for value in _tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and is_plain(value) and storage_id(value) in self._guarded:
                 self._refuse(self._guarded[storage_id(value)])
         return func(*args, **(kwargs or {}))
 
 
 def under_functorch() -> bool:
-    """Whether a torch.func transform is running. Obsolete when torch.func supports saved-tensor hooks (#122729)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Return whether a torch.func transform is running.
+
+    Obsolete when torch.func supports saved-tensor hooks (https://github.com/pytorch/pytorch/issues/122729).
+    """
+    return _interpreter_stack() is not None
 
 
-# Ops that compute nothing and make no storage: questions about a tensor, other names for one, a constant's first.
-BOOKKEEPING_OPS = frozenset(
-    {
-        torch.ops.prim.device.default,
-        torch.ops.aten.detach.default,
-        torch.ops.aten.alias.default,
-        torch.ops.aten.lift_fresh.default,
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    }
+# Ops that compute nothing and allocate no storage: queries, aliases, and record_function's marks. Traces leave them
+# out. An op that torch no longer has is left out here. Obsolete when torch tags such ops.
+BOOKKEEPING_NAMES = (
+    *("prim.device.default", "aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"),
+    *("profiler._record_function_enter_new.default", "profiler._record_function_exit._RecordFunction"),
 )
+BOOKKEEPING_OPS = frozenset({optional(f"torch.ops.{name}", None) for name in BOOKKEEPING_NAMES} - {None})
 
 
 def is_op(value: Any) -> bool:
+    """Return whether a value is an op of any kind. Obsolete when `torch` exports the types of ops."""
     return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
 
 
-num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # in this thread. Obsolete with a public one
-
-
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """A block whose ops no dispatch mode sees (a selective checkpoint would count them)."""
-    return _disable_current_modes() if num_dispatch_modes() else contextlib.nullcontext()
+    """Return a context whose ops are hidden from dispatch modes (a selective checkpoint would count them).
 
-
-# For any device type, in one call. Obsolete with a public one.
-is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+    Obsolete with a public one.
+    """
+    return disable_modes() if num_dispatch_modes() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def bare_kernels() -> Iterator[None]:
-    """A block whose ops are kernels and nothing else: no history, no casts, and nobody sees them.
+    """Run a block without autograd, autocast and dispatch modes.
 
-    Obsolete with a public way to switch autocast off for all devices.
+    Obsolete with a public context that switches autocast off for all devices.
     """
-    with torch.no_grad(), torch._C._DisableAutocast(), without_modes():
+    with torch.no_grad(), _DisableAutocast(), without_modes():
         yield
 
 
-# What sees every op that reaches a kernel. Obsolete when `torch.utils` exports it.
-PlainDispatchMode = TorchDispatchMode
-
-
 def is_op_overload(target: Any) -> bool:
-    """Whether what a node calls is an op with a schema, and not Python or a graph inside the graph."""
+    """Return whether the target of a graph's node is an op with a schema, not a Python function or a higher-order op.
+
+    Obsolete when `torch` exports `OpOverload`.
+    """
     return isinstance(target, torch._ops.OpOverload)
 
 
 def returns_number(op: Any) -> bool:
-    """Whether an op's result is no tensor: `item`, `equal`. Obsolete with a public schema."""
+    """Return whether an op returns a number, as `item` and `equal` do. Obsolete with a public schema."""
     results = [str(result.type) for result in op._schema.returns]
     return bool(results) and all(kind in ("number", "Scalar", "bool", "int", "float") for kind in results)
 
 
 def op_packet(op: Any) -> Any:
+    """Return the op without its overload: `aten.add` for `aten.add.Tensor`. Obsolete with a public attribute."""
     return getattr(op, "_overloadpacket", op)
 
 
 def flop_formula(op: Any) -> Callable[..., Any] | None:
-    """The FLOP count of an op, as a function of its arguments and `out_val`; None for ops without one.
+    """Return the function that counts an op's FLOPs from its arguments and `out_val`; None for ops without one.
 
     Obsolete when torch documents `torch.utils.flop_counter.flop_registry`.
     """
-    return flop_registry.get(op_packet(op))
+    return _flop_registry.get(op_packet(op))
 
 
-class OpNames(TorchDispatchMode):
-    """Lists the ops inside it that a recorder would record. Obsolete like `PlainDispatchMode`."""
+class OpNames(PlainDispatchMode):
+    """A dispatch mode that lists the ops a trace would record. Obsolete like `PlainDispatchMode`."""
 
     def __init__(self) -> None:
         super().__init__()

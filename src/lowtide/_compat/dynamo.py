@@ -1,4 +1,9 @@
-"""The private torch API that engines need, with what would make it obsolete."""
+"""`torch.compile`: Dynamo, AOTAutograd's partitioner and inductor, as the compiled engine calls them.
+
+The eager engine uses two functions of this file: `never_compiled` and `disable_dynamo` keep Dynamo out of hooks. The
+compiler is imported inside of functions, as that takes longer than importing all of lowtide. Each docstring ends with
+the change of torch that would make it obsolete.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,23 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame as dynamo_frames
+
+from lowtide._compat.internals import optional, required
+
+_COMPILE = "torch.compile cannot run with lowtide's plans"
 
 
 def compile_with_inductor(
     module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A graph of Dynamo's, compiled by inductor, its joint graph split by `partition`.
+    """Compile one of Dynamo's graphs with inductor, with `partition` as the partitioner of its joint graph.
 
-    Whole steps are not cached by AOTAutograd, whose key knows nothing of plans; the kernels' own cache goes by the
-    graphs that came out of the partitioner, so that a changed plan is never served another's.
+    AOTAutograd's cache is switched off, as its key does not contain the plan. Inductor's cache of kernels stays on: its
+    key contains the graphs that the partitioner returned, and these differ where plans do.
     Obsolete when `torch.compile` takes a partitioner.
     """
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx
-
+    functorch_config = required("torch._functorch.config", _COMPILE)
+    compile_fx = required("torch._inductor.compile_fx.compile_fx", _COMPILE)
     patches = {**options, "custom_partitioner_fn": _as_partitioner(partition)}
     with functorch_config.patch(enable_autograd_cache=False):
         return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches))
@@ -31,9 +38,12 @@ def compile_with_inductor(
 def compile_without_kernels(
     module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The same with every op run as it is: for looking at graphs, and for tests. Obsolete likewise."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    """Compile like `compile_with_inductor`, but run every op by its eager kernel: for tests and to inspect graphs.
+
+    Obsolete likewise.
+    """
+    aot_autograd = required("torch._dynamo.backends.common.aot_autograd", _COMPILE)
+    make_boxed_func = required("torch._functorch.aot_autograd.make_boxed_func", _COMPILE)
 
     def run(graph: Any, _: Any) -> Any:
         return make_boxed_func(graph.forward)
@@ -42,21 +52,25 @@ def compile_without_kernels(
 
 
 def torch_partition(joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
-    """torch's own split of a joint graph in two, which goes by the tags on its nodes. Obsolete likewise."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    """Split a joint graph into forward and backward by torch's own partitioner, which follows the tags on its nodes.
 
-    return min_cut_rematerialization_partition(joint, inputs, **facts)
+    Obsolete likewise.
+    """
+    return required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)(
+        joint, inputs, **facts
+    )
 
 
 def _as_partitioner(partition: Callable[..., Any]) -> Any:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    """Wrap a partitioner in the class that inductor's option takes. Obsolete likewise."""
+    base: Any = required("torch._inductor.custom_graph_pass.CustomPartitionerFn", _COMPILE)
 
-    class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+    class Partitioner(base):  # type: ignore[valid-type, misc]
         def __call__(self, gm: Any, joint_inputs: Any, **facts: Any) -> Any:
             return partition(gm, joint_inputs, **facts)
 
         def uuid(self) -> Any:
-            return "lowtide"  # what it does shows in the graphs, which are part of the key
+            return "lowtide"  # constant: its decisions show in the graphs, which are part of the key
 
         def __reduce__(self) -> Any:  # inductor pickles its options for the key
             return str, ("lowtide",)
@@ -65,7 +79,7 @@ def _as_partitioner(partition: Callable[..., Any]) -> Any:
 
 
 def compile_module(module: nn.Module, **options: Any) -> None:
-    """`module.compile()`, also for classes whose forward is torch's own (nn.Sequential, nn.TransformerEncoderLayer).
+    """Call `module.compile()`, and make it work for classes whose forward is torch's own, such as nn.Sequential.
 
     Dynamo does not begin a graph in torch's own code, and `Module.compile` would silently do nothing. Obsolete when it
     adds a frame of its own, as `torch.compile(module)` does.
@@ -82,25 +96,23 @@ def compile_module(module: nn.Module, **options: Any) -> None:
 
 
 def uncompile(module: nn.Module) -> None:
-    """Take back `module.compile()`. Obsolete when modules can do so themselves."""
+    """Undo `module.compile()`. Obsolete when `nn.Module` has a method for it."""
     module._compiled_call_impl = None
 
 
 class TracingContext:
-    """What Dynamo knows while it compiles a graph, for compiling the same graph again later. Obsolete likewise."""
+    """Dynamo's state while it compiles a graph, re-entered to compile the same graph again later.
+
+    Obsolete when a backend can recompile its graph through public API.
+    """
 
     def __init__(self) -> None:
-        from torch._guards import TracingContext as Context
-
-        self._context = Context.try_get()
+        self._context = required("torch._guards.TracingContext", _COMPILE).try_get()
 
     def __enter__(self) -> None:
-        from torch._guards import TracingContext as Context
-        from torch._guards import tracing
-
         self._entered = None
-        if self._context is not None and Context.try_get() is None:
-            self._entered = tracing(self._context)
+        if self._context is not None and required("torch._guards.TracingContext", _COMPILE).try_get() is None:
+            self._entered = required("torch._guards.tracing", _COMPILE)(self._context)
             self._entered.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -109,41 +121,51 @@ class TracingContext:
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """Inductor's options for one of `torch.compile`'s modes. Public as `torch._inductor.list_mode_options`."""
-    from torch._inductor import list_mode_options
+    """Return inductor's options for one of `torch.compile`'s modes.
 
-    return dict(list_mode_options(mode, dynamic)) if mode not in (None, "default") else {}
+    Relies on `torch._inductor.list_mode_options`, which torch's docs name.
+    """
+    if mode in (None, "default"):
+        return {}
+    return dict(required("torch._inductor.list_mode_options", _COMPILE)(mode, dynamic))
 
 
 def is_inductor_option(name: str) -> bool:
-    """Whether inductor knows an option of that name. Public as `torch._inductor.list_options`."""
-    from torch._inductor import list_options
+    """Return whether inductor has an option of that name.
 
-    return name.replace("-", "_") in list_options()
+    Relies on `torch._inductor.list_options`, which torch's docs name.
+    """
+    return name.replace("-", "_") in required("torch._inductor.list_options", _COMPILE)()
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-# `torch.compiler.disable` without importing the compiler, which takes longer than all of lowtide, until the first call.
-# Obsolete when torch's own is as lazy.
-disable_dynamo = torch._disable_dynamo
+# `torch.compiler.disable` that imports the compiler at the first call and not when it decorates. Obsolete when torch's
+# own does the same.
+disable_dynamo = optional("torch._disable_dynamo", torch.compiler.disable)
+
+# What sets how Dynamo treats a code object. `never_compiled` does without it.
+_eval_frame = optional("torch._C._dynamo.eval_frame", None)
 
 
 def never_compiled(function: _Function) -> _Function:
-    """`function` itself, which Dynamo leaves alone with all that it calls, where C++ or torch's own code calls it.
+    """Return `function`, marked so that Dynamo skips it and all that it calls when C++ or torch's own code calls it.
 
-    For what runs very often: the two calls that `disable_dynamo` puts before each make a difference. A caller that
-    Dynamo traces has it traced too, unlike there. Obsolete when torch's own has no wrapper.
+    For hooks, which run very often: `disable_dynamo` would add two Python calls to each. Unlike there, a caller that
+    Dynamo traces has this function traced too. Obsolete when torch's own has no wrapper.
     """
     try:
-        skip = dynamo_frames._FrameAction.SKIP
-        dynamo_frames.set_code_exec_strategy(function.__code__, dynamo_frames._FrameExecStrategy(skip, skip))
-    except AttributeError:  # a torch that has another way
-        return disable_dynamo(function)  # type: ignore[return-value]
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    except AttributeError:  # this torch has no such strategy
+        return disable_dynamo(function)
     return function
 
 
 def compiler_is_imported() -> bool:
-    """Whether anything can have been compiled. Obsolete when `torch.compiler.set_stance` imports no compiler."""
+    """Return whether Dynamo was imported, so that something may have been compiled.
+
+    Obsolete when `torch.compiler.set_stance` imports no compiler.
+    """
     return "torch._dynamo" in sys.modules

@@ -1,6 +1,8 @@
-"""The private torch API that tracing needs, one small function each, with what would make it obsolete.
+"""Fake tensors: tensors with shapes and devices but without memory, in which steps are traced without being run.
 
-Libraries that take another path when they see fake tensors, asked to take the one of a plain step.
+`tracing` makes them, runs ops on them and handles their errors; `store` and `replay` recognise them. The last function
+patches transformers, which takes another code path for fake tensors than for real ones. Modules are imported inside of
+functions, as fake tensors import much of torch. Each docstring ends with the change that would make it obsolete.
 """
 
 from __future__ import annotations
@@ -11,31 +13,40 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from lowtide._compat.internals import optional, required
+from lowtide._compat.tensors import disable_modes
+
+_TRACE = "steps cannot be traced on fake tensors"
+_grouped_mm = optional("torch.ops.aten._grouped_mm.default", None)
 
 
 def fake_mode() -> Any:
-    """Tensors that have shapes and devices and no bytes. Obsolete when `torch.compiler` or `torch.utils` exports it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Return a mode in which new tensors are fake and real inputs are allowed.
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    Obsolete when `torch.compiler` or `torch.utils` exports `FakeTensorMode`.
+    """
+    return required("torch._subclasses.fake_tensor.FakeTensorMode", _TRACE)(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor is fake; none is before torch's module of them was imported. Obsolete likewise."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
 def fake_type() -> type:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return FakeTensor
+    """Return the class of fake tensors. Obsolete likewise."""
+    return required("torch._subclasses.fake_tensor.FakeTensor", _TRACE)
 
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """A block in which fake tensors raise and do not also log; their logger has no public name."""
+    """Run a block in which fake tensors raise their errors without logging them as well.
+
+    Relies on the name of their logger; obsolete when they only raise.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was = logger.disabled
     logger.disabled = True
@@ -46,48 +57,49 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def fake_kernel(op: Any) -> Callable[..., Any]:
-    """What runs an op on fake tensors: the op itself, or a kernel for what torch's fake version of it refuses."""
-    return _fake_grouped_mm if op is torch.ops.aten._grouped_mm.default else op
+    """Return the function that runs an op on fake tensors: the op, or a replacement where torch's fake kernel fails."""
+    return _fake_grouped_mm if op is _grouped_mm else op
 
 
 def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """`_grouped_mm` in any dtype that its kernels take. torch 2.13's fake version takes bfloat16 alone."""
-    from torch._meta_registrations import _create_grouped_mm_output_tensor
+    """Return the output of `_grouped_mm` in any dtype that its kernels take.
 
-    return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+    Obsolete when torch's fake kernel takes more than bfloat16, which that of 2.13 does not.
+    """
+    output = required("torch._meta_registrations._create_grouped_mm_output_tensor", _TRACE)
+    return output(a, b, offs, out_dtype)
 
 
 def fake_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise where only real numbers would tell: sizes or branches that depend on data."""
-    from torch._subclasses import fake_tensor
+    """Return the exceptions that fake tensors raise where a size or a branch depends on values, or an op is unknown.
 
-    return (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        fake_tensor.UnsupportedOperatorException,
-        fake_tensor.UnsupportedFakeTensorException,
-    )
+    Obsolete when these have a public base class.
+    """
+    names = ("DataDependentOutput", "DynamicOutputShape", "UnsupportedOperator", "UnsupportedFakeTensor")
+    paths = (f"torch._subclasses.fake_tensor.{name}Exception" for name in names)
+    return tuple(error for error in (optional(path, None) for path in paths) if error is not None)
 
 
 @contextlib.contextmanager
 def without_fake_mode() -> Iterator[None]:
-    """A block in which tensors are real, in the middle of a compiler's pass over fake ones.
+    """Run a block in which new tensors are real, inside of a compiler pass that works on fake ones.
 
     Obsolete when `torch.compiler` lets a backend run an op.
     """
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with unset_fake_temporarily(), _disable_current_modes():
+    unset_fake = required(
+        "torch._subclasses.fake_tensor.unset_fake_temporarily", "ops cannot be timed in a compiler pass"
+    )
+    with unset_fake(), disable_modes():
         yield
 
 
 @contextlib.contextmanager
 def fakes_hidden_from_transformers() -> Iterator[None]:
-    """A block in which transformers does not notice that its tensors are fake.
+    """Run a block in which transformers treats fake tensors like real ones.
 
-    It would build attention masks and repeat keys that a plain step does without, so that the step traced would be
-    larger than the one that runs. Where it then asks for numbers there are none, and the trace is made the other way.
+    For fake tensors it builds attention masks and repeats keys where a real step does not, so that the trace would be
+    larger than the step. Code that then reads values fails, and the caller traces again without this patch. Obsolete
+    when transformers takes the same path for both.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_fake_tensor", None)

@@ -1,4 +1,9 @@
-"""Nodes and modules of `torch.fx`, as AOTAutograd and the partitioner leave them."""
+"""`torch.fx` graphs, with the metadata that Dynamo, AOTAutograd and the partitioner store on their nodes.
+
+The compiled engine reads a joint graph into a `StepGraph` and writes a plan's decisions back as tags for torch's
+partitioner. The keys of `node.meta` are undocumented, and read here only. Each docstring ends with the change of torch
+that would make it obsolete.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +16,25 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide._compat.dispatch import flop_formula
+from lowtide._compat.internals import required
 
-PARTITIONER_TAG = "recompute"  # where torch's partitioner looks for a `CheckpointPolicy`. Obsolete when documented
+# The key of `node.meta` under which torch's partitioner reads a `CheckpointPolicy`. Obsolete when documented.
+PARTITIONER_TAG = "recompute"
 
 
 def set_tag(node: Any, policy: CheckpointPolicy) -> None:
-    """Tell torch's partitioner to save or recompute a node, unless a checkpoint region of the user's already did."""
+    """Tag a node to be saved or recomputed by torch's partitioner, unless a checkpoint of the user has tagged it.
+
+    Obsolete when the tag is documented.
+    """
     node.meta.setdefault(PARTITIONER_TAG, policy)
 
 
 def copied_module(module: Any) -> Any:
-    """A graph module whose graph is its own and whose tensors are shared."""
+    """Copy a graph module: the graph is copied, its tensors are shared.
+
+    Obsolete when `copy.copy` of a `GraphModule` copies its graph and the metadata of its output.
+    """
     from torch.fx import Graph, GraphModule
 
     graph = Graph()
@@ -34,38 +47,44 @@ def copied_module(module: Any) -> Any:
 
 
 def saved_names(forward: Any, num_outputs: int) -> list[str]:
-    """The nodes that a forward graph hands to its backward, behind its own outputs. Obsolete likewise."""
+    """List the nodes that a forward graph saves for its backward: its outputs after the first `num_outputs`.
+
+    Obsolete when AOTAutograd documents that order.
+    """
     results = next(node for node in reversed(forward.graph.nodes) if node.op == "output").args[0]
     return [node.name for node in results[num_outputs:] if hasattr(node, "name")]
 
 
 def static_inputs(module: Any) -> list[bool]:
-    """Which inputs of a graph of Dynamo's are parameters or buffers. Obsolete when Dynamo says so publicly."""
-    found = []
+    """Return, for each input of one of Dynamo's graphs, whether it is a parameter or buffer.
+
+    Obsolete when Dynamo documents `node.meta["tensor_dict"]`.
+    """
+    is_static = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
             facts = node.meta.get("tensor_dict") or {}
-            found.append("_dynamo_static_input_type" in facts)
-    return found
+            is_static.append("_dynamo_static_input_type" in facts)
+    return is_static
 
 
 def fake_inputs(module: Any, inputs: list[Any]) -> list[Any]:
-    """Tensors without bytes that stand for the inputs of a graph of Dynamo's: those that Dynamo traced it with.
+    """Return the fake tensors that Dynamo traced one of its graphs with; `inputs` if one of them is unknown.
 
-    Obsolete when Dynamo gives backends such inputs itself.
+    Obsolete when Dynamo passes fake inputs to backends.
     """
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    found = [node.meta.get("example_value") for node in nodes]
-    return inputs if any(each is None for each in found) else found
+    fakes = [node.meta.get("example_value") for node in nodes]
+    return inputs if any(fake is None for fake in fakes) else fakes
 
 
 def is_tensor_value(value: Any) -> bool:
-    """Whether what a node of a graph gives is a tensor, fake or not."""
+    """Return whether the value of a node is a tensor, fake or real. Public API."""
     return isinstance(value, Tensor)
 
 
 def value_of(node: Any) -> Any:
-    """What a node of a graph gives, as AOTAutograd notes it: fake tensors, alone or in a tuple; None if unknown.
+    """Return the value of a node as AOTAutograd traced it: a fake tensor, or a tuple of them; None if unknown.
 
     Obsolete when `torch.fx` documents `node.meta["val"]`.
     """
@@ -73,7 +92,7 @@ def value_of(node: Any) -> Any:
 
 
 def module_stack(node: Any) -> dict[str, tuple[str, Any]] | None:
-    """The module calls in which Dynamo met a node, the outermost first: path and class (or its name) by call.
+    """Return the module calls around a node, outermost first: path and class (or its name) by call.
 
     Obsolete when Dynamo documents `node.meta["nn_module_stack"]`.
     """
@@ -84,7 +103,9 @@ _ROOTS = re.compile(r"^L\[['\"](\w+)['\"]\]|^L__(\w+?)___")
 
 
 def clean_path(path: str) -> str:
-    """A module's path as `named_modules` would give it, from the source that Dynamo names it by.
+    """Return a module's path as in `named_modules`, from the source expression by which Dynamo names it.
+
+    Obsolete when Dynamo documents `node.meta["nn_module_stack"]`.
 
     >>> clean_path("L['self'].layers.0.attn"), clean_path("L['self']._modules['layers'][0]"), clean_path("L['self']")
     ('layers.0.attn', 'layers.0', '')
@@ -96,7 +117,7 @@ def clean_path(path: str) -> str:
 
 
 def hinted_numel(value: Tensor) -> int:
-    """Elements of a fake tensor; a symbolic size counts as what it was when the graph was made.
+    """Return the number of elements of a fake tensor; symbolic sizes count as their value at the time of tracing.
 
     Obsolete when `torch.export` or `torch.compiler` shows the hints of symbolic sizes.
     """
@@ -104,21 +125,30 @@ def hinted_numel(value: Tensor) -> int:
 
 
 def node_flops(node: Any) -> int:
-    """FLOPs of one node of a graph by torch's own formulas; 0 for what has none."""
+    """Return the FLOPs of a node by torch's own formulas; 0 for ops without one. Obsolete like `flop_formula`."""
     formula = flop_formula(node.target)
     if formula is None:
         return 0
     args, kwargs = node_arguments(node, lambda value: value)
     try:
-        # As hinted: a symbolic number that is asked for its value would be a constant of the graph from then on.
+        # Its hint, as int() of a symbolic number would make it a constant of the graph.
         return int(hint(formula(*args, **kwargs, out_val=value_of(node))))
-    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):  # sizes that a formula does not know
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        AssertionError,
+    ):  # the formula does not handle these sizes
         return 0
 
 
 def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The arguments of a node, with each node among them replaced by what `change` makes of its value."""
-    from torch.fx.node import map_arg
+    """Return a node's arguments, with each node among them replaced by `change(value of that node)`.
+
+    Relies on `torch.fx.node.map_arg`, which is undocumented.
+    """
+    map_arg = required("torch.fx.node.map_arg", "joint graphs cannot be read")
 
     def value(each: Any) -> Any:
         return change(value_of(each))
@@ -127,13 +157,16 @@ def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def hint(size: Any) -> Any:
-    """What a symbolic size was when the graph was made; other things as they are. Obsolete like `hinted_numel`."""
+    """Return a symbolic size's value at the time of tracing; other values unchanged. Obsolete like `hinted_numel`."""
     node = getattr(size, "node", None)
     return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
 def node_argument(node: Any, name: str) -> Any:
-    """The argument of that name in a node's call, its default where it is not given; None where there is none such."""
+    """Return a node's argument by its name in the op's schema, or its default; None if the op has none of that name.
+
+    Obsolete with a public schema.
+    """
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
             return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
@@ -141,7 +174,7 @@ def node_argument(node: Any, name: str) -> Any:
 
 
 def written_inputs(joint: Any) -> list[Any]:
-    """The inputs of a joint graph that its forward changes: in the graph, or by what runs it, from an output.
+    """List the inputs of a joint graph that its forward changes, by `copy_` in the graph or by AOTAutograd's epilogue.
 
     Obsolete when AOTAutograd's descriptions of inputs and outputs are public.
     """
@@ -149,8 +182,8 @@ def written_inputs(joint: Any) -> list[Any]:
     described = nodes[-1].meta.get("desc") or ()
     changed = [each.mutated_input for each in described if hasattr(each, "mutated_input")]
     inputs = [node for node in nodes if node.op == "placeholder"]
-    found = [node for node in inputs if node.meta.get("desc") in changed]
+    written = [node for node in inputs if node.meta.get("desc") in changed]
     for node in nodes:
         if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs:
-            found.append(node.args[0])
-    return found
+            written.append(node.args[0])
+    return written

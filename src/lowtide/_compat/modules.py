@@ -1,4 +1,8 @@
-"""What `nn.Module` and `torch.optim` keep in private attributes."""
+"""`nn.Module` and `torch.optim`: parameters, children and hooks, in the private attributes that hold them.
+
+Replays swap and restore a module's tensors, and look for hooks that a replay would run twice. Each docstring ends with
+the change of torch that would make it obsolete.
+"""
 
 from __future__ import annotations
 
@@ -8,78 +12,93 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide._compat.internals import optional, required
+
+# Runs a function before the step of any optimizer. Obsolete when `torch.optim` documents it.
+register_optimizer_step_pre_hook: Callable[..., Any] = required(
+    "torch.optim.optimizer.register_optimizer_step_pre_hook", "a step cannot be traced or undone without side effects"
+)
+# A dictionary whose keys are tensors, by identity, held weakly. Obsolete when `torch.utils` documents it.
+WeakTensorKeyDictionary: Callable[[], Any] = required(
+    "torch.utils.weak.WeakTensorKeyDictionary", "the engine cannot keep facts about tensors between steps"
+)
+_forward_hooks_with_kwargs = optional("torch.nn.modules.module._global_forward_hooks_with_kwargs", {})
+
 
 def module_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The module's own parameters and buffers, as the dicts it reads them from. Obsolete with a public slot API."""
+    """Return the dicts in which a module holds its own parameters and buffers. Obsolete with public access to them."""
     return module._parameters, module._buffers
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
-    """`module` and all below it, each once; several times faster than `module.modules()`, which builds names."""
-    found, index = {id(module): module}, [module]
-    for parent in index:
+    """List `module` and all modules below it, each once.
+
+    Several times faster than `module.modules()`, which builds names; obsolete when that is as fast.
+    """
+    seen, modules = {id(module)}, [module]
+    for parent in modules:  # grows
         for child in parent._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                index.append(child)
-    return index
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return modules
 
 
 def child_modules(module: nn.Module) -> dict[str, Any]:
-    """The module's children, as the dict it reads them from. Obsolete with a public slot API."""
+    """Return the dict in which a module holds its children. Obsolete with public access to it."""
     return module._modules  # type: ignore[return-value]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run around the module's forward. Obsolete with a public way to list them."""
+    """Return whether hooks run around the module's forward. Obsolete with a public function that lists them."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def child_name(parent: nn.Module, child: nn.Module) -> str | None:
-    """The name under which `parent` holds `child`, if it does."""
+    """Return the name under which `parent` holds `child`, or None. Obsolete like `child_modules`."""
     return next((name for name, module in parent._modules.items() if module is child), None)
 
 
-def module_replica(module: nn.Module, twins: dict[nn.Module, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
-    """A module with the same attributes whose slots for parameters, buffers and modules are its own.
+def module_replica(module: nn.Module, replicas: dict[nn.Module, nn.Module], tensors: dict[int, Tensor]) -> nn.Module:
+    """Return a copy of a module with the same attributes and with dicts of parameters, buffers and children of its own.
 
-    `tensors` are the tensors that go into the slots, by the id of those in the original. This is how DataParallel makes
-    replicas; obsolete with a public way to.
+    `tensors` maps the id of a tensor of the original to its replacement; `replicas` holds the copies made so far.
+    DataParallel makes replicas in the same way; obsolete with a public function for it.
     """
-    if module not in twins:
-        twins[module] = twin = object.__new__(type(module))
-        vars(twin).update(vars(module))
+    if module not in replicas:
+        replicas[module] = replica = object.__new__(type(module))
+        vars(replica).update(vars(module))
         for slots in ("_parameters", "_buffers"):
             own = {name: tensors.get(id(tensor), tensor) for name, tensor in vars(module)[slots].items()}
-            vars(twin)[slots] = own
+            vars(replica)[slots] = own
         children = vars(module)["_modules"].items()
-        vars(twin)["_modules"] = {
-            name: None if child is None else module_replica(child, twins, tensors) for name, child in children
+        vars(replica)["_modules"] = {
+            name: None if child is None else module_replica(child, replicas, tensors) for name, child in children
         }
-    return twins[module]
+    return replicas[module]
 
 
 def module_hooks(model: nn.Module) -> list[Any]:
-    """The hooks on a model's modules. Obsolete with a public way to list them."""
+    """List the hooks on a model's modules. Obsolete with a public function for it."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
 
 
-# A bound method of a module with one of these names runs the whole module. Obsolete with a public way to ask.
+# Names of the methods that run a whole module. Obsolete when `nn.Module` has no private ones among them.
 WHOLE_MODULE_METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
 def companion_of(module: nn.Module) -> Any:
-    """What `set_companion` has given to a module, else None."""
+    """Return the object that `set_companion` attached to a module, or None. Obsolete likewise."""
     return getattr(vars(module).get("_state_dict_pre_hooks"), _COMPANION, None)
 
 
 def set_companion(module: nn.Module, companion: Any) -> None:
-    """Let an object belong to a module and live as long, out of sight: it is an attribute of one of its hook dicts.
+    """Attach an object to a module for as long as the module lives, as an attribute of one of its hook dicts.
 
-    The module's own attributes are its user's. Obsolete with ephemerons in Python, or a public slot on modules.
+    It is not an attribute of the module, as users see, copy and compare those. Obsolete with ephemerons in Python.
     """
-    with contextlib.suppress(AttributeError):  # a ScriptModule: what it holds is found anew for each call
+    with contextlib.suppress(AttributeError):  # a ScriptModule: callers then compute the object for each call
         setattr(vars(module).get("_state_dict_pre_hooks"), _COMPANION, companion)
 
 
@@ -87,25 +106,34 @@ _COMPANION = "lowtide_companion"
 
 
 def remove_global_hook(handle: Any) -> None:
-    """Take off a hook of all modules. torch 2.13 forgets one of its books, and `torch.compile` then warns of hooks."""
+    """Remove a hook that was registered for all modules.
+
+    `handle.remove()` of torch 2.13 leaves an entry in one of its dicts, and `torch.compile` then warns of hooks.
+    Obsolete when that is fixed.
+    """
     handle.remove()
-    nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+    _forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 def holds_hooks(name: str) -> bool:
-    """Whether the attribute of that name of an optimizer holds its hooks. Obsolete with a public way to list them."""
+    """Return whether an optimizer's attribute of that name holds hooks. Obsolete with a public list of them."""
     return name.endswith("_hooks")
 
 
 def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
-    """Whether an optimizer updates all parameters of a group at once. Obsolete when torch.optim says so publicly."""
-    from torch.optim.optimizer import _default_to_fused_or_foreach
+    """Return a function that says whether an optimizer updates all parameters of a group at once (`foreach`).
+
+    Obsolete when `torch.optim` documents its default.
+    """
+    default_rule = required(
+        "torch.optim.optimizer._default_to_fused_or_foreach", "the memory of optimizer steps cannot be predicted"
+    )
 
     def uses_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
         if group.get("fused"):
             return False
         if group.get("foreach") is not None:
             return bool(group["foreach"])
-        return _default_to_fused_or_foreach(parameters, group.get("differentiable", False), use_fused=False)[1]
+        return default_rule(parameters, group.get("differentiable", False), use_fused=False)[1]
 
     return uses_foreach

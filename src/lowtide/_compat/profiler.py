@@ -1,4 +1,8 @@
-"""What a call really allocates on the CPU, by the profiler's events."""
+"""`torch.profiler`: allocations on the CPU, and the names and categories of events in Kineto's trace.
+
+torch's CPU allocator has no counters, so peaks on the CPU are measured from the profiler's `[memory]` events. Op times
+are read from the same trace. Its format is undocumented: each docstring names what it relies on.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,19 @@ _CPU_DEVICE_TYPE = 0
 
 
 def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
-    """Bytes allocated on the CPU since the start of `call()`, after each allocation and each release inside it."""
+    """Return the bytes allocated on the CPU since the start of `call()`, after each allocation and release inside it.
+
+    Obsolete when the CPU allocator counts, as the CUDA one does.
+    """
     changes = (change for _, change in _allocations(_profiled(call)))
     return list(accumulate(changes))  # the trace's own "Total Allocated" goes on from one profile to the next
 
 
 def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
-    """For each block inside `call()` under `record_function(mark)`: the most bytes it had allocated at one time."""
+    """Return the peak of allocated bytes of each block under `record_function(mark)` inside `call()`.
+
+    Obsolete likewise.
+    """
     events = _profiled(call)
     allocations = _allocations(events)
     blocks = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == mark)
@@ -45,19 +55,22 @@ def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
 
 
 def _allocations(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
-    """When the CPU's allocator gave or took how many bytes, in order."""
+    """Return time and change of every allocation and release on the CPU, in order.
+
+    Relies on the events named `[memory]` with arguments `Bytes` and `Device Type`.
+    """
     memory = [event for event in events if event.get("name") == "[memory]"]
     memory.sort(key=lambda event: event["ts"])
     return [(e["ts"], e["args"]["Bytes"]) for e in memory if e["args"]["Device Type"] == _CPU_DEVICE_TYPE]
 
 
 def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The events of torch.profiler's trace of `call()`. A second profiler would end one that is active."""
+    """Return the events of torch.profiler's trace of `call()`; refused while another profiler is active."""
     if profiler_is_active():
         raise LowtideError("memory on the CPU is measured by torch.profiler, and one is active: measure outside of it")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler reports its own housekeeping
+        warnings.simplefilter("ignore")  # the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             call()
         with tempfile.TemporaryDirectory() as folder:
@@ -67,10 +80,11 @@ def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def profiler_is_active() -> bool:
-    """Whether a profiler runs in any thread of this process, or is about to: in the warm-up of its schedule.
+    """Return whether a profiler is active in any thread of this process, or in the warm-up of its schedule.
 
-    To start another one would end it. Profilers are found as what refers to their class, as each object does: half the
-    time of looking at every object. Obsolete when torch's profilers nest, or when torch tells whether one is active.
+    Starting another profiler would end it. Profilers in warm-up are found through `gc.get_referrers` of their class,
+    which takes half the time of a search through all objects. Obsolete when torch's profilers nest, or when torch has
+    a public function for this.
     """
     profiler = torch.autograd.profiler
     return profiler._is_profiler_enabled or any(
@@ -79,17 +93,18 @@ def profiler_is_active() -> bool:
     )
 
 
-# Categories of events in the profiler's trace. Obsolete when torch documents the format of its traces.
+# Categories of events in the profiler's trace: calls of the CUDA runtime, and work on the device. Obsolete when torch
+# documents the format of its traces.
 RUNTIME_EVENTS = ("cuda_runtime", "cuda_driver")
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def waits_for_device(name: str) -> bool:
-    """Whether a runtime call of the profiler's trace returns when the device has caught up. Obsolete likewise."""
+    """Return whether a runtime call of that name waits for the device. Obsolete likewise."""
     return "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy")
 
 
 def profiler_name(name: str) -> str:
-    """The name of an op's events in the profiler's trace: `aten::add` for `aten.add.Tensor`. Obsolete likewise."""
+    """Return the name of an op's events in the trace: `aten::add` for `aten.add.Tensor`. Obsolete likewise."""
     space, _, rest = name.partition(".")
     return f"{space}::{rest.split('.')[0]}"

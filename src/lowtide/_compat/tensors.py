@@ -1,90 +1,121 @@
-"""Tensors and their storages: kinds, parts, identity."""
+"""`torch.Tensor` and `UntypedStorage`: kinds of tensors, the plain tensors inside of subclasses, identity of storages.
+
+Tracing, replays and the store count memory by storage: they need an identity that is not reused while they hold it,
+a test whether a storage is still alive, and the number of tensors that share it. Each docstring ends with the private
+API that it relies on, or with the change of torch that would make it obsolete.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide._compat.internals import required
+
+_MODES = "ops cannot be hidden from dispatch modes, as every trace and replay does"
+num_dispatch_modes: Callable[[], int] = required("torch._C._len_torch_dispatch_stack", _MODES)  # of this thread
+disable_modes = required("torch.utils._python_dispatch._disable_current_modes", _MODES)
+
+_FUNCTORCH = "tensors of torch.func transforms cannot be recognised"
+_is_functorch_tensor = required("torch._C._functorch.is_functorch_wrapped_tensor", _FUNCTORCH)
+_unwrapped = required("torch._C._functorch.get_unwrapped", _FUNCTORCH)
+
+_USES = "traces cannot count the tensors that share a storage"
+_StorageWeakRef = required("torch.multiprocessing.reductions.StorageWeakRef", _USES)
+_num_uses = required("torch._C._storage_Use_Count", _USES)
+
+_LIFETIMES = "storages cannot be observed without keeping them alive, as the store and retained outputs do"
+_weak_ref = required(
+    "torch.UntypedStorage._weak_ref",
+    _LIFETIMES,
+    also=tuple(f"torch.UntypedStorage.{name}" for name in ("_free_weak_ref", "_expired", "_new_with_weak_ptr")),
+)
+_free_weak_ref: Callable[[int], None] = required("torch.UntypedStorage._free_weak_ref", _LIFETIMES)
 
 _LAZY_TYPES = (nn.UninitializedParameter, nn.UninitializedBuffer)
-
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is strided bytes and no more: nothing sparse, wrapped or of another class."""
+    """Return whether a tensor is a strided `Tensor` or `Parameter`: not sparse, nested or of another subclass."""
     return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_copyable(tensor: Tensor) -> bool:
-    """Whether a tensor can be given other values: plain, and no element there twice, as in an expanded one."""
+    """Return whether a tensor can be overwritten by `copy_`: plain, and no two elements share memory as in `expand`."""
     return is_plain(tensor) and not any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
-    """Whether this is a lazy module's parameter or buffer before its first forward."""
+    """Return whether this is a lazy module's parameter or buffer before its first forward."""
     return type(tensor) in _LAZY_TYPES  # isinstance() goes through a slow metaclass here
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a sharding runtime (FSDP2, TP) manages this tensor and swaps it in and out on its own."""
+    """Return whether this is a DTensor, which a sharding runtime (FSDP2, tensor parallelism) gathers and frees.
+
+    Reads `sys.modules`, as importing torch.distributed.tensor takes long; obsolete when it does not.
+    """
     dtensor = sys.modules.get("torch.distributed.tensor")
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there are numbers to look at: none in fake, meta, functional and other wrapped tensors."""
-    return type(tensor) in PLAIN_TYPES and not tensor.is_meta and torch._C._len_torch_dispatch_stack() == 0
+    """Return whether a tensor's values can be read: not for fake, meta, functional and other wrapped tensors."""
+    return type(tensor) in PLAIN_TYPES and not tensor.is_meta and num_dispatch_modes() == 0
 
 
 class StorageReference:
-    """Tells whether a storage still lives, without keeping it alive; its `id` is not given to another meanwhile.
+    """A weak reference to a tensor's storage. No other storage gets the same `id` while the reference exists.
 
-    Obsolete when `weakref.ref(tensor.untyped_storage())` says so on every torch we allow.
+    Obsolete when `weakref.ref(tensor.untyped_storage())` follows the storage on every version of torch allowed.
     """
 
     __slots__ = ("id",)
 
     def __init__(self, tensor: Tensor) -> None:
         self.id: int = 0
-        storage: Any = tensor.untyped_storage()
-        self.id = storage._weak_ref()
+        self.id = _weak_ref(tensor.untyped_storage())
 
-    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+    # A default argument, as module globals may be gone when Python ends.
+    def __del__(self, free: Callable[[int], None] = _free_weak_ref) -> None:
         if self.id:
-            free(self.id)  # bound above: when Python ends, `torch` may be gone before the last of these
+            free(self.id)
 
     def is_alive(self) -> bool:
         return not torch.UntypedStorage._expired(self.id)
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The storage, which is alive, as a tensor from its beginning."""
+        """Return a tensor at the beginning of the storage, which must be alive."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.id)
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, stride)
 
 
 def storage_id(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage while that is alive.
+
+    Relies on `UntypedStorage._cdata`; obsolete with a public identity of storages.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def num_storages(tensor: Tensor) -> int:
-    """`len(storages_of(tensor))`, quickly."""
+    """Return `len(storages_of(tensor))`, with a fast path for plain tensors."""
     return 1 if len(parts_of(tensor)) == 1 else len(storages_of(tensor))
 
 
 def is_own(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory, and its numbers are there as they are: none to be conjugated or negated.
+    """Return whether a plain tensor starts its storage and holds its values as they are.
 
-    Obsolete with a public way to ask for tensors that stand for zeros.
+    Lazily conjugated or negated, quantized and zero tensors do not. Relies on `Tensor._is_zerotensor`; obsolete with a
+    public one.
     """
     return (
         is_plain(tensor)
@@ -94,12 +125,16 @@ def is_own(tensor: Tensor) -> bool:
 
 
 def storages_of(tensor: Tensor) -> list[int]:
-    """What a tensor's bytes are in, as a trace tells it: one storage, several for a wrapper of several tensors."""
+    """List the ids of the storages that hold a tensor's bytes: several for a wrapper of several tensors."""
     return list(dict.fromkeys(storage_id(part) for part in parts_of(tensor)))
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's bytes: itself, or what a wrapper subclass wraps, all the way down."""
+    """List the plain tensors that hold a tensor's bytes: itself, or those inside a wrapper subclass, at any depth.
+
+    Relies on `__tensor_flatten__`, on the parts of sparse layouts and on functorch's wrappers; obsolete with a public
+    function that lists them.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
@@ -108,40 +143,36 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
             torch.sparse_coo: ("_indices", "_values"),
             torch.sparse_csr: ("crow_indices", "col_indices", "values"),
         }.get(tensor.layout, ())
-        with _disable_current_modes():
+        with disable_modes():
             return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while _is_functorch_tensor(tensor):
+        tensor = _unwrapped(tensor)
     return [tensor]
 
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """`inner_tensors`, quickly."""
-    if (
-        type(tensor) in PLAIN_TYPES
-        and tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    ):
+    """Return `inner_tensors`, with a fast path for plain tensors. Obsolete likewise."""
+    if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not _is_functorch_tensor(tensor):
         return (tensor,)
     return inner_tensors(tensor)
 
 
 class StorageUses:
-    """How many tensors share a storage, without counting as one of them. Obsolete with a public use count."""
+    """Counts the tensors that share a storage, through a weak reference. Obsolete with a public use count."""
 
     __slots__ = ("_reference", "id")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = StorageWeakRef(storage)
+        self._reference = _StorageWeakRef(storage)
         self.id: int = self._reference.cdata
 
     def count(self) -> int:
-        return 0 if self._reference.expired() else torch._C._storage_Use_Count(self.id) - _uses_by_python()
+        return 0 if self._reference.expired() else _num_uses(self.id) - _uses_by_python()
 
 
 @functools.cache
 def _uses_by_python() -> int:
-    """What a storage's own Python object adds to its uses: it differs between versions of torch."""
-    with _disable_current_modes():
+    """Return what a storage's Python object adds to its use count, which differs between versions of torch."""
+    with disable_modes():
         tensor = torch.empty(1)
-        return torch._C._storage_Use_Count(StorageWeakRef(tensor.untyped_storage()).cdata) - 1
+        return _num_uses(_StorageWeakRef(tensor.untyped_storage()).cdata) - 1

@@ -1,14 +1,16 @@
-"""The arguments of a region, taken apart into tensors and the rest, and built again for the replay.
+"""The arguments of a region: flattened into a list of tensors and a template, and rebuilt for the replay.
 
-torch's checkpoint looks at positional tensors only: a tensor inside a dict, a dataclass or a keyword is held by
-reference, hidden from outer checkpoints and from offload. Here every tensor in any nesting of dicts, lists, tuples,
-NamedTuples and dataclasses becomes one entry of a flat list, and the containers are rebuilt around what that list
-holds at the replay. A container that the caller changes after the call does no harm. (torch's pytree was the
-alternative; it has no dataclasses unless each is registered, and names no paths.)
+`region` calls this for every forward. torch's checkpoint looks at positional tensors only: a tensor inside a dict, a
+dataclass or a keyword is held by reference, hidden from outer checkpoints and from offload. Here every tensor in any
+nesting of dicts, lists, tuples, NamedTuples and dataclasses becomes one entry of a flat list, and the containers are
+rebuilt around the tensors for the replay. A container that the caller changes after the call does no harm. (torch's
+pytree was the alternative; it has no dataclasses unless each is registered, and no paths for error messages.)
 
-Objects of other classes are passed by reference. They are fingerprinted, and a replay with a changed one is refused.
+Objects of other classes are passed by reference. A `Fingerprint` of each is taken, and a replay is refused if it has
+changed.
 
-What the calls of a module have in common, mostly: shared, so that fewer objects wait for the backward.
+`LastCall` holds the templates and metadata of a module's previous call. A call that has equal ones shares them, so that
+fewer objects stay alive until the backward.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ Path = tuple[Any, ...]
 
 
 class _Slot:
-    """Takes the place of the tensor with this index."""
+    """The placeholder in a template for the tensor with this index."""
 
     __slots__ = ("index",)
 
@@ -60,7 +62,7 @@ _SLOTS = tuple(map(_Slot, range(64)))  # shared, so that a call's templates hold
 
 
 class _Container:
-    """Takes the place of a container: its class, what rebuilds it, and its parts by key."""
+    """The placeholder in a template for a container: its class, the function that rebuilds it, and its parts by key."""
 
     __slots__ = ("kind", "parts", "rebuild")
 
@@ -69,10 +71,10 @@ class _Container:
 
 
 class Arguments:
-    """The structure of `(args, kwargs)` without its tensors, and what is reached through them.
+    """The template of `(args, kwargs)`: its structure and values without the tensors. Made by `take`.
 
-    `objects` are those of unknown classes, `callables` whatever may lead to modules: functions, methods, objects. Each
-    is None where there are none. `take` makes one.
+    `objects` are the objects of unknown classes, `callables` the functions, methods and objects that may lead to
+    modules, `generators` the random generators. Each is None if there are none.
     """
 
     __slots__ = ("_args", "_has_containers", "_kwargs", "callables", "generators", "objects")
@@ -87,7 +89,7 @@ class Arguments:
 
     @classmethod
     def take(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Tensor]]:
-        """The structure of some arguments, and their tensors, each once."""
+        """Return the template of some arguments and the list of their tensors, each once."""
         if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             return _ONE_TENSOR, [args[0]]
         arguments = cls()
@@ -99,7 +101,7 @@ class Arguments:
         return arguments, tensors
 
     def is_like(self, other: Arguments) -> bool:
-        """Whether the two are the same but for their tensors, so that one may stand for the other."""
+        """Return whether the two templates are equal, so that one can be shared."""
         if self is other:
             return True
         if self.callables is not None or self.generators is not None or self.objects is not None:
@@ -107,7 +109,7 @@ class Arguments:
         return _is_same(self._args, other._args) and _is_same(self._kwargs, other._kwargs)
 
     def build(self, tensors: Sequence[Tensor]) -> tuple[Iterable[Any], dict[str, Any]]:
-        """The arguments as they were, with `tensors` in place of the tensors."""
+        """Rebuild the arguments from the template and `tensors`."""
         args = [_build(template, tensors) for template in self._args]
         if self._kwargs is None:
             return args, {}
@@ -116,7 +118,7 @@ class Arguments:
     def changed_container(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Path | None:
-        """The path of a live container that is no longer what it was, or None."""
+        """Return the path of a container among the arguments that has changed since `take`, or None."""
         if not self._has_containers:
             return None
         for path, template in self._named():
@@ -127,11 +129,11 @@ class Arguments:
         return None
 
     def path_of_tensor(self, index: int) -> Path:
-        """Where the tensor with this index is among the arguments: for error messages."""
+        """Return the path of the tensor with this index among the arguments, for error messages."""
         return self._find(lambda template: isinstance(template, _Slot) and template.index == index)
 
     def path_of(self, value: Any) -> Path:
-        """Where an object is among the arguments: for error messages."""
+        """Return the path of an object among the arguments, for error messages."""
         return self._find(lambda template: template is value)
 
     def _named(self) -> list[tuple[Path, Any]]:
@@ -139,15 +141,15 @@ class Arguments:
         return [((name,), template) for name, template in named]
 
     def _find(self, is_it: Callable[[Any], bool]) -> Path:
-        found = (_find(template, is_it, path) for path, template in self._named())
-        return next(path for path in found if path is not None)
+        paths = (_find(template, is_it, path) for path, template in self._named())
+        return next(path for path in paths if path is not None)
 
     def _take(self, value: Any, depth: int, tensors: list[Tensor], indices: dict[int, int]) -> Any:
         kind = type(value)
         if kind in _CONSTANTS:
             return value
         if isinstance(value, Tensor):
-            # Once for the same tensor passed twice: code may ask whether `key is value`, as torch's attention does.
+            # One entry for a tensor that is passed twice: code may test `key is value`, as torch's attention does.
             index = indices.setdefault(id(value), len(tensors))
             if index == len(tensors):
                 tensors.append(value)
@@ -289,7 +291,10 @@ def _put_item(container: Any, key: Any, part: Any) -> None:
 
 
 class Fingerprint:
-    """What an object of an unknown class held at one moment: containers, numbers, and tensors with their versions."""
+    """The contents of an object of an unknown class: numbers, containers, and tensors with their versions.
+
+    `still_holds` compares them with the present contents.
+    """
 
     _MAX_NODES = 10_000
 
@@ -316,7 +321,7 @@ class Fingerprint:
         if isinstance(value, np.random.Generator):
             return repr(value.bit_generator.state)
         if isinstance(value, Iterator):
-            return object()  # equal to nothing: what was read from it is gone
+            return object()  # equal to nothing: an iterator cannot be read twice
         if id(value) in seen:
             return ("seen", seen[id(value)])
         if isinstance(value, _IMMUTABLE) or depth >= _MAX_DEPTH or len(seen) >= self._MAX_NODES:
@@ -355,7 +360,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with every tensor replaced: in tuples, lists, dicts and what acts as one, dataclasses, nested."""
+    """Return `tree` with every tensor replaced, in any nesting of tuples, lists, mappings and dataclasses."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -368,15 +373,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
             mapped[key] = map_tensors(function, item)  # type: ignore[index]
         return mapped
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        twin = copy.copy(tree)
+        new = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            object.__setattr__(twin, field.name, map_tensors(function, getattr(tree, field.name)))
-        return twin
+            object.__setattr__(new, field.name, map_tensors(function, getattr(tree, field.name)))
+        return new
     return tree
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The tensor without its history: changed in place later, it would come to hold the graph that holds it."""
+    """Return an alias of a tensor without its autograd history.
+
+    With its history, a later in-place change would make the tensor hold the graph that holds it: a reference cycle.
+    """
     if is_held_itself(tensor):
         return tensor
     alias = tensor.detach()
@@ -384,24 +392,24 @@ def alias_of(tensor: Tensor) -> Tensor:
 
 
 def is_held_itself(tensor: Tensor) -> bool:
-    """Parameters are not activations, and autograd saves no inference tensors; neither gets a history."""
+    """Return whether a tensor is held without an alias: parameters and inference tensors, which get no history."""
     is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # isinstance() is slow here
     return is_parameter or tensor.is_inference()
 
 
 class LastCall:
-    """Of the last call of a module as a region."""
+    """What the previous call of a module left to be shared by the next: template, versions and metadata."""
 
     __slots__ = ("arguments", "draws", "input_versions", "metadata", "requires_grad")
 
     def __init__(self) -> None:
         self.arguments = Arguments()
-        self.draws = False  # random numbers
+        self.draws = False  # whether it drew random numbers
         self.input_versions: list[int] = []
         self.requires_grad: list[bool] = []
         self.metadata: list[Any] = []
 
 
 def same(last: list[Any], now: list[Any]) -> list[Any]:
-    """One list for both if they are equal."""
+    """Return `last` if the two lists are equal, so that one can be freed, else `now`."""
     return last if last == now else now

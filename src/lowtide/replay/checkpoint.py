@@ -1,6 +1,7 @@
-"""`checkpoint`: the replay engine (`region`) behind the interface of `torch.utils.checkpoint.checkpoint`.
+"""`lowtide.checkpoint`: the replay engine (`region`) with the interface of `torch.utils.checkpoint.checkpoint`.
 
-Under torch.compile and for `use_reentrant=True` this is torch's own function.
+It checks the options, handles torch.func transforms and `no_grad`, and calls `region.run`. Under `torch.compile` and
+for `use_reentrant=True` it calls torch's own function.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowtide.store.offload import SavedInStore
 
 _DETERMINISM_CHECKS = ("default", "values", "none")
 
-# What holds a region's inputs between its forward and its replay.
+# Objects that can hold a region's inputs between its forward and its replay.
 InputsKeeper = ActivationStore | saved_tensors_hooks
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -40,11 +41,11 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """`function(*args, **kwargs)`, with its intermediates recomputed in the backward instead of kept.
+    """Run `function(*args, **kwargs)`; recompute its intermediates in the backward instead of keeping them.
 
     A drop-in superset of `torch.utils.checkpoint.checkpoint`: same names, same meaning, gradients equal to the last
     bit on deterministic kernels. Beyond it: tensors in any nesting of containers and keywords count as inputs; buffers
-    written by the forward are written once; random states of every device in reach and of generators passed in are
+    written by the forward are written once; random states of every device in use and of generators passed in are
     replayed; an input, parameter or saved value changed in place before the backward raises `CheckpointError` instead
     of giving wrong gradients; `torch.func` transforms work (run plainly, with nothing dropped).
 
@@ -54,9 +55,9 @@ def checkpoint(
       checksums of its bits, `"none"` nothing.
     - `preserve_rng_state=True`, among the keywords as in torch: replay random numbers.
     - `store`, among the keywords too: an `ActivationStore` that holds the region's inputs until the replay, or
-      `torch.autograd.graph.saved_tensors_hooks` that hold each of them as they see fit.
+      `torch.autograd.graph.saved_tensors_hooks` that pack and unpack each of them.
 
-    Under `no_grad` the function is simply called. Under `torch.compile` this is torch's checkpoint, for the compiler.
+    Under `no_grad` the function is simply called. Under `torch.compile` torch's own checkpoint is called.
 
     >>> import torch, lowtide
     >>> x = torch.ones(3, requires_grad=True)
@@ -65,7 +66,7 @@ def checkpoint(
     """
     store = kwargs.pop("store", None)
     if torch.compiler.is_compiling():
-        # Dynamo knows torch's function by identity, and reads `context_fn` only as something made while tracing.
+        # Dynamo recognises torch's function by identity, and supports a `context_fn` only if it was made while tracing.
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = functools.partial(context_fn)
         function = functools.partial(_with_state, [], function)
@@ -123,15 +124,15 @@ def checkpoint(
         contexts=contexts,
     )
     if contexts is not None and not any(type(value) not in _compat.PLAIN_TYPES for value in _tensors(args, kwargs)):
-        _check_policy_is_used(contexts[0])  # under a subclass other ops run than the policy is asked about
+        _check_policy_is_used(contexts[0])  # with tensor subclasses, other ops run than the policy sees
     return output
 
 
 @_compat.never_compiled
 def _with_state(captured: list[FunctionState], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For torch's own checkpoint, `function` with replays that find what the first call found.
+    """Call `function` for torch's own checkpoint; replays restore the state that the first call read.
 
-    Traced, this is the function. It runs where a graph breaks at a region that changes attributes.
+    Under tracing it only calls the function. It has an effect where a graph breaks at a region that changes attributes.
     """
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
@@ -152,7 +153,7 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def store_hooks(store: InputsKeeper) -> Hooks:
-    """Pack and unpack hooks that keep a region's inputs in a store."""
+    """Return pack and unpack hooks that keep a region's inputs in a store."""
     hooks = SavedInStore(store, min_bytes=0) if isinstance(store, ActivationStore) else store
     return hooks.pack_hook, hooks.unpack_hook
 
@@ -172,10 +173,10 @@ def _check_policy_is_used(forward_context: AbstractContextManager[Any]) -> None:
 
 
 def _names_only_others(policy: Callable[..., Any], ran: list[str]) -> bool:
-    """Whether a policy speaks of particular ops and of none that ran.
+    """Return whether a policy names ops, and none that ran.
 
-    One that names no op (recompute whatever comes, or go by size) has chosen, and so has one that was asked about an
-    op it names.
+    A policy that names no op (recompute everything, or decide by size) is used as it is, and so is one that names an
+    op which ran.
     """
     code = getattr(policy, "__code__", None)
     if code is None:

@@ -1,4 +1,9 @@
-"""Errors of a replay that does not repeat its forward: what was found, the region, the likely cause and the cure."""
+"""Errors of replays that do not repeat their forward, with the region, the likely cause and what to do.
+
+`region`, `segment_replay`, `layer_pass` and `index_choices` raise them. All are `ReplayError`, which is both
+`lowtide.CheckpointError` and torch's `CheckpointError`, so that code written for torch's checkpoint catches it. The
+functions below build the messages; they search all living modules for the name of a region, and are slow.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,10 @@ _MAX_MISMATCHES = 3
 
 
 class ReplayError(CheckpointError, TorchCheckpointError):
-    """`lowtide.CheckpointError`, caught as well by code that waits for torch's."""
+    """A `lowtide.CheckpointError` that code which catches torch's `CheckpointError` catches too."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointError, self.args  # the class that goes by this name
+        return CheckpointError, self.args  # unpickled as the public class
 
 
 class OverwrittenError(ReplayError):
@@ -39,7 +44,7 @@ ReplayError.__module__ = CheckpointError.__module__
 
 
 def describe(function: Callable[..., Any]) -> str:
-    """What a person calls the region: the module's path and class, or the function's name and where it is."""
+    """Return a name for the region: the module's path and class, or the function's name, file and line."""
     target, suffix = function, ""
     while isinstance(target, functools.partial):  # of a layer's own method, or around one
         methods = (part for part in target.args if isinstance(getattr(part, "__self__", None), nn.Module))
@@ -57,7 +62,7 @@ def describe(function: Callable[..., Any]) -> str:
 
 
 def module_path(module: nn.Module) -> str:
-    """The dotted path of `module` below its root, found among all living modules: slow, and only for errors."""
+    """Return the dotted path of `module` below its root, by a search of all living modules: slow, for errors only."""
     modules = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     names: list[str] = []
     visited = {id(module)}
@@ -71,7 +76,7 @@ def module_path(module: nn.Module) -> str:
 
 
 def name_argument(function: Callable[..., Any], path: Path) -> str:
-    """`past_key_values['k']` for the path of an argument, with the function's own parameter names."""
+    """Return the name of an argument, such as `past_key_values['k']`, with the function's own parameter names."""
     root, *rest = path
     if isinstance(root, int):
         target = function.forward if isinstance(function, nn.Module) else function
@@ -129,7 +134,7 @@ def changes_its_input(function: Callable[..., Any]) -> ReplayError:
 
 
 def inner_checkpoint(function: Callable[..., Any], torch_error: Exception) -> ReplayError:
-    """The error of a checkpoint of torch's own inside of a region."""
+    """Return the error for a failed replay of torch's own checkpoint inside of a region."""
     return ReplayError(f"{_trim(str(torch_error))}\nregion: {describe(function)}")
 
 
@@ -145,7 +150,7 @@ def diverged(
     changed_state: Sequence[str],
     is_compiled: bool,
 ) -> ReplayError:
-    """What was found, the region, the first op that differed, the likely cause and the cure."""
+    """Return the error of a diverged replay: the finding, region, first op that differed, likely cause and cure."""
     lines = [finding, f"region: {describe(function)}"]
     if difference is not None:
         position, before, after = difference
@@ -162,7 +167,7 @@ def diverged(
 
 
 def mismatch(saved: Sequence[Sequence[Any]], recomputed: Sequence[Sequence[Any]]) -> str:
-    """How the saves of a replay differ from those of its forward, in the words of torch's own checkpoint."""
+    """Describe how the saves of a replay differ from the forward's, worded as in torch's own checkpoint."""
     if len(saved) != len(recomputed):
         return (
             "A different number of tensors was saved during the original forward and recomputation.\n"
@@ -184,7 +189,7 @@ def mismatch(saved: Sequence[Sequence[Any]], recomputed: Sequence[Sequence[Any]]
 
 
 def _form(metadata: Sequence[Any]) -> str:
-    if not metadata:  # nothing is compared, so nothing is noted
+    if not metadata:  # determinism_check="none" records nothing
         return "unchecked"
     shape, dtype, device, *values = metadata
     checksum = f", checksum {int(values[0])}" if values else ""
@@ -220,7 +225,7 @@ def _cause(difference: Difference | None, preserves_rng: bool, changed_state: Se
 
 
 def graph_ops(outputs: Sequence[Tensor] | None, since: int) -> list[str]:
-    """Names of the differentiable ops numbered `since` or later that lead to `outputs` (or to the node running now)."""
+    """List the differentiable ops numbered `since` or later that lead to `outputs` (or to the running node)."""
     roots = None if outputs is None else [output.grad_fn for output in outputs]
     names = (re.sub(r"Backward\d*$", "", node.name()) for node in _compat.autograd_nodes_since(since, roots))
     return [_snake(name) for name in names if "AccumulateGrad" not in name]
@@ -231,7 +236,7 @@ def _snake(name: str) -> str:
 
 
 def first_difference(forward: Sequence[str], replay: Sequence[str] | None) -> Difference | None:
-    """Where two op sequences part. The forward's may lack its end, which the running node does not lead to."""
+    """Return the first difference of two op sequences. The forward's may lack ops after the running node."""
     if replay is None:
         return None
     pairs = enumerate(zip_longest(forward, replay[: len(forward)], fillvalue="nothing"))
@@ -239,7 +244,7 @@ def first_difference(forward: Sequence[str], replay: Sequence[str] | None) -> Di
 
 
 def _trim(message: str) -> str:
-    """torch's finding without its page of tips, and with at most three of the tensors that differ."""
+    """Shorten torch's message: no tips, and at most three of the tensors that differ."""
     message = message.split("\nTip:")[0].rstrip().rstrip(".").rstrip()
     head, *tensors = re.split(r"(?=^tensor at position)", message, flags=re.MULTILINE)
     shown = tensors[:_MAX_MISMATCHES]

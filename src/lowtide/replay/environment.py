@@ -1,8 +1,9 @@
-"""What a function reads from around it without being passed it: random numbers and torch's modes.
+"""Capture and restore random states and torch's modes around a replay.
 
-The replay of a region draws the forward's random numbers, under the forward's autocast, default dtype and default
-device; afterwards everything is as the backward had it. A generator that counts an offset (CUDA's) is captured as two
-numbers, others as a copy of their state.
+A forward depends on state of the process and of its thread: the states of random generators, autocast, the default
+dtype and the default device. `region` captures them in an `Environment` before each forward and restores them for the
+replay; afterwards the values of the backward are set again. A generator that counts an offset (CUDA's) is captured as
+seed and offset, others as a copy of their state. If the forward drew no random numbers, no states are kept.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""What a function can read without being passed it, found from the function alone, as its forward found it.
+"""Capture and restore everything that a function reads without being passed it.
 
-A module, a bound method's owner, a partial's parts, closure cells, defaults, and the globals its code names, a few
-steps deep. (Recording every op of every forward would find more, and cost more than many regions are worth.)
+`lowtide.checkpoint` takes any callable. `CapturedState` finds what it reads from the function object alone: modules,
+the owner of a bound method, the parts of a partial, closure cells, defaults, and the globals that its code names, up to
+4 steps deep. (Recording every op of every forward would find more, and cost more than many regions save.)
+`FunctionState` captures the values before the forward and restores them for replays:
 
-Modules are restored by `module_state`. A closed-over tensor gets its value back if it is small and has no gradient;
-changed in place otherwise, it is lost. Random states of Python and numpy and small arrays get their contents back. A
-variable that something else than the forward has bound anew (the variable of a loop that a lambda closes over) is bound
-to the forward's value for the replay. A variable that the forward itself binds anew is left alone: counting the runs of
-a function is what such variables are for.
+- Modules are restored by `module_state`.
+- A closed-over tensor is copied if it is at most 256 KiB and requires no gradient. A replay that reads another one
+  after it was changed in place is refused.
+- Random states of Python and numpy, and small arrays, are copied.
+- A variable that was rebound after the forward, such as a loop variable that a lambda closes over, is bound to the
+  forward's value for the replay. A variable that the forward itself rebinds is not: such variables count calls.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _ABSENT: Any = object()
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """The module that a function runs and nothing else: the function itself, or the owner of its forward."""
+    """Return the module that a function runs and nothing else: the function itself, or the owner of its forward."""
     if isinstance(function, nn.Module):
         return function
     if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
@@ -44,7 +47,10 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
 
 
 class CapturedState:
-    """Modules (and whether the function surely runs all of each), tensors, generators and variables of a function."""
+    """Modules, tensors, generators and variables that a function reads.
+
+    `modules` maps each module to whether the function surely runs all of it.
+    """
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         self.modules: dict[nn.Module, bool] = {}
@@ -125,7 +131,7 @@ class CapturedState:
 
 
 def _is_hidden(value: Any) -> bool:
-    """Whether this is one of an engine's own books, which lead to the whole model and hold nothing a layer reads."""
+    """Return whether this is an engine's own object, which leads to the whole model and which no layer reads."""
     return getattr(type(value), "hidden_from_replay", False)
 
 
@@ -136,7 +142,7 @@ _SKIPPED = (
 
 
 class FunctionState:
-    """Everything in a function's reach, from just before its forward to its last replay."""
+    """The state that a function reads, from just before its forward to its last replay."""
 
     __slots__ = (
         *(
@@ -155,17 +161,17 @@ class FunctionState:
     )
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
-        reach = CapturedState(function, arguments)
-        self._snapshots = list(map(snapshot_of, reach.modules))
-        self._runs_all = list(reach.modules.values())
+        captured = CapturedState(function, arguments)
+        self._snapshots = list(map(snapshot_of, captured.modules))
+        self._runs_all = list(captured.modules.values())
         self._is_done = False
-        self._generators = reach.generators
-        small = [tensor for tensor in reach.tensors if _is_small_state(tensor)]
+        self._generators = captured.generators
+        small = [tensor for tensor in captured.tensors if _is_small_state(tensor)]
         self._copied = list({id(tensor): tensor for tensor in small}.values())
-        self._tracked = [tensor for tensor in reach.tensors if not _is_small_state(tensor)]
+        self._tracked = [tensor for tensor in captured.tensors if not _is_small_state(tensor)]
         self._copies, self._versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
-        self._cells, self._globals = reach.cells, reach.globals
-        states = list({id(state): state for state in reach.states}.values())
+        self._cells, self._globals = captured.cells, captured.globals
+        states = list({id(state): state for state in captured.states}.values())
         self._states = [(state, copy_of(state)) for state in states]
 
     def devices(self) -> set[torch.device]:
@@ -175,32 +181,32 @@ class FunctionState:
         return [*self._generators, *(generator for each in self._snapshots for generator in each.generators())]
 
     def forward_done(self, *, runs_all: bool) -> FunctionState:
-        """This, with what the forward wrote and bound noted. `runs_all` is False if it ran a part of the modules."""
+        """Record what the forward wrote and rebound; return self. `runs_all`: whether it surely ran whole modules."""
         self._is_done = True
         pairs = zip(self._snapshots, self._runs_all, strict=True)
         self._snapshots = [snapshot.forward_done(runs_all=runs_all and is_whole) for snapshot, is_whole in pairs]
         self._versions = [*self._versions, *_compat.versions_of(self._tracked)]
-        self._cells = [found for found in self._cells if _contents(found[0]) is found[1]]
-        self._globals = [found for found in self._globals if found[0].get(found[1]) is found[2]]
+        self._cells = [(cell, value) for cell, value in self._cells if _contents(cell) is value]
+        self._globals = [each for each in self._globals if each[0].get(each[1]) is each[2]]
         return self
 
     def lost(self) -> list[tuple[str, Tensor]]:
-        """Tensors changed in place since the forward, with no copy to go back to: what they are called, and they."""
-        found = [each for snapshot in self._snapshots for each in snapshot.lost()]
+        """List tensors that were changed in place since the forward and have no copy, each after its description."""
+        lost = [each for snapshot in self._snapshots for each in snapshot.lost()]
         if not self._is_done:
-            return found
+            return lost
         for tensor, version in zip(self._tracked, self._versions[len(self._copied) :], strict=True):
             if _compat.version_of(tensor) != version:
-                found.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
-        return found
+                lost.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
+        return lost
 
     def restore(self, *, is_done: bool = True) -> Callable[[], None]:
-        """Put everything back to what the forward found; call the result to have all as it is now."""
+        """Restore what the forward read; call the result to restore the present state."""
         cells = [(cell, live) for cell, contents in self._cells if (live := _contents(cell)) is not contents]
         names = [
-            (place, name, live)
-            for place, name, value in self._globals
-            if (live := place.get(name, _ABSENT)) is not value
+            (namespace, name, live)
+            for namespace, name, value in self._globals
+            if (live := namespace.get(name, _ABSENT)) is not value
         ]
         values, versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
         present = [(state, copy_of(state)) for state, _ in self._states]
@@ -217,18 +223,18 @@ class FunctionState:
                     del cell.cell_contents
                 else:
                     cell.cell_contents = live
-            for place, name, live in names:
+            for namespace, name, live in names:
                 if live is _ABSENT:
-                    place.pop(name, None)
+                    namespace.pop(name, None)
                 else:
-                    place[name] = live
+                    namespace[name] = live
 
         for cell, contents in self._cells:
             if cells:
                 cell.cell_contents = contents
         if names:
-            for place, name, value in self._globals:
-                place[name] = value
+            for namespace, name, value in self._globals:
+                namespace[name] = value
         _compat.overwrite_all(self._copied, self._copies, self._versions[: len(self._copied)])
         for state, contents in self._states:
             fill(state, contents)

@@ -1,13 +1,13 @@
-"""Choices that ops make by their numbers: made once in the forward, and the same in every replay.
+"""Index choices: the integer outputs of `topk`, `sort`, `argmax`, `nonzero` and similar ops, repeated by every replay.
 
-A router picks the experts of a token with `topk`. A replay computes the scores again, and where kernels are not
-deterministic a near tie may go to another expert: the gradients would be those of another function, and with
-`grouped_mm` no shape tells. So the integer outputs of such ops (`topk`, `sort`, `argmax`, `nonzero`, ...) are kept, one
-small copy of each, and a replay returns them again. Whatever is derived from them is then the same too.
+A mixture-of-experts router picks the experts of a token with `topk`. A replay computes the scores again, and with
+kernels that are not deterministic a near tie may go to another expert. The gradients would be those of another
+function, and with `grouped_mm` no shape would show it. So the forward keeps one small copy of each integer output, and
+replays return these copies. Everything derived from them is then the same too.
 
-Choices are kept in a `IndexChoiceLog`, in the order in which the outermost region makes them. A region inside it notes
-where in the log it begins, so that its own replay and that of the region around it find the same choices. Only the
-modules whose own ops choose run under a dispatch mode, and only inside of regions.
+The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores the
+position in that log at which it begins, so that its own replay and the outer one read the same entries. Only modules
+whose own ops return indices run under a dispatch mode, and only inside of regions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtide.replay.op_facts import facts_of
 
 
 class IndexChoice(NamedTuple):
-    """What an op chose: all that it gave, in parts, with None for floating-point ones, and how to put that together."""
+    """The output of one op: its parts, None for floating-point ones, and a function that rebuilds it from parts."""
 
     op: Any
     parts: list[Tensor | None]
@@ -35,13 +35,13 @@ IndexChoiceLog = list[IndexChoice]
 
 
 class _Cursor:
-    """Where a thread is in a log. A forward that comes to its end adds to it, a replay must not."""
+    """A thread's position in a log. A forward appends to the log at its end; a replay only reads it."""
 
     __slots__ = ("is_choosing", "is_replay", "log", "position")
 
     def __init__(self, log: IndexChoiceLog, position: int, *, is_replay: bool) -> None:
         self.log, self.position, self.is_replay = log, position, is_replay
-        self.is_choosing = False  # whether the mode is in force already
+        self.is_choosing = False  # whether the dispatch mode is already in force
 
 
 class _CurrentLog(threading.local):
@@ -52,20 +52,20 @@ _now = _CurrentLog()
 
 
 def begin() -> tuple[IndexChoiceLog, int]:
-    """The log of a region that begins now, and its place there: in that of the region around it, if there is one."""
+    """Return the log of a region that begins now and its position there; an inner region uses the outer one's log."""
     cursor = _now.cursor
     return ([], 0) if cursor is None else (cursor.log, cursor.position)
 
 
 def recording(log: IndexChoiceLog, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a region, whose choices are added to `log`."""
-    if _now.cursor is not None:  # it is the log of the region around this one
+    """Run the forward of a region and append its index choices to `log`."""
+    if _now.cursor is not None:  # the outer region records
         return forward(*args, **kwargs)
     return _at(_Cursor(log, 0, is_replay=False), forward, args, kwargs)
 
 
 def replaying(log: IndexChoiceLog, start: int, replay: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the replay of a region that began at `start` in `log`, with the choices of its forward."""
+    """Run the replay of a region that began at `start` in `log`, with the index choices of its forward."""
     return _at(_Cursor(log, start, is_replay=True), replay, args, kwargs)
 
 
@@ -78,7 +78,7 @@ def _at(cursor: _Cursor, call: Callable[..., Any], args: Any, kwargs: dict[str, 
 
 
 def choosing(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a module that chooses; outside of regions as it is."""
+    """Run the forward of a module whose ops return indices; outside of regions, just call it."""
     cursor = _now.cursor
     if cursor is None or cursor.is_choosing:
         return forward(*args, **kwargs)
@@ -91,7 +91,7 @@ def choosing(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _IndexChoiceMode(_compat.DispatchMode):
-    """Keeps the choices of a forward, and returns them in its replays."""
+    """Records the index choices of a forward, and returns them in its replays."""
 
     def __init__(self, cursor: _Cursor) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _IndexChoiceMode(_compat.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, cursor = kwargs or {}, self._cursor
-        if _now.cursor is not cursor or not _chooses(func):  # ops of a replay inside are not the region's
+        if _now.cursor is not cursor or not _chooses(func):  # ops of an inner replay belong to another region
             return func(*args, **kwargs)
         number, cursor.position = cursor.position, cursor.position + 1
         if number < len(cursor.log):
@@ -108,14 +108,14 @@ class _IndexChoiceMode(_compat.DispatchMode):
             raise _differs(func, "the forward made no choice there")
         output = func(*args, **kwargs)
         parts, build = _compat.flattened(output)
-        with _compat.bare_kernels():  # copies, as the model may write to its own
+        with _compat.bare_kernels():  # copies, as the model may write to the originals
             copies = [None if part.is_floating_point() else part.clone() for part in parts]
         cursor.log.append(IndexChoice(func, copies, build))
         return output
 
 
 def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op gives in a replay, with its choice in the forward."""
+    """Return the output of an op in a replay, with the indices of its forward."""
     if choice.op is not func:
         raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
     if None not in choice.parts and "random" not in facts_of(func).flags:
@@ -135,15 +135,15 @@ def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> An
 
 
 def _values_at(indices: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The values that topk, sort, max and the like give along with `indices`."""
+    """Return the values that topk, sort, max and similar ops return along with `indices`."""
     source, names = args[0], facts_of(func).argument_names
     if not source.dim():
         return source
     at = names.index("dim")
     dim = args[at] if at < len(args) else kwargs.get("dim", -1)
     is_reduced = indices.dim() < source.dim()
-    found = source.gather(dim, indices.unsqueeze(dim) if is_reduced else indices)
-    return found.squeeze(dim) if is_reduced else found
+    values = source.gather(dim, indices.unsqueeze(dim) if is_reduced else indices)
+    return values.squeeze(dim) if is_reduced else values
 
 
 def _differs(func: Any, finding: str) -> ReplayError:
@@ -153,7 +153,7 @@ def _differs(func: Any, finding: str) -> ReplayError:
     )
 
 
-_known: dict[int, bool] = {}  # by the id of an op, which lives as long as torch does and takes long to hash
+_known: dict[int, bool] = {}  # by the id of an op: ops live as long as torch and are slow to hash
 
 
 def _chooses(func: Any) -> bool:

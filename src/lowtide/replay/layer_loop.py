@@ -1,12 +1,12 @@
-"""`ActivationCheckpointer`: checkpoints of a layer loop of your own, with no autograd needed.
+"""`ActivationCheckpointer`: activation checkpointing for a layer loop that the user writes, without autograd.
 
-The activation of layer `i` is its output. `forward` keeps the outputs that the policy keeps, and the input. `recompute`
-starts from the nearest one that is still there, at or before its target. `backward` goes back a segment at a time and
-runs each segment once more. With `Revolve`, memory is bounded by slots instead, and layers run as often as the theory
-says. Layers are run without gradients: autograd would keep everything that is dropped here.
+The activation of layer `i` is its output. `forward` keeps the input and the outputs that the policy selects.
+`recompute` starts from the nearest kept output at or before its target. `backward` goes back one segment at a time and
+runs each segment once more; with `Revolve`, a number of slots bounds the memory, and layers run as often as that
+schedule needs. Layers run under `no_grad`, as autograd would keep everything that is dropped here.
 
-This file is what a user calls. `layer_pass` runs layers and replays them, with the random numbers and buffers of their
-forward; `kept_states` holds activations in a store.
+This file is the public class. `layer_pass` runs and replays the layers with the random numbers and buffers of their
+forward, and holds the activations in an `ActivationStore`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ActivationCheckpointer:
     """Keeps some activations of a layer loop, and recomputes the others from the nearest one that is there.
 
     - `policy`: which layers are kept (`EveryN(4)`: 0, 4, 8 ...).
-    - `max_checkpoints`: how many at most; beyond it `forward` keeps no more, and `save` raises `CapacityError`. A
+    - `max_checkpoints`: how many at most; beyond it `forward` keeps no more and `save` raises `CapacityError`. A
       policy that bounds memory (`SqrtN`, `Uniform`, `Revolve`) is refused if it keeps more.
     - `budget`: bytes, or `"1GiB"`, for the kept layers and the input. When it is full, layers are evicted, and
       recomputed when they are asked for. The input is never evicted.
@@ -111,7 +111,7 @@ class ActivationCheckpointer:
         memo[id(self)] = new = self._copied(deep=True)
         return new
 
-    # Checkpoints by hand
+    # Single activations
 
     def save(self, i: int, x: State, *, cost: float | None = None) -> None:
         """Keep `x` as the activation of layer `i`: a `CapacityError` beyond `max_checkpoints`, unless it renews one."""
@@ -124,7 +124,7 @@ class ActivationCheckpointer:
         self._put(slot, x, cost)
 
     def maybe_save(self, i: int, x: State, *, cost: float | None = None) -> bool:
-        """Keep `x` as the activation of layer `i` if the policy keeps that layer, and there is room. Tells whether."""
+        """Keep `x` as the activation of layer `i` if the policy keeps that layer and there is room; return whether."""
         if isinstance(self.policy, Selective):
             is_kept = not self.policy.decide(1, None if cost is None else [cost])[0]
         else:
@@ -146,24 +146,24 @@ class ActivationCheckpointer:
         return value
 
     def take(self, i: int) -> State:
-        """`get`, then let go of it."""
+        """Return the kept activation of layer `i` and release it."""
         value = self.get(i)
         self.remove(i)
         return value
 
     def remove(self, i: int) -> None:
-        """Let go of the kept activation of layer `i`, if there is one."""
+        """Release the kept activation of layer `i`, if there is one."""
         self._states.drop(self._slot(i))
 
     def clear(self) -> None:
-        """Let go of everything, and count from zero."""
+        """Release everything and reset the counters."""
         self._states.clear()
         self._pass = LayerPass(self._states)
         self._output: tuple[weakref.ref[Any], Fingerprint] | None = None  # of the last forward
         self._saved_bytes = 0
 
     def is_checkpoint_layer(self, i: int, n: int | None = None, *, costs: Sequence[float] | None = None) -> bool:
-        """Whether the policy keeps layer `i` (of `n`, with `costs`, for policies that need to know)."""
+        """Return whether the policy keeps layer `i` (of `n`, with `costs`, for policies that need these)."""
         return not (self.policy.should_checkpoint(i) if n is None else self.policy.decide(n, costs)[i])
 
     @property
@@ -174,7 +174,7 @@ class ActivationCheckpointer:
 
     @property
     def stored_bytes(self) -> int:
-        """What the kept layers really take, as encoded; the input, which is the caller's, is not counted."""
+        """Encoded bytes of the kept layers; the input, which belongs to the caller, is not counted."""
         return sum(self._states.held_bytes_by_tier().values())
 
     @property
@@ -184,7 +184,7 @@ class ActivationCheckpointer:
         return self._saved_bytes + self._states.evicted_bytes
 
     def stats(self) -> LayerStats:
-        """What is held where, and what it took."""
+        """Return what is held in which tier, and how many layers ran."""
         return LayerStats(
             num_checkpoints=self.num_checkpoints,
             num_created=self._states.num_created,
@@ -205,7 +205,7 @@ class ActivationCheckpointer:
         `costs` are what recomputing each of `layers` takes, for policies and for the order of eviction.
 
         A forward that is given the output of the one before, and other layers, continues it: `[0, 1, 2]`, then
-        `[3, 4, 5]`. Any other begins a new pass, and lets go of the one before. A layer may stand in `layers` more than
+        `[3, 4, 5]`. Any other begins a new pass and releases the one before. A layer may appear in `layers` more than
         once. Runs without gradients.
         """
         layers = list(layers)
@@ -225,9 +225,9 @@ class ActivationCheckpointer:
             raise
 
     def recompute(self, i: int, layers: Sequence[int], fn: LayerFn) -> State:
-        """The activation of layer `i`, from the nearest layer at or before it that is kept, or from the input.
+        """Return the activation of layer `i`, recomputed from the nearest kept layer at or before it or from the input.
 
-        `layers` are those that ran, or a part of them without gaps, of which the first is taken. Where `i` stands in it
+        `layers` are those that ran, or a contiguous part of them; its first occurrence is used. If `i` appears in it
         more than once, the last counts: `recompute(1, [0, 1], fn)` is the first 1 of `[0, 1, 0, 1]`.
         """
         layers, ran = list(layers), self._pass.ran
@@ -235,7 +235,7 @@ class ActivationCheckpointer:
             raise ValueError(f"layer {i} is not among the layers {_shorten(layers)}")
         index = len(layers) - 1 - layers[::-1].index(i)
         if not ran:
-            return self._recompute_by_hand(layers[: index + 1], fn)
+            return self._recompute_saved(layers[: index + 1], fn)
         starts = range(len(ran) - len(layers) + 1)
         offset = next((start for start in starts if ran[start : start + len(layers)] == layers), None)
         if offset is None:
@@ -246,7 +246,7 @@ class ActivationCheckpointer:
         """Go back through `layers`, `backward_fn(activation_in, grad, i)` for each; gives the gradient of the input.
 
         `layers` are those that ran, or the last of them: then another `backward` goes on with the others. Runs each
-        segment between kept layers once more (with `Revolve`: the optimal schedule) and lets go of what it has used.
+        segment between kept layers once more (with `Revolve`: the optimal schedule) and releases what it has used.
         """
         layers, ran = list(layers), self._pass.ran
         first = len(ran) - len(layers)
@@ -255,7 +255,7 @@ class ActivationCheckpointer:
         if first < 0 or ran[first:] != layers:
             raise self._not_what_ran(layers)
         self._output = None
-        self._states.drop(len(ran) - 1)  # the output, which going back does not need
+        self._states.drop(len(ran) - 1)  # the output, which the backward does not need
         try:
             if isinstance(self.policy, Revolve) and first == 0 and ran:
                 grad = self._pass.revolve(self.policy.slots, grad, fn, backward_fn)
@@ -281,7 +281,7 @@ class ActivationCheckpointer:
             if index == 0 or position - 1 in self._states:
                 current.begin_run(fn, x)
             if isinstance(self.policy, Revolve) and index == len(layers) - 1:
-                current.hold_at_hand(x)  # the theory goes straight on to this layer's backward
+                current.hold_at_hand(x)  # the schedule continues with this layer's backward
             x = current.run(fn, x, layer)
             current.ran.append(layer)
             if recomputed[index] or not self._keep(position, x, None if costs is None else costs[index]):
@@ -291,14 +291,14 @@ class ActivationCheckpointer:
         return x
 
     def _continues(self, x: State, layers: list[int]) -> bool:
-        """Whether a forward goes on where the last one ended. The schedule of `Revolve` is for all layers at once."""
+        """Return whether a forward continues the last one. `Revolve` schedules all layers at once and never does."""
         if self._output is None or isinstance(self.policy, Revolve) or not set(layers).isdisjoint(self._pass.ran):
             return False
         output, mark = self._output
         return output() is x and mark.still_holds(x)
 
     def _decide(self, layers: list[int], costs: Sequence[float] | None) -> list[bool]:
-        """By position for policies that see all layers, by the layer's own number where the rule needs no more."""
+        """Return which layers are recomputed, decided by their numbers if the policy can, else by their positions."""
         if isinstance(self.policy, MaxBytes):  # decides as sizes get known, in `_keep`
             return [False] * len(layers)
         try:
@@ -310,7 +310,7 @@ class ActivationCheckpointer:
         return decisions
 
     def _keep(self, slot: Hashable, x: State, cost: float | None) -> bool:
-        """Keep a state that the policy keeps, if there is room for it. Tells whether there was."""
+        """Keep a state that the policy keeps, if there is room; return whether there was."""
         if slot not in self._states and not self._has_slot_left():
             return False
         if isinstance(self.policy, MaxBytes):
@@ -338,16 +338,16 @@ class ActivationCheckpointer:
         return len(self._states) < self.max_checkpoints
 
     def _slot(self, i: int) -> Hashable:
-        """Where the activation of layer `i` is kept: by the position where it last ran, if it did."""
+        """Return the key of the activation of layer `i`: the position where it last ran, if it did."""
         ran = self._pass.ran
         return len(ran) - 1 - ran[::-1].index(i) if i in ran else ("layer", i)
 
-    def _recompute_by_hand(self, layers: list[int], fn: LayerFn) -> State:
-        """From what `save` kept, where no forward ran."""
+    def _recompute_saved(self, layers: list[int], fn: LayerFn) -> State:
+        """Recompute from an activation that `save` kept, as no forward ran."""
         for index in reversed(range(len(layers))):
             x = self._states.get(self._slot(layers[index]))
             if x is not None:
-                return self._pass.replay_by_hand(x, layers[index + 1 :], fn)
+                return self._pass.replay_saved(x, layers[index + 1 :], fn)
         raise StoreError(f"there is no input to start from: {_CALL_FORWARD}")
 
     def _new_store(self) -> ActivationStore:
@@ -377,7 +377,7 @@ _CALL_FORWARD = "call forward(x, layers, fn) first, with enabled=True"
 
 
 def _check_limit(policy: Policy, num_kept: int, max_checkpoints: int | None) -> None:
-    """Raise where a policy that bounds memory would hold more than it says, since too few layers may be kept."""
+    """Raise if a policy that bounds memory keeps more layers than `max_checkpoints` allows."""
     if max_checkpoints is not None and num_kept > max_checkpoints:
         raise ValueError(
             f"{policy} keeps {num_kept} layers beside the input, and max_checkpoints is {max_checkpoints}: raise "

@@ -1,17 +1,12 @@
-"""What a run of layers found around it: random states, torch's modes, modules, and what their function closes over.
+"""One pass through the layers of `ActivationCheckpointer`: the kept activations, replays, and the way back.
 
-One of these is taken where a replay may start. Layers that follow one another then find in a replay what they found in
-the forward, since the replay changes it in the same way.
+A state is the output of the layer at a position, a tensor or a numpy array; the input is the state at position -1.
 
-The kept activations of a layer loop, in an `ActivationStore` that may evict some of them and may be shared.
-
-A state is the output of a layer, a tensor or a numpy array, under its position in the loop. What the store has evicted
-is noted when it is missed. Whatever is left when this object goes is released from the store.
-
-One pass through the layers of a loop: what ran, where a replay can start, and the way back.
-
-A state is the output of the layer at a position; the input is the state at -1. Replays start at a kept state, in what
-`LayerState` took there, and go on through the layers in the order they ran.
+- `LayerState` captures random states, torch's modes, modules and closed-over values at a position where a replay may
+  start. One capture serves all layers up to the next, as the replay changes these values in the same way.
+- `KeptStates` holds states in an `ActivationStore`, which may be shared and may evict some of them. Evictions are
+  counted when a state is looked up and is missing. States that are left when the object is deleted are released.
+- `LayerPass` records which layers ran, and replays them from the nearest kept state in the order they ran.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ from lowtide.units import format_bytes
 
 
 class LayerState:
-    """What `function` finds around it now, when it is about to be called with `x`."""
+    """The state that `function` reads, captured just before it is called with `x`."""
 
     __slots__ = ("_environment", "_function", "_is_done", "_state")
 
@@ -56,16 +51,16 @@ class LayerState:
         self._is_done = False
 
     def done(self) -> None:
-        """The run is over: note what it wrote."""
+        """Record what the run wrote, once it is over."""
         if not self._is_done:
             self._state = self._state.forward_done(runs_all=False)
             self._is_done = True
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A block that is a replay of the run. Afterwards everything is as it was before the block."""
+        """A context for a replay of the run. Afterwards the state of before is restored."""
         lost = self._state.lost()
-        # More is in reach than the layers use: refuse only if they read it.
+        # Captured state may be unused: refuse only if the layers read it.
         guard = ReadGuard([tensor for _, tensor in lost], self._refuse) if lost else nullcontext()
         undo_state = self._state.restore(is_done=self._is_done)
         try:
@@ -90,13 +85,13 @@ _numbers = itertools.count(1)
 
 
 class _Kept(NamedTuple):
-    nbytes: int  # as given, before any codec
+    nbytes: int  # before any codec
     cost: float | None
     is_array: bool
 
 
 class KeptStates:
-    """States by position (or by another key), in a store. The input is never evicted, and is not counted."""
+    """States by position (or another key), in a store. The input is never evicted and not counted."""
 
     hidden_from_replay = True
 
@@ -105,16 +100,16 @@ class KeptStates:
         self._name = f"checkpointer {next(_numbers)}"
         self._kept: dict[Hashable, _Kept] = {}
         self._evicted: set[Hashable] = set()
-        self._by_worth: list[tuple[float, int, Hashable]] = []  # the least worth keeping first
+        self._by_worth: list[tuple[float, int, Hashable]] = []  # the least valuable first
         self._age = 0
         self.num_created = self.num_evicted = self.evicted_bytes = 0
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether it is kept; it may have been evicted since it was last looked for."""
+        """Return whether a state was kept; it may have been evicted since."""
         return key in self._kept
 
     def __iter__(self) -> Iterator[Hashable]:
-        """What is kept, the input left out."""
+        """Iterate over the kept states, without the input."""
         return (key for key in list(self._kept) if key != INPUT)
 
     def __len__(self) -> int:
@@ -122,7 +117,7 @@ class KeptStates:
 
     def put(self, key: Hashable, value: State, cost: float | None = None) -> None:
         is_array = isinstance(value, np.ndarray)
-        # An array counts no changes, so the store gets a copy of its own.
+        # Arrays have no version counter, so the store gets a copy.
         tensor = torch.from_numpy(np.array(value, order="C")) if is_array else value
         self.store.put(self._key(key), tensor, cost=cost, evictable=key != INPUT)
         self.num_created += key != INPUT and key not in self._kept
@@ -130,7 +125,7 @@ class KeptStates:
         self._evicted.discard(key)
 
     def get(self, key: Hashable) -> State | None:
-        """The state as it was put; None if it was not, or was evicted."""
+        """Return a state; None if it was not kept or was evicted."""
         kept = self._kept.get(key)
         if kept is None:
             return None
@@ -141,7 +136,7 @@ class KeptStates:
         return value.numpy().copy() if kept.is_array else value
 
     def drop(self, key: Hashable) -> None:
-        """Let go of a state, if it is here."""
+        """Release a state, if it is kept."""
         if self._kept.pop(key, None) is not None:
             self.store.release_later(self._key(key))
 
@@ -149,9 +144,9 @@ class KeptStates:
         return key in self._evicted
 
     def make_room(self, budget_bytes: int, key: Hashable, nbytes: int, cost: float | None) -> int | None:
-        """Drop states that are worth less per byte than this one, until it fits too; of equals the earlier one stays.
+        """Drop states with a lower cost per byte than this one until it fits; of equal ones the earlier stays.
 
-        The bytes dropped, or None if this one is worth the least.
+        Return the bytes dropped, or None if this one has the lowest cost per byte.
         """
         self._age += 1
         heapq.heappush(self._by_worth, ((1.0 if cost is None else cost) / max(nbytes, 1), -self._age, key))
@@ -168,7 +163,7 @@ class KeptStates:
         return dropped_bytes
 
     def clear(self) -> None:
-        """Let go of everything, and count from zero."""
+        """Release everything and reset the counters."""
         for key in list(self._kept):
             self.drop(key)
         self._evicted.clear()
@@ -176,13 +171,13 @@ class KeptStates:
         self.num_created = self.num_evicted = self.evicted_bytes = 0
 
     def look(self) -> None:
-        """Note what was evicted."""
+        """Count the states that the store has evicted."""
         for key in list(self._kept):
             if not self.store.has(self._key(key)):
                 self._note_evicted(key)
 
     def held_bytes_by_tier(self) -> dict[str, int]:
-        """What the states take as they are written, the input left out."""
+        """Return the encoded bytes of the states in each tier, without the input."""
         stats = self.store.stats()
         keys = {self._key(key) for key in self}
         held = Counter(dict.fromkeys(stats.held_bytes_by_tier, 0))
@@ -192,7 +187,7 @@ class KeptStates:
         return dict(held)
 
     def copied(self, store: ActivationStore, *, deep: bool) -> KeptStates:
-        """The same states under keys of their own."""
+        """Return a copy with the same states under other keys."""
         new = KeptStates(store)
         for key, kept in list(self._kept.items()):
             value = self.get(key)
@@ -223,10 +218,10 @@ BackwardFn = Callable[[State, Any, int], Any]
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What a checkpointer holds and has done since the pass began (or since `clear`).
+    """What a checkpointer holds, and what it did since the pass began (or since `clear`).
 
-    Bytes are of layers: the input, which is the caller's, is not counted. `num_created` layers were kept, a layer saved
-    again counts once; `num_evicted` of them were dropped by the store for want of room, `num_checkpoints` are there.
+    Bytes are those of layers; the input, which belongs to the caller, is not counted. `num_created` layers were kept (a
+    layer that is saved again counts once), `num_evicted` of them were evicted by the store, `num_checkpoints` remain.
     """
 
     num_checkpoints: int
@@ -241,7 +236,7 @@ class LayerStats:
 
     @property
     def stored_bytes(self) -> int:
-        """In all tiers."""
+        """Bytes of kept layers in all tiers."""
         return sum(self.stored_bytes_by_tier.values())
 
     @property
@@ -259,19 +254,19 @@ class LayerStats:
 
 
 class LayerPass:
-    """The layers that ran, in `ran`, and how to have their outputs again. Going back takes layers off its end."""
+    """Runs layers, records them in `ran`, and recomputes their outputs. Going back removes layers from its end."""
 
     hidden_from_replay = True
 
     def __init__(self, states: KeptStates) -> None:
         self.states = states
         self.ran: list[int] = []
-        self._captured: dict[int, LayerState] = {}  # before the layers at these positions
+        self._captured: dict[int, LayerState] = {}  # the state before the layers at these positions
         self._at_hand: tuple[State, Fingerprint] | None = None
         self.num_forwards = self.num_replayed = self.max_held = 0
 
     def copied(self, states: KeptStates, *, deep: bool) -> LayerPass:
-        """The same with other states."""
+        """Return a copy that uses other states."""
         new = LayerPass(states)
         new.__dict__.update(self.__dict__ | {"states": states})
         new.ran, new._captured = list(self.ran), dict(self._captured)
@@ -284,21 +279,21 @@ class LayerPass:
     # Forward
 
     def begin_run(self, fn: LayerFn, x: State) -> None:
-        """A replay may start at the next layer."""
+        """Capture the state before the next layer, so that a replay can start there."""
         self.end_run()
         self._captured[len(self.ran)] = LayerState(fn, x)
 
     def end_run(self) -> None:
-        """What follows is not part of the run of layers that `begin_run` began."""
+        """End the run of layers that `begin_run` began."""
         if self._captured:
             self._captured[max(self._captured)].done()
 
     def hold_at_hand(self, x: State) -> None:
-        """Hold the input of the next layer, which is the last, for its backward."""
+        """Hold the input of the next layer, the last one, for its backward."""
         self._at_hand = x, Fingerprint(x)
 
     def run(self, fn: LayerFn, x: State, layer: int, *, again: bool = False) -> State:
-        """The output of a layer, without gradients: autograd would keep what is to be dropped."""
+        """Run a layer under `no_grad`, as autograd would keep what is to be dropped."""
         self.num_forwards += 1
         self.num_replayed += again
         with torch.no_grad():
@@ -315,25 +310,25 @@ class LayerPass:
     # Replays
 
     def state(self, position: int, fn: LayerFn) -> State:
-        """The output of the layer at `position`, kept or recomputed."""
+        """Return the output of the layer at `position`, kept or recomputed."""
         start, x = self._nearest(position)
         return self._replay(x, start + 1, position + 1, fn)
 
     def _nearest(self, position: int) -> tuple[int, State]:
-        """The last state at or before `position` that is kept and that a replay can start from."""
+        """Return the last kept state at or before `position` that a replay can start from."""
         for start in range(position, INPUT - 1, -1):
             if start == position or start + 1 in self._captured:
                 x = self.states.get(start)
                 if x is not None:
                     return start, x
-        raise StoreError("the input is no longer in the store: somebody else has removed it. Call forward again.")
+        raise StoreError("the input is no longer in the store: other code has removed it. Call forward again.")
 
     def _replay(
         self, x: State, first: int, end: int, fn: LayerFn, *, states: list[State] | None = None, capture: bool = False
     ) -> State:
-        """Run the layers from position `first` to before `end` again, `x` being what the first is given.
+        """Replay the layers from position `first` to before `end`, starting from `x`.
 
-        Outputs are added to `states`, which hold the inputs too. With `capture`, replays can start at `end` afterwards.
+        Outputs are appended to `states`. With `capture`, replays can start at `end` afterwards.
         """
         cuts = [position for position in range(first + 1, end) if position in self._captured]
         for begin, stop in zip([first, *cuts], [*cuts, end], strict=True):
@@ -352,8 +347,8 @@ class LayerPass:
                     captured.done()
         return x
 
-    def replay_by_hand(self, x: State, layers: list[int], fn: LayerFn) -> State:
-        """The output of `layers` that are not of this pass."""
+    def replay_saved(self, x: State, layers: list[int], fn: LayerFn) -> State:
+        """Run `layers` from an activation that the user saved, outside of any pass."""
         for layer in layers:
             x = self.run(fn, x, layer, again=True)
         return x
@@ -388,7 +383,7 @@ class LayerPass:
         return grad
 
     def _revolve_from(self, start: int, slots: int, grad: Any, fn: LayerFn, backward_fn: BackwardFn) -> Any:
-        """Back from the last layer to the first after position `start`, which is kept, with `slots` states in all."""
+        """Go back from the last layer to the first after the kept position `start`, with `slots` states in all."""
         while (ahead := len(self.ran) - start - 1) > 0:
             if slots <= 1 or ahead == 1:
                 grad = backward_fn(self.state(len(self.ran) - 2, fn), grad, self.ran.pop())

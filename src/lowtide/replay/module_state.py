@@ -1,19 +1,21 @@
-"""What the code of modules can read from them, as a forward found it: parameters, buffers, attributes, flags.
+"""Capture and restore the state of modules for a replay: names, contents of attributes, and values of buffers.
 
-A replay must find the modules as its forward found them, and leave them as it found them itself:
+A forward may read and change any attribute of its modules: running statistics, a counter, a list of activations.
+`region` takes a `ModuleSnapshot` before each forward and restores it for the replay:
 
-- A name that was bound to something else since (`self.memory = y`, `torch.func.functional_call`, `module.eval()`) is
-  bound to the forward's value for the replay, whoever changed it.
-- A list, dict, set, deque or other object held by an attribute gets the contents back that it had before the forward.
+- A name that was rebound since (`self.memory = y`, `torch.func.functional_call`, `module.eval()`) is bound to the
+  forward's value.
+- A list, dict, set, deque or other object in an attribute gets the contents that it had before the forward.
 - Buffers, and other tensors without gradients in attributes, get their values from before the forward.
-- A parameter changed in place has no copy to go back to, nor has a buffer over 256 KiB that a forward writes for the
-  first time after forwards that left it alone. It is *lost*, and a replay that reads it is refused.
+- Parameters are not copied, nor are buffers over 256 KiB that forwards were seen not to write. If one of them was
+  changed in place it is *lost*, and a replay that reads it is refused.
 
-After the replay everything has its present value again, so that what a forward adds to a counter, to statistics or to
-a list is added once.
+After the replay everything has its present value again, so that a forward's addition to a counter, to statistics or to
+a list is made once.
 
-Cost: one pass over the names of the modules per forward and per replay, about 50 ns each. What a call finds unchanged
-it shares with the call before, copies included, so that modules which change nothing leave no object behind.
+Cost: one pass over the names of the modules per forward and per replay, about 50 ns per name. A `ModuleTree` holds the
+names and lives with the module. A call that finds nothing changed shares the snapshot of the call before, copies
+included, so that modules which change nothing leave no object behind.
 """
 
 from __future__ import annotations
@@ -36,23 +38,23 @@ from lowtide.replay.arguments import LastCall
 from lowtide.replay.object_state import ABSENT, INTERNAL_NAMES, Containers, Names, Slot, bind, nothing, reachable
 from lowtide.replay.op_facts import code_facts
 
-_ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward is known to write them
-_LOST = -1  # no tensor has this version
+_ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward was seen to write them
+_LOST = -1  # a version that no tensor has
 _COUNTER = "num_batches_tracked"
-# Written by kernels that do not count versions. Where there is a counter, its version tells of them.
+# Written by kernels that do not raise the version. Where there is a counter, its version shows such a write.
 _STATISTICS = frozenset({"running_mean", "running_var", _COUNTER})
 
 
 class ModuleTree:
-    """The modules below a root (itself included), the names they have, and which tensors their forwards write.
+    """The modules from a root on, the names that they bind, and which tensors their forwards write.
 
-    What the names are bound to is read for every call. So that is done by a few calls of C functions, over the dicts
-    behind parameters, buffers, children and attributes. Attributes that `nn.Module` gives itself are not read. Of
-    torch's own modules without children only parameters, buffers and, where they go by it, the training flag are read:
-    their other attributes say how they were made.
+    Every call reads what the names are bound to, in a few calls of C functions over the dicts behind parameters,
+    buffers, children and attributes. Attributes that `nn.Module` sets itself are not read. Of torch's own modules
+    without children, only parameters, buffers and, if their code uses it, the training flag are read: their other
+    attributes are constant.
 
-    A tree belongs to its root (`set_companion`): they refer to each other, and Python's collector frees both together.
-    A dictionary of trees would keep all modules alive, also one whose keys are weak.
+    A tree is attached to its root (`set_companion`). They refer to each other, and Python's garbage collector frees
+    both together. A dictionary of trees, even with weak keys, would keep all modules alive.
     """
 
     def __init__(self, root: nn.Module, known: ModuleTree | None = None) -> None:
@@ -62,7 +64,7 @@ class ModuleTree:
         modules = _all_modules(root)
         for module in modules:
             parameters, buffers = _compat.module_tensors(module)
-            if not isinstance(parameters, dict):  # a ScriptModule: what it holds cannot be bound from here
+            if not isinstance(parameters, dict):  # a ScriptModule, whose names cannot be bound
                 continue
             if _is_plain_layer(module):
                 dicts: list[Names] = [names for names in (parameters, buffers) if names]
@@ -87,17 +89,17 @@ class ModuleTree:
         self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the module has other names: it gets a tree of its own."""
+        """Return None: a copy of the module has other dicts and needs a tree of its own."""
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # nor is it saved with the module
+        return type(None), ()  # not pickled with the module
 
     def read(self) -> list[Any]:
-        """What all names are bound to now."""
+        """Return the values that all names are bound to now."""
         return list(map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT)))
 
     def are_bound_to(self, values: list[Any]) -> bool:
-        """Whether the names are bound to these values and no names have been added."""
+        """Return whether the names are bound to these values and no names were added."""
         now = map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT))
         return all(map(operator.is_, now, values)) and list(map(len, self._dicts)) == self._sizes
 
@@ -105,7 +107,7 @@ class ModuleTree:
         return list(chain.from_iterable(self._dicts))
 
     def new_slots(self) -> list[Slot]:
-        """Names that have been added since."""
+        """List the names that were added since the tree was made."""
         known = {(id(slot.names), slot.key) for slot in self.slots}
         owners = {id(slot.names): slot.owner for slot in self.slots}
         return [
@@ -116,7 +118,7 @@ class ModuleTree:
         ]
 
     def snapshot(self) -> ModuleSnapshot | None:
-        """What there is to read now: that of the last call if it is still true. None if the names are others now."""
+        """Return a snapshot of the present state, that of the last call if nothing changed; None if names changed."""
         last = self.last
         if last is not None and self.are_bound_to(last.values) and last.holds_same_contents():
             return last.as_of_now()
@@ -127,8 +129,8 @@ class ModuleTree:
         return snapshot if snapshot.modules <= self._known_modules else None
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
-        """Whether a replay may need this tensor's value from before the forward."""
-        if isinstance(tensor, nn.Parameter):  # not an activation's size, so copied only for a reason
+        """Return whether a snapshot copies this tensor, as a replay may need its value from before the forward."""
+        if isinstance(tensor, nn.Parameter):  # may be large: copied only if a forward writes it or may write it
             is_written = self.is_written(slot)
             is_candidate = is_written is None and not tensor.requires_grad and tensor.nbytes <= _ALWAYS_COPIED_BYTES
             return (is_written or is_candidate) and _compat.is_copyable(tensor)
@@ -137,7 +139,7 @@ class ModuleTree:
         return tensor.nbytes <= _ALWAYS_COPIED_BYTES or self.is_written(slot) is not False
 
     def is_written(self, slot: Slot) -> bool | None:
-        """Whether forwards write the tensor of this name; None while no forward has run."""
+        """Return whether forwards write the tensor of this name; None before the first forward."""
         if slot.key in _STATISTICS:
             return slot.owner.training
         if slot.key == "weight" and getattr(slot.owner, "max_norm", None) is not None:
@@ -145,7 +147,10 @@ class ModuleTree:
         return self._is_written.get(_habit(slot))
 
     def may_hide_writes(self, slot: Slot | None, tensor: Tensor) -> bool:
-        """Whether a forward may write a tensor without a new version: statistics of a norm, or nobody knows yet."""
+        """Return whether a forward may write a tensor without a new version, as norms write their statistics.
+
+        Also True before the first forward has shown it.
+        """
         if isinstance(tensor, nn.Parameter):
             return False
         if slot is None:
@@ -162,7 +167,7 @@ _TORCHS_OWN = INTERNAL_NAMES - {"forward"}  # an added or removed `forward` must
 
 
 def _is_plain_layer(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own that binds no names in its forward: nothing hangs on it that might."""
+    """Return whether a module is one of torch's own, without children and hooks: its forward binds no names."""
     is_torchs = type(module).__module__.startswith("torch.nn.")
     return is_torchs and not _compat.child_modules(module) and not _compat.has_forward_hooks(module)
 
@@ -176,50 +181,50 @@ def _habit(slot: Slot) -> tuple[int, str, bool]:
 
 
 class ModuleSnapshot:
-    """What a tree's names were bound to at one moment, the contents of containers, and the values of small tensors."""
+    """The values that a tree's names are bound to, the contents of containers, and copies of small tensors."""
 
     # fmt: off
     __slots__ = (
         "_containers", "_copied", "_copied_versions", "_copies", "_generators", "_holds_others", "_is_passing",
-        "_is_volatile", "_may_hide_writes", "_tracked_tensors", "modules", "tree", "values", "versions", "watched",
+        "_is_volatile", "_may_hide_writes", "_tracked_tensors", "modules", "tree", "uncopied", "values", "versions",
     )
     # fmt: on
 
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
-        found = reachable(
+        state = reachable(
             value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in INTERNAL_NAMES
         )
-        self._generators, self.modules = found.generators, set(map(id, found.modules))
-        containers = [*found.containers, *tree.outside]
+        self._generators, self.modules = state.generators, set(map(id, state.modules))
+        containers = [*state.containers, *tree.outside]
         self._containers = Containers(containers) if containers else None
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
-        watched: dict[int, tuple[Slot | None, Tensor]] = {}  # has no copy: must not change until the replay
+        uncopied: dict[int, tuple[Slot | None, Tensor]] = {}  # must not change until the replay
         for slot, value in zip(tree.slots, values, strict=True):
             if isinstance(value, Tensor) and not _compat.is_uninitialized(value):
-                (copied if tree.is_copied(slot, value) else watched).setdefault(id(value), (slot, value))
-        for value in found.tensors:
+                (copied if tree.is_copied(slot, value) else uncopied).setdefault(id(value), (slot, value))
+        for value in state.tensors:
             is_small = _is_copyable_state(value) and value.nbytes <= _ALWAYS_COPIED_BYTES
-            (copied if is_small else watched).setdefault(id(value), (None, value))
+            (copied if is_small else uncopied).setdefault(id(value), (None, value))
         self._copied = list(copied.values())
         self._may_hide_writes = [tree.may_hide_writes(slot, tensor) for slot, tensor in self._copied]
         self._copies = _compat.clone_all([tensor for _, tensor in self._copied])
         self._copied_versions = _compat.versions_of([tensor for _, tensor in self._copied])
-        self._watch([each for each in watched.values() if not each[1].is_inference()])
+        self._track([each for each in uncopied.values() if not each[1].is_inference()])
         self._is_volatile = any(self._may_hide_writes)
         others = [
-            (slot, value) for slot, value in (*self._copied, *self.watched) if not isinstance(value, nn.Parameter)
+            (slot, value) for slot, value in (*self._copied, *self.uncopied) if not isinstance(value, nn.Parameter)
         ]
         self._holds_others = bool(others)
-        # Swapped in for one forward, by `functional_call` say.
+        # Bound for one forward, as by `functional_call`.
         self._is_passing = any(s is not None and _compat.module_tensors(s.owner)[0] is s.names for s, _ in others)
 
-    def _watch(self, watched: list[tuple[Slot | None, Tensor]]) -> None:
-        self.watched, self._tracked_tensors = watched, [tensor for _, tensor in watched]
+    def _track(self, uncopied: list[tuple[Slot | None, Tensor]]) -> None:
+        self.uncopied, self._tracked_tensors = uncopied, [tensor for _, tensor in uncopied]
         self.versions = self._versions()
 
     def holds_same_contents(self) -> bool:
-        """Whether containers and copied tensors still hold what they did, given that the names are bound to them."""
+        """Return whether containers and copied tensors have the same contents, if the names are bound as before."""
         return (
             not self._is_volatile
             and (self._containers is None or self._containers.are_unchanged())
@@ -227,7 +232,7 @@ class ModuleSnapshot:
         )
 
     def as_of_now(self) -> ModuleSnapshot:
-        """This, with the present versions of watched tensors: an optimizer step changes those of parameters."""
+        """Return this with the present versions of tensors that have no copy: optimizer steps change parameters."""
         versions = self._versions()
         return self if versions == self.versions else self._with_versions(versions)
 
@@ -240,9 +245,9 @@ class ModuleSnapshot:
         return list(map(_compat.version_of_saved, self._tracked_tensors))
 
     def forward_done(self, *, runs_all: bool) -> ModuleSnapshot:
-        """This, with the versions that watched tensors must have in a replay. Notes what the forward wrote.
+        """Record what the forward wrote; return this with the versions that tensors must have in a replay.
 
-        `runs_all` tells that the forward surely runs the whole root, so that what it leaves alone can be relied on.
+        `runs_all`: the forward surely ran the whole root, so that tensors it left alone are known not to be written.
         """
         tree, state = self.tree, self
         if self._copied:
@@ -250,7 +255,7 @@ class ModuleSnapshot:
             state = self._without_unwritten_parameters()
         versions = state._versions()
         if versions != state.versions:
-            for index, (slot, _) in enumerate(state.watched):
+            for index, (slot, _) in enumerate(state.uncopied):
                 if versions[index] != state.versions[index]:
                     versions[index] = _LOST
                     if slot is not None:  # the next forward has a copy
@@ -262,13 +267,13 @@ class ModuleSnapshot:
         return state
 
     def _may_be_shared(self) -> bool:
-        """Whether the next call may find the same. Kept otherwise, this would keep tensors alive that nobody needs."""
+        """Return whether the next call may share this. Otherwise it is not kept, as it would keep tensors alive."""
         if not self._holds_others:
             return True
         return not self._is_passing and self.tree.are_bound_to(self.values) and self.holds_same_contents()
 
     def _without_unwritten_parameters(self) -> ModuleSnapshot:
-        """This, with parameters watched again that were copied in case the forward writes them, and were not."""
+        """Return this without the copies of parameters that the forward might have written and did not write."""
         versions = _compat.versions_of([tensor for _, tensor in self._copied])
         is_dropped = [
             isinstance(tensor, nn.Parameter) and now == before
@@ -277,7 +282,7 @@ class ModuleSnapshot:
         if not any(is_dropped):
             return self
         state, is_kept = copy.copy(self), [not each for each in is_dropped]
-        state._watch([*self.watched, *itertools.compress(self._copied, is_dropped)])
+        state._track([*self.uncopied, *itertools.compress(self._copied, is_dropped)])
         state.versions = [*self.versions, *itertools.compress(versions, is_dropped)]
         state._copied = list(itertools.compress(self._copied, is_kept))
         state._copies = list(itertools.compress(self._copies, is_kept))
@@ -295,7 +300,7 @@ class ModuleSnapshot:
                 if runs_all or is_changed:
                     tree.record_writes(slot, is_written=is_changed)
             elif is_changed:
-                # A version tells of such writes, so a small tensor needs no copy in every call.
+                # The version shows such writes, so a small tensor needs no copy in every call.
                 if tensor.nbytes > _ALWAYS_COPIED_BYTES:
                     tree.record_writes(slot, is_written=True)
             elif runs_all and tree.is_written(slot) is None and _compat.has_values(tensor):
@@ -309,20 +314,20 @@ class ModuleSnapshot:
         return self._generators
 
     def lost(self) -> list[tuple[str, Tensor]]:
-        """Tensors changed in place since the forward, with no copy to go back to: what they are called, and they."""
+        """List tensors that were changed in place since the forward and have no copy, each after its description."""
         now = self._versions()
         if now == self.versions:
             return []
         return [
             ("a tensor in an attribute" if slot is None else slot.describe(tensor), tensor)
-            for (slot, tensor), before, after in zip(self.watched, self.versions, now, strict=True)
+            for (slot, tensor), before, after in zip(self.uncopied, self.versions, now, strict=True)
             if before != after
         ]
 
     def restore(self, *, is_done: bool = True) -> Callable[[], None]:
-        """Put everything back to this; call the result to have all as it is now.
+        """Restore this state; call the result to restore the present state.
 
-        If the forward `is_done`, a replay writes only what it has written.
+        `is_done`: the forward has ended, so that a replay writes only what the forward has written.
         """
         undo_names = bind(self.tree, self.values)
         if self._containers is None and not self._copied:
@@ -338,7 +343,7 @@ class ModuleSnapshot:
         return undo
 
     def _overwrite(self, is_done: bool) -> Callable[[], None]:
-        """Give tensors their values back, where they have been written since."""
+        """Restore the values of tensors that were written since."""
         if not self._copied:
             return nothing
         now = _compat.versions_of([tensor for _, tensor in self._copied])
@@ -364,9 +369,9 @@ class ModuleSnapshot:
 
 
 def snapshot_of(root: nn.Module) -> ModuleSnapshot:
-    """What the modules from `root` on hold now."""
+    """Return a snapshot of `root` and of all modules below it."""
     tree = companion_of(root)
-    if tree is not None and tree.root() is not root:  # a shallow copy shares what belongs to a module
+    if tree is not None and tree.root() is not root:  # a shallow copy of a module shares its companion
         tree = None
     snapshot = None if tree is None else tree.snapshot()
     if snapshot is None:
@@ -378,16 +383,16 @@ def snapshot_of(root: nn.Module) -> ModuleSnapshot:
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:
-    """`root` and all below it, also those in containers and objects that an attribute holds."""
-    found = _compat.submodules(root)
-    known = set(map(id, found))
-    for module in found:  # grows while it is walked
+    """List `root` and all modules below it, also those in containers and objects of attributes."""
+    modules = _compat.submodules(root)
+    known = set(map(id, modules))
+    for module in modules:  # grows
         held = (value for key, value in vars(module).items() if key not in INTERNAL_NAMES)
         for part in reachable(held).modules:
             more = [each for each in _compat.submodules(part) if id(each) not in known]
             known.update(map(id, more))
-            found += more
-    return found
+            modules += more
+    return modules
 
 
 def _is_copyable_state(tensor: Tensor) -> bool:

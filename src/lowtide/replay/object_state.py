@@ -1,10 +1,15 @@
-"""Objects that change without a name being bound: lists, dicts, sets, deques, other objects, random states, arrays.
+"""Restore Python state for a replay: the contents of containers and objects, and the names that modules bind.
 
-What attributes hold of them is found once per set of values; whether they still hold the same parts is asked for every
-call, and answered by a few calls of C functions. Objects without parts that have an identity (Python's and numpy's
-random states, arrays, objects with `__slots__`) are copied for every call.
+`module_state` and `function_state` use this for everything that is not a tensor. `reachable` lists the lists, dicts,
+sets, deques, objects and generators that some values lead to. `Containers` stores what they hold; a comparison by
+identity, in a few calls of C functions, tells whether they have changed. Random states of Python and numpy, arrays and
+objects with `__slots__` have no parts to compare, and are copied for every call.
 
-Names of modules: what they are bound to for a replay, and again after it.
+`bind` binds a module's names (parameters, buffers, children, attributes) to the values of the forward for the time of a
+replay.
+
+Limits: containers nested more than 4 deep, with more than 10,000 parts, objects with more than 100 attributes and
+arrays over 256 KiB are not restored; a replay reads them as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ _INERT = (
 
 
 class Reachable(NamedTuple):
-    """What some values lead to through containers and objects, each once."""
+    """What some values lead to through containers and objects, each listed once."""
 
     containers: list[Any]
     generators: list[torch.Generator]
@@ -57,7 +62,7 @@ def reachable(values: Iterable[Any]) -> Reachable:
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}
 
-    # A stack, as a nested function that calls itself would be a cycle that holds tensors.
+    # A stack: a recursive inner function would be a reference cycle that holds tensors.
     waiting = [(value, 0) for value in values]
     while waiting:
         value, depth = waiting.pop()
@@ -81,7 +86,7 @@ def reachable(values: Iterable[Any]) -> Reachable:
     )
 
 
-# Packages whose objects are no containers: what they hold is theirs, and what threads wait for is not to be undone.
+# Packages whose objects are not opened: locks and queues of threads must not be restored.
 _NOT_OPENED = ("torch", "numpy", "threading", "queue", "multiprocessing", "asyncio", "concurrent")
 
 
@@ -107,7 +112,7 @@ def _parts(container: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds by name, in its `__dict__` and in its slots."""
+    """Return the attributes of an object, from its `__dict__` and its slots."""
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     slots = _slots(type(value))
     if not slots:
@@ -128,7 +133,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class Containers:
-    """Some containers and what they hold at one moment."""
+    """A snapshot of the contents of some containers."""
 
     def __init__(self, containers: list[Any]) -> None:
         self._sequences = [each for each in containers if isinstance(each, _SEQUENCES)]
@@ -147,7 +152,7 @@ class Containers:
         self._contents = self._copy()
 
     def _read(self) -> Iterator[Any]:
-        """All parts of all containers, and the keys of dicts."""
+        """Iterate over the parts of all containers and the keys of dicts."""
         return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._sequences))
 
     def _lengths(self) -> list[int]:
@@ -162,7 +167,7 @@ class Containers:
         return all(map(operator.is_, self._read(), self._parts))
 
     def restore(self) -> Callable[[], None]:
-        """Give all containers what they held; call the result to have them as they are now."""
+        """Restore the contents of all containers; call the result to restore the present contents."""
         if self.are_unchanged():
             return self._restore_if_changed
         present = self._copy()
@@ -183,14 +188,14 @@ def _items(names: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def is_plain_state(value: Any) -> bool:
-    """Whether this is a random state, or a small array that code can write to: what is copied whole."""
+    """Return whether this is a random state or a small writable array, which are copied whole."""
     if isinstance(value, np.ndarray):
         return value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES
     return isinstance(value, _RANDOM_STATES)
 
 
 def copy_of(container: Any) -> Any:
-    """What an object without parts to compare holds, not to be changed with it. `fill` puts it back."""
+    """Return a copy of the contents of an object without comparable parts, for `fill`."""
     if isinstance(container, random.Random):
         return container.getstate()
     if isinstance(container, np.random.Generator):
@@ -201,7 +206,7 @@ def copy_of(container: Any) -> Any:
 
 
 def fill(container: Any, wanted: Any) -> None:
-    """Give a container these contents, by methods of its base class: `Counter.update`, say, adds."""
+    """Set the contents of a container, by methods of its base class (`Counter.update` would add)."""
     if isinstance(container, list):
         list.__setitem__(container, slice(None), wanted)
     elif isinstance(container, deque):
@@ -211,7 +216,7 @@ def fill(container: Any, wanted: Any) -> None:
         set.clear(container)
         set.update(container, wanted)
     elif isinstance(container, dict):
-        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # which has an order of its own
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # keeps an order of its own
         kind.clear(container)
         for key, value in wanted:
             kind.__setitem__(container, key, value)
@@ -241,7 +246,7 @@ def _set_attributes(container: Any, wanted: dict[str, Any]) -> None:
 
 
 ABSENT: Any = object()
-# Attributes that torch's modules have for themselves. `forward` is patched, by others too.
+# Attributes that `nn.Module` sets itself, and `forward`, which engines patch.
 INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 
 Names = dict[str, Any]  # the dict behind a module's parameters, buffers, children or attributes
@@ -261,11 +266,11 @@ class Slot(NamedTuple):
 
 
 def nothing() -> None:
-    """For the common case that there is nothing to put back."""
+    """The undo function of a restore that changed nothing."""
 
 
 def bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
-    """Bind all names to `values`, where they are bound to something else; call the result to have them as they are."""
+    """Bind all names of a tree to `values`; call the result to bind them to their present values again."""
     if tree.are_bound_to(values):
         return functools.partial(_bind_if_changed, tree, values)
     tree.last = None  # it would keep values alive that nothing else holds
@@ -300,5 +305,5 @@ def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
 
 
 def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
-    """FSDP2 exchanges sharded and whole parameters around every forward; a replay leaves that to it."""
+    """Return whether one of the two is sharded: FSDP2 swaps sharded and whole parameters itself in every forward."""
     return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))

@@ -1,10 +1,12 @@
-"""What is known of an op by its name and schema.
+"""Facts about ops and about the code of module classes, worked out once for each.
 
-What the code of a class tells of its forwards, found from the names in it and worked out once per class.
+`facts_of(op)` is read from an op's schema and name: what it writes, whether it is random, a view, a collective, or
+returns indices. Traces store these flags, and replays decide by them what to keep.
 
-Two things leave no trace that a replay could see: a norm's kernel writes its statistics without a new version, and
-Python's and numpy's process-wide generators are drawn from without being held by any module. The names that code uses
-tell that it may do so. Where the guess is wrong, a few small copies are made for nothing.
+`code_facts(cls)` is read from the names in a class's methods and in the functions that they call. It covers two effects
+that leave no trace in torch: kernels of norms write their running statistics without a new version, and Python's and
+numpy's global generators are drawn from without being attributes of a module. It is a guess; where it is wrong, a
+replay makes a few small copies that it does not need.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from lowtide.replay.arguments import tensors_in
 _INDEX_OPS = frozenset(
     "topk sort argsort argmax argmin multinomial nonzero unique _unique2 unique_dim unique_consecutive kthvalue".split()
 )
-_INDEX_OVERLOADS = frozenset({"aten.max.dim", "aten.min.dim"})  # of ops that else give values alone
-# They write their running statistics in training, which their schemas do not say.
+_INDEX_OVERLOADS = frozenset({"aten.max.dim", "aten.min.dim"})  # other overloads of these ops return values only
+# They write running statistics in training, which their schemas do not declare.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
 
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Name and flags of an op, and which of its arguments it writes to, all of them or in training only."""
+    """Name and flags of an op, and the indices of the arguments that it writes, always or in training only."""
 
     name: str
     flags: tuple[str, ...]
@@ -44,17 +46,17 @@ class OpFacts:
     argument_names: tuple[str, ...]
 
     def written_tensors(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors that a call with these arguments writes to."""
+        """List the tensors that a call with these arguments writes to."""
         indices = self.written
         if self.written_in_training and self._argument(self.argument_names.index("training"), args, kwargs):
             indices = self.written_in_training
         return [tensor for index in indices for tensor in tensors_in(self._argument(index, args, kwargs))]
 
     def flags_of_call(self, args: Any, kwargs: Any) -> tuple[str, ...]:
-        """The flags of a call with these arguments: attention draws random numbers only if it has a dropout."""
+        """Return the flags of a call with these arguments: attention is random only if its dropout is not 0."""
         if "random" not in self.flags or "dropout_p" not in self.argument_names:
             return self.flags
-        if self._argument(self.argument_names.index("dropout_p"), args, kwargs):  # by default it is 0
+        if self._argument(self.argument_names.index("dropout_p"), args, kwargs):  # the default is 0
             return self.flags
         return tuple(flag for flag in self.flags if flag != "random")
 
@@ -64,7 +66,7 @@ class OpFacts:
 
 @functools.cache
 def facts_of(func: Any) -> OpFacts:
-    """The facts of an op."""
+    """Return the facts of an op, read from its schema once."""
     namespace, name, written, is_random, is_view = _compat.op_facts(func)
     base = name.split(".")[1]
     is_own = namespace in OWN_NAMESPACES
@@ -92,25 +94,25 @@ PythonState = random.Random | np.random.RandomState
 
 
 class CodeFacts(NamedTuple):
-    """What code calls, as far as the names in it tell: a guess that costs copies where it is wrong."""
+    """What a class's code may do, judged by the names in it. A wrong guess costs copies."""
 
-    hides_writes: bool  # it hands statistics to a norm's kernel, which writes them without a new version
-    states: tuple[PythonState, ...]  # the generators of Python or numpy it draws from
-    reads_training: bool = True  # it may look whether the module is in training
+    hides_writes: bool  # it calls a norm's kernel, which writes running statistics without a new version
+    states: tuple[PythonState, ...]  # the global generators of Python or numpy that it draws from
+    reads_training: bool = True  # it may read `self.training`
 
 
 _facts: weakref.WeakKeyDictionary[type, CodeFacts] = weakref.WeakKeyDictionary()
 
 
 def code_facts(kind: type) -> CodeFacts:
-    """The facts of all methods of a class, and of the functions that they name."""
+    """Return the facts of all methods of a class and of the functions that they name."""
     if kind not in _facts:
         _facts[kind] = _read_code(kind)
     return _facts[kind]
 
 
 def _read_code(kind: type) -> CodeFacts:
-    if kind.__module__ == nn.BatchNorm1d.__module__:  # its counter tells of its writes
+    if kind.__module__ == nn.BatchNorm1d.__module__:  # the version of its counter shows its writes
         return CodeFacts(False, (), True)
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)] if nn.Module in kind.__mro__ else kind.__mro__
     members = (getattr(member, "__func__", member) for base in bases for member in vars(base).values())
@@ -143,7 +145,7 @@ def _cell_contents(function: types.FunctionType) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def code_names(code: types.CodeType) -> frozenset[str]:
-    """Names that code, and functions made inside it, may look up in globals or on objects."""
+    """Return the names that code, and functions defined inside it, may look up in globals or on objects."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -152,7 +154,7 @@ def code_names(code: types.CodeType) -> frozenset[str]:
 
 
 def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:
-    """The process-wide generators that a global leads to."""
+    """Yield the global generators of Python and numpy that a value leads to."""
     owner = getattr(value, "__self__", None) if callable(value) else None
     if value is random or owner is _PYTHON_STATE:
         yield _PYTHON_STATE

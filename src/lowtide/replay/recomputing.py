@@ -1,8 +1,8 @@
-"""Whether this thread is in a replay.
+"""Parts that every replay uses: the replay depth of a thread, options, and the hooks that collect saved tensors.
 
-Cheap fingerprints of a tensor's values, for `determinism_check="values"`.
-
-The pack hook of a replay: it keeps the saves that are needed, and stops the replay after the last of them.
+`region` runs a replay inside `Replaying`, with the pack hook of a `Collector`. The collector stores the saved tensors
+that the backward still needs, records the metadata by which the replay is checked, and stops the replay after the last
+needed tensor by raising `Stop`. `checksum` is what `determinism_check="values"` compares.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def is_recomputing() -> bool:
 
 
 def replay_depth() -> int:
-    """How many replays this thread is in: one inside another where a replay asks for what another region saved."""
+    """Return the number of nested replays in this thread. A replay that needs the saves of an outer region nests."""
     return _replays.depth
 
 
 class one_deeper:
-    """A block that is a replay."""
+    """A context that counts as a replay in this thread."""
 
     def __enter__(self) -> None:
         _replays.depth += 1
@@ -54,7 +54,7 @@ class one_deeper:
 
 
 class Replaying:
-    """A block that is a replay: with gradients, and `pack` gets what autograd saves."""
+    """A context for a replay: gradients are enabled, and `pack` receives every tensor that autograd saves."""
 
     __slots__ = ("_had_grad", "_pack")
 
@@ -79,7 +79,7 @@ def _as_it_is(packed: Tensor) -> Tensor:
 
 
 class ReplaysCounted:
-    """A function whose second and later calls count as replays: for torch's own checkpoint."""
+    """Wraps a function for torch's own checkpoint: its second and later calls count as replays."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._has_run = function, False
@@ -96,7 +96,7 @@ _CHUNK = 1 << 20
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A whole number (0-dim int64, on the tensor's device) that changes with any bit and with the order of elements.
+    """Return a 0-dim int64 tensor on the same device that depends on every bit and on the order of elements.
 
     Sums bits times position-dependent odd weights, in integer arithmetic: equal bits give equal sums on every device,
     in any order of summation. Needs 8 MiB beside the tensor, whatever its size, and no synchronisation.
@@ -122,24 +122,24 @@ def _weights(device: torch.device) -> Tensor:
 
 
 class Stop(BaseException):
-    """Ends a replay that has all it needs. Not an `Exception`, which code in the region may catch."""
+    """Raised to end a replay early. Not an `Exception`, which code in the region may catch."""
 
 
 class Options(NamedTuple):
-    """How a region is run. `determinism_check` is as in torch, and may be "values" too."""
+    """Options of a region. `determinism_check` is as in torch, with "values" in addition."""
 
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     early_stop: bool = True
 
     def facts(self, tensor: Tensor) -> tuple[Any, ...]:
-        """What must be the same of a saved tensor and of its recomputation."""
+        """Return the metadata that a saved tensor and its recomputation must share."""
         if self.determinism_check == "none":
             return ()
         return facts_of(tensor) if self.determinism_check == "default" else (*facts_of(tensor), checksum(tensor))
 
     def collector(self, needed: list[bool], stop: tuple[int, int]) -> Collector:
-        """What collects these saves of a replay with the least work."""
+        """Return the cheapest collector for these saves."""
         kind = CollectorOfAll if all(needed) and self.determinism_check != "values" else Collector
         return kind(self, needed, stop)
 
@@ -148,7 +148,10 @@ DEFAULT_OPTIONS = Options()
 
 
 class Collector:
-    """The pack hook of one replay, `pack`: it keeps the saves that are needed."""
+    """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored.
+
+    `stop` is the index of the save after which the replay may end, and the number of the autograd node that makes it.
+    """
 
     __slots__ = (
         *("_metadata", "_sequence", "_options", "_stop_node", "is_stopped", "needed", "stop", "tensors", "versions"),
@@ -168,23 +171,23 @@ class Collector:
 
     @property
     def metadata(self) -> list[Any]:
-        """Of each save so far: what must be as it was in the forward."""
+        """The metadata of each save so far, to be compared with the forward's."""
         return self._metadata
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         index = len(self.tensors)
         self._metadata.append(self._options.facts(tensor))
-        # A tensor with its history would keep the replay's graph alive, and what hangs on it.
+        # With its history, the tensor would keep the replay's graph alive.
         saved = tensor if tensor.grad_fn is None else tensor.detach()
         self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
         self.versions.append(version_of_saved(tensor))
         if index == self.stop:
             self._may_stop()
-        return saved  # for a gradient that the region itself computes
+        return saved  # used if the region itself computes a gradient
 
     def _may_stop(self) -> None:
-        # Regions inside save their inputs without gradients, and no op does: such a tensor is complete.
+        # Inner regions save their inputs under no_grad, ops do not: such a tensor has been filled.
         is_input = not torch.is_grad_enabled()
         if is_input or _compat.sequence_number() - self._sequence - 1 == self._stop_node:
             self.is_stopped = True
@@ -192,7 +195,7 @@ class Collector:
 
 
 class CollectorOfAll(Collector):
-    """Where every save is needed, as in most replays: it does the least for each."""
+    """A faster `Collector` for replays in which every save is needed, as in most."""
 
     __slots__ = ()
 
@@ -212,8 +215,8 @@ class CollectorOfAll(Collector):
         return saved
 
 
-# What is compared of a saved tensor and its recomputation: shape, dtype and device. One tuple for all tensors that are
-# alike, so that a region holds references and no objects. The hooks look in here themselves, without a call.
+# Shape, dtype and device of saved tensors, one tuple per combination: a region then holds references and no objects of
+# its own. Hooks read this dict directly, which saves a call.
 METADATA: dict[Any, Any] = {}
 _MAX_METADATA = 4096
 
@@ -221,7 +224,7 @@ facts_of = operator.attrgetter("shape", "dtype", "device")
 
 
 def new_metadata(tensor: Tensor) -> Any:
-    """For a tensor that was not seen before, or of a shape in symbols."""
+    """Return the metadata of a tensor that is not in `METADATA`, and add it unless its shape is symbolic."""
     metadata = facts_of(tensor)
     if type(tensor) in _compat.PLAIN_TYPES and all(type(size) is int for size in tensor.shape):
         if len(METADATA) >= _MAX_METADATA:

@@ -1,17 +1,17 @@
-"""The replay engine: run a function, drop what autograd saves in it, and bring that back by running it again.
+"""The replay engine: run a function, drop what autograd saves in it, and recompute that in the backward.
 
-The forward of a region runs under saved-tensor hooks that drop every tensor: what autograd keeps is an integer that
-tells the number of the save. The first one that the backward asks for runs the function again, under hooks that
-collect the saves, up to the last one that is still needed. So per saved tensor there is no object for Python's garbage
-collector to track; per call there is one `Frame` with its arguments and what `module_state`, `function_state` and
-`environment` captured.
+`checkpoint` calls `run` for a function, the eager engine for each module call that a plan recomputes. The forward runs
+under saved-tensor hooks that drop every tensor: autograd keeps an integer, the number of the save. The first one that
+the backward unpacks runs the function again, under hooks that collect the saved tensors, up to the last one that is
+still needed. So per saved tensor there is no object for Python's garbage collector to track; per call there is one
+`Frame` with its arguments and what `module_state`, `function_state` and `environment` captured.
 
 The replay is checked against the forward: it must save tensors of the same shapes, dtypes and devices in the same
 order. A saved tensor that is changed in place afterwards raises, as it does in plain autograd.
 
-Regions nest. The inputs of a region inside of another are saves of the outer one; so an inner replay that needs them
-lets the outer one run first, and each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other
-saved-tensor hooks around a region get its inputs in the same way.
+Regions nest. The inputs of an inner region are saved tensors of the outer one: an inner replay that needs them runs the
+outer one first, so each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other saved-tensor
+hooks around a region receive its inputs in the same way.
 
 (torch.utils.checkpoint was the alternative. It keeps several objects per saved tensor and has no decision per save.)
 """
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-# Added to the number of a save to make its token: an integer of its own, whose reference count tells whether autograd
-# still holds it. (Python shares small integers.)
+# Added to the number of a save to make its token: an integer object whose reference count shows whether autograd still
+# holds it. (Python shares small integers.)
 FIRST_TOKEN = 1 << 20
 
 _replaying: dict[int, int] = {}  # threads, by the id of the frame that each replays
@@ -76,12 +76,12 @@ def run(
     retained: RetainedCall | None = None,
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
 ) -> Any:
-    """`function(*args, **kwargs)`, with what autograd saves in it dropped, and recomputed in the backward.
+    """Run `function(*args, **kwargs)`; drop what autograd saves in it, and recompute that in the backward.
 
-    - `module`: where `function` runs this module and reads nothing else, so that nothing else is looked for.
+    - `module`: set if `function` runs this module and reads nothing else, so that only its state is captured.
     - `replay`: called in the backward with the module and the arguments; by default `function` with the arguments.
-    - `input_hooks`: pack and unpack for the tensors among the arguments; by default hooks further out get them.
-    - `retained`: the op outputs of this call that are kept.
+    - `input_hooks`: pack and unpack hooks for the tensors among the arguments; by default the outer hooks.
+    - `retained`: the op outputs of this call that are retained.
     - `contexts`: entered around the forward and around each replay.
     """
     arguments, tensors = Arguments.take(args, kwargs)
@@ -101,14 +101,14 @@ def run(
     return output
 
 
-_EMPTY: list[Any] = []  # before there is a replay; never written to
+_EMPTY: list[Any] = []  # shared by all frames before their first replay; never written to
 
 
 class Frame:
-    """One call of a region, from its forward to its last replay. Kept alive by what autograd saved in the region.
+    """One call of a region, from its forward to its last replay. Kept alive as the hook of the tensors saved in it.
 
-    It is pack and unpack hook in one, so that there is no further object per call: called with a tensor it drops it
-    and returns a token, called with a token it brings the tensor back.
+    It is pack and unpack hook in one, to save objects: called with a tensor it drops it and returns a token, called
+    with a token it returns the recomputed tensor.
     """
 
     # fmt: off
@@ -129,7 +129,7 @@ class Frame:
         arguments: Arguments,
     ) -> None:
         self._module, self._options, self._context, self._arguments = module, options, context, arguments
-        self._function = function if replay is None else None  # it may be bound to much
+        self._function = function if replay is None else None  # it may hold much alive
         self._replay_function = replay
         self._is_done = False
         self._mutated_path: Any = None
@@ -141,13 +141,13 @@ class Frame:
 
     @property
     def name(self) -> Any:
-        """What error messages call the region."""
+        """The module or function that error messages name."""
         return self._module if self._module is not None else self._function
 
     # The forward.
 
     def begin(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
-        """Capture what the forward is about to see."""
+        """Capture the state that the forward will read."""
         self._hold(tensors, hooks)
         arguments, module = self._arguments, self._module
         self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
@@ -174,7 +174,7 @@ class Frame:
                 self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
 
     @_compat.never_compiled
-    def __call__(self, saved: Any) -> Any:  # twice per saved tensor: nothing here may cost a microsecond
+    def __call__(self, saved: Any) -> Any:  # runs twice per saved tensor: every microsecond counts
         if type(saved) is not int:
             token = len(self._tokens) + FIRST_TOKEN
             self._tokens.append(token)
@@ -193,7 +193,7 @@ class Frame:
         return _unpack(self, index) if torch.compiler.is_compiling() else self.unpack(index)
 
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """The forward is over: note what it changed, and share with the last call of the module what is the same."""
+        """Record what the forward changed, and share equal metadata with the module's last call."""
         self._is_done = True
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
         versions = _compat.versions_of(tensors)
@@ -202,7 +202,7 @@ class Frame:
         self._state = state = self._state.forward_done(runs_all=True)
         if isinstance(state, ModuleSnapshot):
             last = state.tree.last_call
-            if not last.draws:  # otherwise this call drew too, most likely
+            if not last.draws:  # if the last call drew, this one most likely did
                 last.draws = self._environment.drew()
             self._metadata = last.metadata = same(last.metadata, self._metadata)
             self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
@@ -212,21 +212,21 @@ class Frame:
             last.arguments = self._arguments
 
     def _inputs_changed(self, indices: list[int]) -> None:
-        """The forward changed these inputs in place."""
+        """Called if the forward changed these inputs in place: the replay will be refused."""
         self._mutated_path = self._arguments.path_of_tensor(indices[0])
 
     # The backward.
 
     def unpack(self, index: int) -> Tensor:
-        """The saved tensor with this index, recomputed if it is not here."""
+        """Return the saved tensor with this index, replaying the region if it is not available."""
         tensor = self._take(index)
         if tensor is None:
-            # Backwards on several devices run in threads of their own, and may ask for saves of one region at once.
+            # Backwards of several devices run in threads of their own, and may unpack saves of one region at once.
             me = threading.get_ident()
             while _replaying.setdefault(id(self), me) != me:
                 time.sleep(0)
             try:
-                tensor = self._take(index)  # another thread may just have brought it back
+                tensor = self._take(index)  # another thread may have replayed meanwhile
                 if tensor is None:
                     self.replay()
                     tensor = self._take(index)
@@ -244,7 +244,7 @@ class Frame:
         return tensor
 
     def replay(self) -> None:
-        """Run the region again and have its saves here."""
+        """Run the region again and store its saves."""
         self._check_arguments()
         tensors, needed = self._input_tensors(), self._needed()
         collector = self._options.collector(needed, self._stop(needed))
@@ -252,15 +252,15 @@ class Frame:
         self._finish(collector, tensors)
 
     def _needed(self) -> list[bool]:
-        """Which saves autograd still holds."""
+        """Return, for each save, whether autograd still holds it."""
         counts = list(map(sys.getrefcount, self._tokens))
         return [True] * len(counts) if min(counts) > _UNUSED else [count > _UNUSED for count in counts]
 
     def _stop(self, needed: list[bool]) -> tuple[int, int]:
-        """The save at which a replay may stop, and the number of the node that makes it; (-1, 0) for none.
+        """Return the save at which a replay may stop and the number of its autograd node; (-1, 0) for no early stop.
 
-        That is the last save that is needed, if it is made by the node that is running: the first to ask, mostly. Of
-        that one it is known that its op has filled the saved tensor before it is saved.
+        That is the last needed save, if the running node made it. Usually it did, as the last node of the region is the
+        first that unpacks. Of the running node it is known whether its op fills a tensor before saving it.
         """
         last = len(needed) - 1
         while last >= 0 and not needed[last]:
@@ -282,7 +282,7 @@ class Frame:
         if mode is not None:
             modes.append(mode)
         lost = self._state.lost()
-        if lost:  # more is in reach than is used: refuse only if the replay reads it, also for an op that does not run
+        if lost:  # captured state may be unused: refuse only if the replay reads it, even by an op that does not run
             modes.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
         undo_state = self._state.restore(is_done=self._is_done)
         try:
@@ -340,7 +340,7 @@ class Frame:
         return tensor
 
     def _check_arguments(self) -> None:
-        """Refuse arguments that are not what they were. What hooks further out hold, those have to check."""
+        """Raise if an argument has changed. Inputs that outer hooks hold are checked by those hooks."""
         if self._mutated_path is not None:
             raise divergence.mutated_argument(self.name, self._mutated_path, "was changed by the region itself")
         if self._fingerprints is not None:
@@ -362,24 +362,24 @@ class Frame:
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
 
     def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
-        """What of the saves of a replay and of the forward is compared."""
-        found, expected = collector.metadata, self._metadata
-        if collector.is_stopped or not self._is_done:  # at least one of the two has only begun
-            shared = min(len(found), len(expected))
-            found, expected = found[:shared], expected[:shared]
-        return found, expected
+        """Return the metadata of the replay's and of the forward's saves that are to be compared."""
+        replayed, expected = collector.metadata, self._metadata
+        if collector.is_stopped or not self._is_done:  # at least one of the two is incomplete
+            shared = min(len(replayed), len(expected))
+            replayed, expected = replayed[:shared], expected[:shared]
+        return replayed, expected
 
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
         """Raise if the replay saved other tensors than the forward did."""
-        found, expected = self._compared(collector)
-        if found == expected:
+        replayed, expected = self._compared(collector)
+        if replayed == expected:
             return
         is_missing = any(collector.needed[len(collector.tensors) :])
         if self._options.determinism_check != "none" or is_missing:
             forward_ops = divergence.graph_ops(None, self._sequence)
             raise divergence.diverged(
                 self.name,
-                divergence.mismatch(expected, found),
+                divergence.mismatch(expected, replayed),
                 divergence.first_difference(forward_ops, self._replayed_ops(tensors)),
                 preserves_rng=self._options.preserve_rng_state,
                 changed_state=[name for name, _ in self._state.lost()],
@@ -387,9 +387,9 @@ class Frame:
             )
 
     def _replayed_ops(self, tensors: list[Tensor]) -> list[str] | None:
-        """Run once more, with its graph this time, to see which ops a replay runs: only ever on the way to an error."""
+        """Run once more and list the ops in the replay's graph, for an error message."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return None  # collectives of a run on one rank alone would wait for the others
+            return None  # collectives on one rank alone would wait for the others
         since = _compat.sequence_number()
         try:
             output = self._run_again(tensors, Collector(self._options, [], (-1, 0)))
@@ -398,7 +398,7 @@ class Frame:
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
 
-_UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # of a token that autograd does not hold
+_UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # the reference count of a token that autograd does not hold
 
 
 @_compat.disable_dynamo

@@ -1,30 +1,30 @@
-"""Op outputs that a region keeps, so that its replay takes them instead of computing them again.
+"""Retained outputs: op outputs that a region keeps, so that its replay need not compute them.
 
-Which outputs is given as positions of ops in the region. The forward sees no ops, only what autograd saves; so the
-first replay (for inputs of some shapes) computes everything under a dispatch mode and learns at which save each of
-those outputs appears: a `CaptureProfile`. From then on the forward keeps those saves, and the replay runs under a mode
-that returns them when it comes to the ops that made them. Autograd builds its nodes as always.
+A plan names the ops by their position in the region. The forward runs without a dispatch mode and sees only what
+autograd saves. So the first replay (for each combination of input shapes) computes everything under a mode that records
+at which save each of these outputs appears: a `CaptureProfile`. From then on the forward keeps those saved tensors, and
+the replay runs under a mode that returns them in place of running their ops. Autograd builds its nodes as usual.
 
-A step may run otherwise than the one that was learned from, so every replay is checked:
+A step may differ from the one that was profiled, so every replay is checked:
 
-- Ops are counted; once another op runs than in the profile, nothing is taken any more.
-- The kept tensor must have the form that was learned, and after it was taken the replay must save that very tensor at
-  the same place. Taken tensors carry a version number that autograd never reaches, so that they and their views are
-  known again.
-- Between the two no op may tell Python a value (`item`, `nonzero`, a copy to the host): a branch that a wrong value
-  decided could save just that value, and the check would find nothing. (What Python reads from host memory without an
-  op, as `tolist` does, goes unseen.)
-- Random states go on from where the op left them: no number may be drawn between the op and its save, and no generator
-  seeded.
-- No op may write to a taken tensor.
+- Ops are counted. After the first op that differs from the profile, the replay computes everything.
+- A kept tensor must have the recorded shape, strides and dtype, and after it was returned the replay must save that
+  very tensor at the same position. Returned tensors carry a version number that autograd never reaches, by which they
+  and their views are recognised.
+- Between the two, no op may reveal a value to Python (`item`, `nonzero`, a copy to the host): a branch on a wrong value
+  could save just that value, and the check would pass. (Reads of host memory without an op, as by `tolist`, are not
+  seen.)
+- No random number may be drawn and no generator seeded between the op and its save, as the generator continues from
+  the state after the op.
+- No op may write to a returned tensor.
 
-If one of these fails, or if the replay saves other tensors than the forward did, what it collected is thrown away, it
-runs once more computing everything, and the profile is learned anew. So it is where the forward already saves a tensor
-of another form than was learned. After a few such failures the region keeps nothing. A kept save itself is always
-right, as it is the tensor that autograd saved, unless it was written to since; then it is computed again.
+If a check fails, or if the replay saves other tensors than the forward did, its results are discarded, the region is
+replayed again computing everything, and the profile is recorded anew. The same happens if the forward saves a tensor of
+another form than recorded. After a few failures the region retains nothing. A kept tensor itself is always right, as it
+is the one that autograd saved; if it was written to since, it is recomputed.
 
-Kernels launched by hand may write to an output where no op and no version tells of it, and would do so again to a
-taken one. The learning replay looks for that by checksums; such outputs are never taken.
+Custom kernels may write to an output without an op or a version that shows it, and would do so again to a returned one.
+The profiling replay detects this by checksums; such outputs are never retained.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from lowtide.store.offload import KeptHere, KeptInStore
 logger = logging.getLogger("lowtide")
 
 _MAX_PROFILES = 16  # for inputs of different shapes
-_MAX_MISTAKES = 3  # after which a region keeps no outputs
+_MAX_MISTAKES = 3  # after which a region retains no outputs
 
 Keep = Callable[[Tensor], KeptHere | KeptInStore]
 
 
 class RetainedOps:
-    """The ops of one region whose outputs are kept, and what is known of them by the shapes of its inputs.
+    """The ops of one region whose outputs are retained, and their profiles by the shapes of its inputs.
 
-    `positions` are ops counted from the region's first.
+    `positions` are the positions of ops, counted from the region's first.
     """
 
     hidden_from_replay = True
@@ -73,10 +73,13 @@ class RetainedOps:
         self._name = name
         self._profiles: dict[Any, CaptureProfile] = {}
         self._num_mistakes = 0
-        self.written_unseen: set[Op] | None = None  # None until the first replay has looked for such outputs
+        self.written_unseen: set[Op] | None = None  # None before the first replay has searched
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: dict[int, Keep]) -> RetainedCall | None:
-        """What keeps the outputs of one call; None if none are kept. `keeps` says how, by op, for those that move."""
+        """Return an object that retains the outputs of one call; None if none are retained.
+
+        `keeps` maps the positions of ops whose outputs are offloaded or compressed to the function that does it.
+        """
         if self._num_mistakes >= _MAX_MISTAKES:
             return None
         values = (*args, *kwargs.values()) if kwargs else args
@@ -91,14 +94,14 @@ class RetainedOps:
         self._profiles[shapes] = profile
 
     def forget(self, shapes: Any) -> None:
-        """A replay found the profile to be wrong."""
-        logger.debug("%s runs otherwise than before: its replay computes everything", self._name or "the model")
+        """Discard a profile that a forward or replay did not follow."""
+        logger.debug("%s runs other ops than before: its replay computes everything", self._name or "the model")
         self._num_mistakes += 1
         self._profiles.pop(shapes, None)
 
 
 class RetainedCall:
-    """The kept outputs of one call of a region, or of one run of a segment."""
+    """The retained outputs of one call of a region, or of one run of a segment."""
 
     __slots__ = (
         "_asked",
@@ -120,22 +123,22 @@ class RetainedCall:
         self._values: dict[int, KeptHere | KeptInStore] = {}  # by save
         self._whole: dict[int, RetainedPart] = {}  # saves that are kept as their op made them
         self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
-        self._asked: set[int] = set()  # saves that autograd has asked for before there was a replay
+        self._asked: set[int] = set()  # saves that autograd unpacked before the first replay
         self._replayed = False
         self._mode: CaptureProfileMode | RetainedOutputMode | None = None
 
     def frame(self, *args: Any) -> RetainingFrame:
-        """The frame of this call."""
+        """Return the frame of this call."""
         return RetainingFrame(self, *args)
 
     def segment_frame(self, new_scope: Callable[[], Any]) -> RetainingSegment:
-        """The frame of a segment that begins with this call."""
+        """Return the frame of a segment that begins with this call."""
         return RetainingSegment(self, new_scope)
 
     # The forward.
 
     def saved(self, index: int, tensor: Tensor) -> None:
-        """Autograd saves a tensor."""
+        """Called when autograd saves a tensor in the forward: keep it if the profile says so."""
         if self._profile is None:
             return
         if index in self._profile.of_parameters:
@@ -146,7 +149,7 @@ class RetainedCall:
             return
         is_it = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
         if not is_it or _compat.version_of(tensor) != part.version:
-            self._forget()  # the forward runs otherwise; what is kept so far are saves all the same
+            self._forget()  # the forward differs from the profile; saves kept so far are still valid
             return
         op = self._profile.ops[part.op]
         if op.is_random and part.op not in self._random:
@@ -154,7 +157,7 @@ class RetainedCall:
         keep = self._keeps.get(op.position) if part.number == min(op.saves) else None
         if keep is None:
             self._values[index] = KeptHere(tensor)
-        else:  # a view alone would leave the rest behind (the queries of a product that makes keys and values too)
+        else:  # the whole output: a view would drop the rest (queries of a product that also makes keys and values)
             self._values[index] = keep(as_geometry(tensor, part.saved, part.made))
             self._whole[index] = part
 
@@ -169,12 +172,12 @@ class RetainedCall:
     # The backward.
 
     def take(self, index: int) -> Tensor | None:
-        """A kept save; None for one that is not kept."""
+        """Return a kept save; None for one that is not kept."""
         kept = self._values.get(index)
         if kept is None:
             return None
         if not kept.is_intact and index not in self._of_parameters:
-            del self._values[index]  # it is computed again; a parameter is not
+            del self._values[index]  # recomputed, unless it is a parameter
             self._asked.discard(index)
             return None
         if self._replayed:
@@ -185,12 +188,12 @@ class RetainedCall:
         return kept.restore() if part is None else as_geometry(kept.restore(), part.made, part.saved)
 
     def begin_replay(self, needed: list[bool]) -> bool:
-        """Tell which saves the replay need not collect, as they are kept; and whether it has to run to its end."""
+        """Clear `needed` for saves that are kept, and return whether the replay has to run to its end."""
         is_whole = all(needed)
         for index in list(self._values):
             needed[index] = False
         if self._profile is not None and not self._values.keys() >= self._profile.by_save.keys():
-            # A replay before this one has used them up, or they were written to.
+            # An earlier replay has consumed them, or they were written to.
             self._profile, self._replayed = None, True
         return self._is_profiling and not (is_whole and not self._values)
 
@@ -199,7 +202,7 @@ class RetainedCall:
         return self._profile is None and not self._replayed
 
     def replay_mode(self, collector: Collector, modules: Iterable[nn.Module]) -> Any:
-        """What sees the ops of a replay: to learn if nothing is known, else to take outputs; None for neither."""
+        """Return the dispatch mode of a replay: one that records a profile, one that returns kept outputs, or None."""
         if self._profile is not None:
             self._mode = RetainedOutputMode(self, self._profile, collector)
         elif self._is_profiling:
@@ -207,7 +210,7 @@ class RetainedCall:
         return self._mode
 
     def saved_again(self, index: int, tensor: Tensor) -> None:
-        """The replay saves a tensor."""
+        """Called when the replay saves a tensor."""
         if self._mode is not None:
             self._mode.saved(index, tensor)
 
@@ -215,7 +218,7 @@ class RetainedCall:
         return self._values[index]
 
     def fetch(self, index: int, part: RetainedPart) -> Tensor:
-        """A kept output as its op made it, for the replay. From a store, it is here until autograd asks for it."""
+        """Return a kept output as its op made it. One from a store stays on the device until autograd unpacks it."""
         kept = self._values[index]
         tensor = kept.restore()
         if isinstance(kept, KeptInStore):
@@ -226,7 +229,10 @@ class RetainedCall:
         return self._random.get(op)
 
     def replay_done(self, *, saves_agree: bool) -> bool:
-        """Whether all that the replay took was what its ops make. `saves_agree`: with what the forward saved."""
+        """Return whether all retained outputs were used as profiled.
+
+        `saves_agree`: whether the replay saved the same tensors as the forward.
+        """
         mode, self._mode = self._mode, None
         if isinstance(mode, CaptureProfileMode):
             if saves_agree:
@@ -237,14 +243,14 @@ class RetainedCall:
         return True
 
     def may_have_caused(self, error: Exception) -> bool:
-        """Whether a replay may have failed because of what it took."""
+        """Return whether a replay may have failed because of retained outputs."""
         if isinstance(error, RetryReplay):
             return True
         taking = isinstance(self._mode, RetainedOutputMode) and bool(self._mode.taken)
         return taking and not isinstance(error, torch.OutOfMemoryError)
 
     def retry_without(self) -> None:
-        """Take nothing in a replay any more."""
+        """Compute everything in further replays of this call."""
         self._forget()
         self._mode = None
         self._end()
@@ -258,7 +264,7 @@ class RetainedCall:
 
 
 class _Retaining(region.Frame):
-    """Keeps some of the saves, which carry op outputs that the replay need not compute."""
+    """A frame that keeps the saved tensors that are retained outputs."""
 
     __slots__ = ()
 
@@ -276,7 +282,7 @@ class _Retaining(region.Frame):
         return super().unpack(index) if kept is None else kept
 
     def replay(self) -> None:
-        if not self._is_done:  # for a gradient that the region itself computes
+        if not self._is_done:  # the region itself computes a gradient
             return super().replay()
         self._check_arguments()
         tensors, needed, retained = self._input_tensors(), self._needed(), self._retained
@@ -291,7 +297,7 @@ class _Retaining(region.Frame):
                 raise
             is_right = False
         if not is_right:
-            # What the replay took was not what its ops make. Computing everything is always right.
+            # A retained output was not what its op makes in this replay. Computing everything is always right.
             retained.retry_without()
             collector = self._options.collector(needed, self._stop(needed))
             self._run_again(tensors, collector)
@@ -320,7 +326,7 @@ class RetainingFrame(_Retaining):
 
 
 class RetainingSegment(_Retaining, SegmentFrame):
-    """The frame of a segment that retains outputs. Ops and saves are counted through all of its calls."""
+    """The frame of a segment that retains outputs. Ops and saves are numbered in one sequence over its calls."""
 
     __slots__ = ("_retained",)
 
@@ -329,7 +335,7 @@ class RetainingSegment(_Retaining, SegmentFrame):
         self._retained = retained
 
     def replay(self) -> None:
-        if self._is_done:  # by the first replay the segment has all of its calls
+        if self._is_done:  # the segment is complete at its first replay
             self._retained.forward_done(self.num_saves)
         super().replay()
 
@@ -338,6 +344,8 @@ class RetainingSegment(_Retaining, SegmentFrame):
 
 
 class RetainingCollector(Collector):
+    """A collector that reports each save to the retained outputs of the call."""
+
     __slots__ = ("_retained",)
 
     def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int], retained: RetainedCall) -> None:

@@ -1,8 +1,11 @@
-"""Writes to op outputs that no op and no version counter tells of, as by kernels launched by hand.
+"""Dispatch modes that replays with retained outputs run under.
 
-The dispatch modes of replays whose region retains op outputs: one learns where they are saved, one takes them.
+`retained` decides which mode a replay gets. `CaptureProfileMode` computes everything and records at which saved tensors
+the outputs of given ops appear; its result is a `CaptureProfile`. `RetainedOutputMode` returns kept outputs in place of
+running their ops, and checks that the replay uses them as the profile says.
 
-`retained` says when which of them runs, and what is checked.
+`UnseenWrites` detects writes to op outputs that neither an op nor a version counter shows, as custom kernels make. It
+compares checksums of the outputs while the profile is recorded.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ if TYPE_CHECKING:
     from lowtide.replay.retained import RetainedCall, RetainedOps
 
 _NUM_COLUMNS = 1024  # of the sums
-Op = tuple[Any, int]  # the op, with the weight that it casts if it does; and how often it has run before
+Op = tuple[Any, int]  # the id of the op (with that of a weight that it casts), and how many times it has run
 
 
 class UnseenWrites:
-    """Finds writes to op outputs that no op and no version counter tells of, as by kernels launched by hand.
+    """Detects writes to op outputs that neither an op nor a version counter shows, as by custom kernels.
 
-    By sums of their bits as they are made, when they are saved, and at the end; in columns, so that values that change
-    places show too. Not by `memory.checksums`, which needs memory of its own and would show in the peak of a step.
+    Compares sums of their bits when they are made, when they are saved, and at the end; in columns, so that swapped
+    values show too. `recomputing.checksum` would need 8 MiB, which would show in the peak of a step.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,7 @@ class UnseenWrites:
                 self._made[reference.id] = op, reference, num_bytes, _sums_of(reference, num_bytes)
 
     def look(self, storages: Iterable[int]) -> None:
-        """Compare what is in these storages now."""
+        """Sum the present bits of these storages, to be compared by `ops`."""
         for storage in storages:
             if storage in self._made:
                 op, reference, num_bytes, before = self._made[storage]
@@ -54,7 +57,7 @@ class UnseenWrites:
                     self._seen.append((op, before, _sums_of(reference, num_bytes)))
 
     def ops(self) -> set[Op]:
-        """The ops whose outputs have changed."""
+        """Return the ops whose outputs have changed."""
         self.look(list(self._made))
         return {op for op, before, now in self._seen if not torch.equal(before, now)}
 
@@ -76,7 +79,7 @@ _Fact = TypeVar("_Fact")
 
 @dataclass(frozen=True, slots=True)
 class RetainedPart:
-    """A tensor of an op's output: as autograd saves it, and as the op made it."""
+    """One tensor of an op's output: its geometry as autograd saves it (`saved`) and as the op made it (`made`)."""
 
     op: Op
     number: int  # among the parts of the output
@@ -97,35 +100,35 @@ class RetainedPart:
 
 @dataclass(frozen=True, slots=True)
 class RetainedOp:
-    """An op whose output is kept: its position, where each part is saved, and the parts that are never saved."""
+    """An op whose output is retained: its position, the save of each part, and the parts that are never saved."""
 
     position: int
-    saves: dict[int, int]  # the save of a part, by the part's number
+    saves: dict[int, int]  # index of the save, by the number of the part
     others: tuple[Any, ...]  # all parts, None for those that are saved
     build: Build
     is_random: bool
-    form: Any  # of the arguments, where the forms of the saved tensors do not tell those of all parts
+    form: Any  # shapes and constants of the arguments; None if the saved tensors determine the output
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureProfile:
-    """What a replay that computed everything has taught."""
+    """Which ops a region runs and at which saves the outputs of some appear, recorded by a full replay."""
 
-    kinds: list[Any]  # of the ops that ran, but for casts of weights
+    kinds: list[Any]  # ids of the ops that ran, without casts of weights
     ops: dict[Op, RetainedOp]
     by_save: dict[int, RetainedPart]
-    of_parameters: frozenset[int]  # saves of parameters: kept as well, as they cost nothing and a replay stops earlier
+    of_parameters: frozenset[int]  # saves of parameters: kept too, as it costs no memory and lets replays stop earlier
 
 
 class RetryReplay(Exception):
-    """Ends a replay that is run once more."""
+    """Raised to end a replay that will be run again without retained outputs."""
 
 
 class _OpCountingMode(_compat.DispatchMode):
-    """Counts the ops of a replay, so that they are known again.
+    """Counts the ops of a replay, to identify them by kind and number.
 
-    Casts of weights are counted by weight: a weight that autocast had cast before the forward came to the region is
-    cast once more in the replay. Ops of replays that begin inside this one are none of the region's.
+    Casts of weights are counted per weight: a weight that autocast had cast before the region began is cast once more
+    in the replay. Ops of inner replays are not counted.
     """
 
     def __init__(self) -> None:
@@ -139,8 +142,8 @@ class _OpCountingMode(_compat.DispatchMode):
         return super().__enter__()
 
     def count(self, func: Any, args: Any) -> Op | None:
-        """The op that is about to run; None for one that computes nothing, or is none of the region's."""
-        kind: Any = id(func)  # an op lives as long as torch does, and takes long to hash
+        """Count an op that is about to run; None for bookkeeping ops and for ops of inner replays."""
+        kind: Any = id(func)  # ops live as long as torch and are slow to hash
         if kind in _BOOKKEEPING or replay_depth() != self._depth:
             return None
         if _compat.is_cast_of_weight(func, args):
@@ -151,7 +154,7 @@ class _OpCountingMode(_compat.DispatchMode):
 
 
 class CaptureProfileMode(_OpCountingMode):
-    """Computes everything, and finds out at which saves the outputs of some ops appear."""
+    """Computes everything, and records at which saves the outputs of some ops appear."""
 
     def __init__(self, ops: RetainedOps, parameters: list[Tensor]) -> None:
         super().__init__()
@@ -159,8 +162,10 @@ class CaptureProfileMode(_OpCountingMode):
         self._parameter_storages = storages_in(parameters)
         self._of_parameters: set[int] = set()
         self._kinds: list[Any] = []
-        self._made: dict[int, tuple[RetainedPart, _compat.StorageReference]] = {}  # parts as they are made, by storage
-        self._found: dict[Op, tuple[RetainedOp, int, int]] = {}  # with numbers of parts to be saved and of draws
+        self._made: dict[int, tuple[RetainedPart, _compat.StorageReference]] = {}  # parts of outputs, by storage
+        self._retained: dict[
+            Op, tuple[RetainedOp, int, int]
+        ] = {}  # with the number of parts, and of random ops before it
         self._by_save: dict[int, RetainedPart] = {}
         self._num_draws = 0
         self._states: dict[Op, RandomStates] = {}  # after ops that draw random numbers
@@ -175,11 +180,13 @@ class CaptureProfileMode(_OpCountingMode):
             self._kinds.append(op[0])
         self._num_draws += _is_random(func)
         if _compat.reveals_values(func, args, output):
-            self._forget_ops({op for op, (found, num_parts, _) in self._found.items() if len(found.saves) < num_parts})
+            self._forget_ops(
+                {op for op, (retained, num_parts, _) in self._retained.items() if len(retained.saves) < num_parts}
+            )
         if _may_write(func):
             self._forget(storages_in(facts_of(func).written_tensors(args, kwargs or {})))
         elif position in self._ops.positions and type(op[0]) is not tuple and not _compat.gives_views(func):
-            # (A cast of a weight is not taken: autocast would remember it for other regions.)
+            # (Casts of weights are not retained: autocast would cache them for other regions.)
             self._add(op, position, func, args, kwargs, output)
         return output
 
@@ -192,7 +199,7 @@ class CaptureProfileMode(_OpCountingMode):
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             return
         if len(full) != len(parts) and (_is_foreign(func) or _compat.has_dynamic_shape(func)):
-            return  # what else it gives may be another thing each time
+            return  # its other outputs may differ each time
         for number, part in full.items():
             geometry, num_bytes = _geometry_of(part), part.untyped_storage().nbytes()
             made = RetainedPart(op, number, geometry, geometry, part.dtype, _compat.version_of(part), num_bytes)
@@ -202,18 +209,18 @@ class CaptureProfileMode(_OpCountingMode):
             self._unseen.made(op, list(full.values()))
         others = tuple(None if number in full else part for number, part in enumerate(parts))
         form = _form_of(args), _form_of(kwargs)
-        self._found[op] = RetainedOp(position, {}, others, build, _is_random(func), form), len(full), self._num_draws
+        self._retained[op] = RetainedOp(position, {}, others, build, _is_random(func), form), len(full), self._num_draws
         if _is_random(func):
             self._states[op] = RandomStates([part.device for part in full.values()])
 
     def _forget(self, storages: set[int]) -> None:
-        """An output that is written to later is not what its op made."""
+        """Drop outputs in storages that an op writes: they are no longer what their ops made."""
         self._forget_ops({self._made[storage][0].op for storage in storages & self._made.keys()})
 
     def _forget_ops(self, ops: set[Op]) -> None:
         if not ops:
             return
-        self._found = {op: found for op, found in self._found.items() if op not in ops}
+        self._retained = {op: retained for op, retained in self._retained.items() if op not in ops}
         self._made = {storage: made for storage, made in self._made.items() if made[0].op not in ops}
         self._by_save = {index: part for index, part in self._by_save.items() if part.op not in ops}
 
@@ -228,10 +235,10 @@ class CaptureProfileMode(_OpCountingMode):
         part, _ = self._made.get(storage, (None, None))
         if part is None or tensor.dtype is not part.dtype or _compat.version_of(tensor) != part.version:
             return
-        op, _, num_draws = self._found[part.op]
+        op, _, num_draws = self._retained[part.op]
         if tensor.is_conj() or tensor.is_neg():
             return
-        # Random states are captured where the output is saved: they must still be what the op has left.
+        # The forward captures random states when the output is saved: they must be those right after the op.
         if op.is_random and (num_draws != self._num_draws or not self._states[part.op].are_current()):
             return
         op.saves.setdefault(part.number, index)
@@ -242,45 +249,47 @@ class CaptureProfileMode(_OpCountingMode):
             self._ops.written_unseen = self._unseen.ops()
         unseen = self._ops.written_unseen or ()
         whole = {
-            op: found
-            for op, (found, num_parts, _) in self._found.items()
-            if len(found.saves) == num_parts and op not in unseen
+            op: retained
+            for op, (retained, num_parts, _) in self._retained.items()
+            if len(retained.saves) == num_parts and op not in unseen
         }
         by_save = {index: part for index, part in self._by_save.items() if part.op in whole}
         turned = {part.op for part in by_save.values() if part.saved != part.made}
         ops = {
-            op: found if op in turned or len(found.saves) != len(found.others) else replace(found, form=None)
-            for op, found in whole.items()
+            op: retained
+            if op in turned or len(retained.saves) != len(retained.others)
+            else replace(retained, form=None)
+            for op, retained in whole.items()
         }
         return CaptureProfile(self._kinds, ops, by_save, frozenset(self._of_parameters))
 
 
 class RetainedOutputMode(_OpCountingMode):
-    """Returns kept outputs in place of the ops that made them, each once."""
+    """Returns kept outputs instead of running the ops that made them, each once."""
 
     def __init__(self, call: RetainedCall, profile: CaptureProfile, collector: Collector) -> None:
         super().__init__()
         self._call, self._profile, self._collector = call, profile, collector
         self._kinds = iter(profile.kinds)
         self._is_astray = self._is_wrong = False
-        self._unconfirmed: set[int] = set()  # saves of taken outputs that the replay has not come to yet
+        self._unconfirmed: set[int] = set()  # saves of returned outputs that the replay has not reached
         self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts by number
-        self._last_state = -1  # the last save at which a random state was captured that the replay went on from
+        self._last_state = -1  # the last save whose captured random state was set
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self.count(func, args)
         if op is not None:
             if not self._is_astray and type(op[0]) is not tuple:
                 self._is_astray = next(self._kinds, None) != op[0]
-            found = None if self._is_astray else self._profile.ops.get(op)
-            if found is not None and self._may_take(op, found, args, kwargs):
-                return self._take(op, found)
+            retained = None if self._is_astray else self._profile.ops.get(op)
+            if retained is not None and self._may_take(op, retained, args, kwargs):
+                return self._take(op, retained)
             if _is_random(func) and len(self._collector.tensors) <= self._last_state:
-                self._give_up()  # the forward drew numbers before the state was captured
+                self._give_up()  # the forward drew these before the state was captured
         if self.taken and _may_write(func):
             storages = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
             if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
-                self._give_up()  # the tensor kept in the forward has been written to, or is another
+                self._give_up()  # the kept tensor was written to in the forward, or is another one
         output = func(*args, **kwargs) if kwargs else func(*args)
         if self._unconfirmed and _compat.reveals_values(func, args, output):
             self._give_up()
@@ -288,30 +297,30 @@ class RetainedOutputMode(_OpCountingMode):
             _compat.propagate_version_mark(func, args, output)
         return output
 
-    def _may_take(self, op: Op, found: RetainedOp, args: Any, kwargs: Any) -> bool:
-        # What is saved after the replay has stopped would not be checked.
+    def _may_take(self, op: Op, retained: RetainedOp, args: Any, kwargs: Any) -> bool:
+        # A save after the end of the replay would not be checked.
         stop = self._collector.stop
-        if op in self.taken or (stop >= 0 and max(found.saves.values()) > stop):
+        if op in self.taken or (stop >= 0 and max(retained.saves.values()) > stop):
             return False
-        if min(found.saves.values()) < len(self._collector.tensors):
-            self._give_up()  # what is kept was saved before there was this op
-        if found.form is not None and found.form != (_form_of(args), _form_of(kwargs)):
+        if min(retained.saves.values()) < len(self._collector.tensors):
+            self._give_up()  # the kept tensor was saved before this op ran
+        if retained.form is not None and retained.form != (_form_of(args), _form_of(kwargs)):
             return False
-        return all(self._call.value(index).is_intact for index in found.saves.values())
+        return all(self._call.value(index).is_intact for index in retained.saves.values())
 
-    def _take(self, op: Op, found: RetainedOp) -> Any:
-        parts = list(found.others)
+    def _take(self, op: Op, retained: RetainedOp) -> Any:
+        parts = list(retained.others)
         with _compat.without_modes():
             random = self._call.random_states(op)
             if random is not None:
                 if not random.set():
-                    self._give_up()  # the forward has seeded a generator before the state was captured
-                self._last_state = max(self._last_state, min(found.saves.values()))
-            for number, index in found.saves.items():
+                    self._give_up()  # the forward seeded a generator before the state was captured
+                self._last_state = max(self._last_state, min(retained.saves.values()))
+            for number, index in retained.saves.items():
                 parts[number] = _compat.with_marked_version(self._call.fetch(index, self._profile.by_save[index]))
-        self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in found.saves}
-        self._unconfirmed.update(found.saves.values())
-        return found.build(parts)
+        self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in retained.saves}
+        self._unconfirmed.update(retained.saves.values())
+        return retained.build(parts)
 
     def _give_up(self) -> None:
         self._is_wrong = True
@@ -320,7 +329,7 @@ class RetainedOutputMode(_OpCountingMode):
     def saved(self, index: int, tensor: Tensor) -> None:
         part = self._profile.by_save.get(index)
         if part is not None and part.op in self.taken and not self._is_wrong:
-            # The mark tells it from a tensor that was there before, such as an input of the region.
+            # The mark distinguishes it from tensors that existed before, such as inputs of the region.
             is_it = part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
             self._is_wrong = not (is_it and _compat.has_marked_version(tensor))
             self._unconfirmed.discard(index)
@@ -333,34 +342,34 @@ class RetainedOutputMode(_OpCountingMode):
         return not (self._is_wrong or self._unconfirmed)
 
 
-def _asked_once(find: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
-    """A fact about ops, found once for each and kept by its id: ops live as long as torch does, and hash slowly."""
+def _cached_by_id(find: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
+    """Cache a function of ops by the op's id: ops live as long as torch and are slow to hash."""
     known: dict[int, _Fact] = {}
 
     @functools.wraps(find)
-    def ask(func: Any) -> _Fact:
+    def cached(func: Any) -> _Fact:
         fact = known.get(id(func))
         if fact is None:
             known[id(func)] = fact = find(func)
         return fact
 
-    return ask
+    return cached
 
 
 def _is_foreign(func: Any) -> bool:
-    """Whether an op is not one of torch's own, and may do more than it says."""
+    """Return whether an op is not one of torch's own, so that its schema may be incomplete."""
     return getattr(func, "namespace", None) not in OWN_NAMESPACES
 
 
-@_asked_once
+@_cached_by_id
 def _is_random(func: Any) -> bool:
-    """Whether an op draws random numbers, or may do so."""
+    """Return whether an op draws random numbers, or may do so."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or _is_foreign(func)
 
 
-@_asked_once
+@_cached_by_id
 def _may_write(func: Any) -> bool:
-    """Whether an op may write to arguments: also a norm to its statistics, which its schema does not say."""
+    """Return whether an op may write to arguments, also a norm to its statistics, which its schema omits."""
     if not _compat.is_op_with_schema(func):
         return False
     return _compat.writes(func) or bool(facts_of(func).written_in_training)
@@ -374,7 +383,7 @@ def _geometry_of(tensor: Tensor) -> Geometry:
 
 
 def as_geometry(tensor: Tensor, present: Geometry, wanted: Geometry) -> Tensor:
-    """Another view of the memory of a tensor that had the geometry `present` in the forward."""
+    """Return the view `wanted` of the memory of a tensor that had the geometry `present` in the forward."""
     if present == wanted:
         return tensor
     shape, stride, offset = wanted
@@ -386,7 +395,7 @@ def storages_in(values: Any) -> set[int]:
 
 
 def _form_of(value: Any) -> Any:
-    """What of an argument decides on the form of an output: all but the numbers in tensors."""
+    """Return what of an argument determines the shape of an output: everything but values of tensors."""
     kind = type(value)
     if kind in _compat.PLAIN_TYPES and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device
@@ -394,7 +403,7 @@ def _form_of(value: Any) -> Any:
         return tuple(map(_form_of, value))
     if kind is dict:
         return tuple((name, _form_of(each)) for name, each in value.items())
-    return value if kind in _CONSTANTS else object()  # equal to no other: the op has to run
+    return value if kind in _CONSTANTS else object()  # equal to nothing: the op has to run
 
 
 _CONSTANTS = frozenset(

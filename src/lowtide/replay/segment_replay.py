@@ -1,16 +1,16 @@
-"""A run of calls as one region: `layers.3`, `layers.4`, ..., each given what the one before it made.
+"""Segments: a run of sibling module calls (`layers.3`, `layers.4`, ...) that is recomputed as one region.
 
-Only what comes from outside of the run is held for its replay: the input of the first call, and whatever else the calls
-are given (masks, positions). What a call gets from an earlier call of the run, the very tensor that it returned, is a
-**link**: the replay makes it again. The saves of all calls are numbered through, and the first one that the backward
-asks for replays the calls in order, up to the last one with a save that is needed.
+With one region per layer, the input of every layer is kept. A segment keeps the input of its first call only, and other
+tensors that come from outside (masks, positions): memory for inputs shrinks by the number of calls. A tensor that a
+call gets from an earlier call of the segment is a **link**: it must be the very tensor which that call returned, and
+the replay computes it again. The saved tensors of all calls are numbered in one sequence. The first one that the
+backward unpacks replays the calls in order, up to the last call with a tensor that is still needed.
 
-Calls are joined while they run, and nothing is taken for granted: a call that is given no output of the run so far, or
-an output that was changed in place meanwhile, begins a run of its own. So does one under other saved-tensor hooks, say
-those of somebody else's checkpoint, which is replayed by itself.
+Calls are joined while they run. A call begins a new segment if none of its inputs is an output of the segment, if such
+an output was changed in place, or if other saved-tensor hooks are in force, as inside another library's checkpoint.
 
-Inside a segment, calls and shorter segments may be regions themselves. Then a replay of the segment brings back their
-inputs, and each of them is replayed when the backward gets to it.
+Calls and shorter segments inside a segment may be regions themselves. The replay of the segment then recomputes their
+inputs, and each is replayed when the backward reaches it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class Link(NamedTuple):
-    """A tensor that a call of a segment is given by an earlier one: the number of that call, and of its output."""
+    """An input that is an output of an earlier call of the segment: the number of that call, and of the output."""
 
     call: int
     output: int
 
 
 class OpenSegment:
-    """The segment that calls are being joined to in one forward, or in one replay of a region around them.
+    """The segment that calls join during one forward, or during one replay of an outer region.
 
-    `new_scope` makes what the calls of one replay share: it is passed to their `replay`.
+    `new_scope` makes an object that the calls of one replay share; it is passed to their `replay`.
     """
 
     __slots__ = ("_frame", "_hooks", "_outputs", "new_scope")
@@ -50,11 +50,11 @@ class OpenSegment:
     def __init__(self, new_scope: Callable[[], Any]) -> None:
         self.new_scope = new_scope
         self._frame: weakref.ref[SegmentFrame] | None = None
-        self._hooks = 0  # the id of those around the frame
-        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # by id: of the calls so far
+        self._hooks = 0  # the id of the hooks in force when the frame began
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # outputs of the calls so far, by id
 
     def joined(self, tensors: list[Tensor], hooks: Hooks | None) -> tuple[SegmentFrame | None, dict[int, Link]]:
-        """The frame that a call with these inputs continues, if any, and which of the inputs it gets from there."""
+        """Return the frame that a call with these inputs continues, or None, and the links among the inputs."""
         frame = None if self._frame is None or self._hooks != _id_of(hooks) else self._frame()
         links: dict[int, Link] = {}
         for index, tensor in enumerate(tensors) if frame is not None else ():
@@ -84,7 +84,7 @@ def _tensors_of(output: Any) -> Sequence[Tensor]:
 
 
 def _id_of(hooks: Hooks | None) -> int:
-    """Of what the pack hook is bound to: a method is another object each time."""
+    """Return the id of the object that the pack hook is bound to: a bound method is a new object each time."""
     return 0 if hooks is None else id(getattr(hooks[0], "__self__", hooks[0]))
 
 
@@ -108,10 +108,10 @@ def run(
     input_hooks: Hooks | None = None,
     retained: Callable[[], RetainedCall | None] | None = None,
 ) -> Any:
-    """`function(*args, **kwargs)` as the next call of a segment; as its first if it `is_first`, or follows on nothing.
+    """Run `function(*args, **kwargs)` as the next call of a segment, or as its first if `is_first` or not linked to it.
 
-    `replay` is called in the backward with the scope, the module and the arguments. `retained` is asked what a segment
-    retains that begins here. Otherwise as `region.run`.
+    `replay` is called in the backward with the scope, the module and the arguments. `retained` returns the retained
+    outputs of a segment that begins here. The other arguments are those of `region.run`.
     """
     arguments, tensors = Arguments.take(args, kwargs)
     hooks = _compat.current_hooks()
@@ -129,7 +129,7 @@ def run(
     try:
         output = function(*args, **kwargs)
     except BaseException:
-        segment.end()  # nothing follows on a call that failed
+        segment.end()  # no call joins one that failed
         raise
     finally:
         _compat.pop_hooks()
@@ -140,7 +140,7 @@ def run(
 
 
 class SegmentCall(Frame):
-    """One call of a segment: what it was given and found. Its saves are the segment's."""
+    """One call of a segment: its inputs and captured state. Its saved tensors are in the segment's frame."""
 
     __slots__ = ("_scope", "first_save", "links")
 
@@ -149,7 +149,7 @@ class SegmentCall(Frame):
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         links = self.links
-        if len(links) == len(tensors):  # most calls are given nothing else
+        if len(links) == len(tensors):  # the usual case
             self._held, self._unpack_input = [None] * len(tensors), None
         else:
             super()._hold([tensor for index, tensor in enumerate(tensors) if index not in links], hooks)
@@ -159,7 +159,7 @@ class SegmentCall(Frame):
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
 
     def _inputs_changed(self, indices: list[int]) -> None:
-        """As any in-place change within a region, that of a link is made again by the replay."""
+        """Allow changes of links: the replay makes them again, like any in-place change within a region."""
         others = [index for index in indices if index not in self.links]
         if others:
             super()._inputs_changed(others)
@@ -174,7 +174,7 @@ class SegmentCall(Frame):
         return self._module
 
     def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector, mode: Any) -> Any:
-        """Run the call again, given what the calls before it `made`."""
+        """Replay the call; `made` holds the outputs of earlier calls, by link."""
         self._scope = scope
         try:
             return self._run_again(self._inputs(made), collector, mode)
@@ -182,10 +182,10 @@ class SegmentCall(Frame):
             self._scope = None
 
     def _inputs(self, made: dict[Link, Tensor]) -> list[Tensor]:
-        found = [None if index in self.links else self._input_tensor(index) for index in range(len(self._held))]
+        inputs = [None if index in self.links else self._input_tensor(index) for index in range(len(self._held))]
         for index, link in self.links.items():
-            found[index] = made[link]  # that very tensor: a segment inside this one knows its links by it
-        return found  # type: ignore[return-value]
+            inputs[index] = made[link]  # the same object: inner segments recognise links by identity
+        return inputs  # type: ignore[return-value]
 
     def _call_again(self, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self._replay_function is not None
@@ -193,7 +193,7 @@ class SegmentCall(Frame):
 
 
 class SegmentFrame(Frame):
-    """The saves of a segment, and its calls. Kept alive by what autograd saved in them."""
+    """The saves and calls of a segment. Kept alive by the hooks of the tensors that autograd saved in it."""
 
     __slots__ = ("__weakref__", "_new_scope", "calls")
 
@@ -212,27 +212,29 @@ class SegmentFrame(Frame):
         return len(self._tokens)
 
     def _call_of(self, save: int) -> int:
-        """The number of the call that made a save."""
+        """Return the number of the call that made a save."""
         return bisect_right([call.first_save for call in self.calls], save) - 1
 
     def _check_arguments(self) -> None:
-        """Those of each call are checked when it is clear which calls run."""
+        """Do nothing: `_run_again` checks the arguments of the calls that it runs."""
 
     def _input_tensors(self) -> list[Tensor]:
         return []
 
     def _stop(self, needed: list[bool]) -> tuple[int, int]:
-        stop, number = super()._stop(needed)  # counted from 0: the segment has no number of its own
+        stop, number = super()._stop(needed)  # relative to 0: the segment has no sequence number
         return (stop, number - self.calls[self._call_of(stop)]._sequence) if stop >= 0 else (stop, number)
 
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
-        """Run the calls again up to the last one with a save that is needed; all, if a mode learns what they save."""
+        """Replay the calls up to the last one with a needed save, or all while a profile is recorded."""
         needed = [index for index, is_needed in enumerate(collector.needed) if is_needed]
         is_whole = mode is not None and collector.stop < 0
         calls = self.calls if is_whole else self.calls[: self._call_of(max(needed, default=-1)) + 1]
         for call in calls:
             call._check_arguments()
-        users = {link: number for number, call in enumerate(calls) for link in call.links.values()}  # the last of each
+        users = {
+            link: number for number, call in enumerate(calls) for link in call.links.values()
+        }  # the last user of each
         made: dict[Link, Tensor] = {}
         scope = self._new_scope()
         for number, call in enumerate(calls):
@@ -254,7 +256,7 @@ class SegmentFrame(Frame):
 
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
         found, expected = self._compared(collector)
-        if any(collector.needed[len(found) :]):  # it ended before it came to what is needed
+        if any(collector.needed[len(found) :]):  # it ended before a needed save
             expected = self._metadata
         if found == expected:
             return
@@ -272,4 +274,4 @@ class SegmentFrame(Frame):
 
 
 def _nothing() -> None:
-    """A segment has calls, and no function of its own."""
+    """The function of a segment's frame, which is never called: its calls have functions."""

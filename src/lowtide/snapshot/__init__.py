@@ -1,1 +1,1 @@
-"""Put a model, its gradients, buffers, optimizer and random states back as they were."""
+"""Snapshots: put a model, its gradients, buffers, attributes, optimizer and random states back as they were."""

@@ -1,16 +1,19 @@
-"""What lies in objects: attributes and containers, remembered as they are and put back as they were.
+"""Undo a training step: restore a model, its gradients, buffers, attributes, optimizers and random states to the bit.
 
-A step that leaves no trace: whatever it changes of a model and its surroundings is put back, to the bit.
+Three parts, each used on its own:
 
-What a step changes, put back to the bit if it fails: gradients, buffers, random states, attributes, variables.
+- `ObjectSnapshot` stores the contents of attributes and of the containers in them, and restores them.
+- `Restorer` is for traces and measurements, which run a real step and must leave no effect. It copies a tensor when an
+  op is about to write it.
+- `StepUndo` is for steps of a training loop that may fail, as when memory runs out and the step is run again under
+  another plan. No dispatch mode sees its ops, so it copies whatever a step may change before it runs.
+  Parameters are not copied: `what_cannot_be_put_back` reports steps that change them.
 
-Gradients that are there before a step are copied to the host, beside its forward, as a backward adds to them in place.
-The alternatives are worse: copies on the device take memory where it is short; fresh gradients that are added to the
-old ones at the end take as much; and what a backward has added cannot be subtracted again, as floating-point sums
-round. A step that begins without gradients, as after `zero_grad()`, copies none. On the CPU the copies are in the same
-memory as the rest, and come on top of the step.
-
-Small buffers are copied where they are. Larger ones go to the host until a step has shown that it leaves them alone.
+`StepUndo` copies existing gradients to the host during the forward, as a backward adds to them in place. Copies on the
+device would take memory where it is short, fresh gradients that are added at the end would take as much, and what a
+backward has added cannot be subtracted, as floating-point sums round. A step that begins without gradients, as after
+`zero_grad()`, copies none. On the CPU the copies add to the peak of the step. Buffers up to 256 KiB are copied on their
+device; larger ones are copied to the host until a step was seen not to write them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,32 +34,32 @@ from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.function_state import CapturedState
 
-# What a cache may be wrapped in; further away from a module lie things that are not its own.
-_DEEPEST = 6
-_LONGEST = 10_000  # what is longer is data
+# Caches of a module may be nested this deep; deeper contents are taken for other objects' state and not restored.
+_MAX_DEPTH = 6
+_MAX_LENGTH = 10_000  # longer containers are taken for data and not searched
 _LEFT_ALONE = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, str, bytes)
 
 
 class ObjectSnapshot:
-    """The content of `roots` and of the lists, dicts, sets and attributes in them; not that of tensors and modules."""
+    """A snapshot of `roots` and of the lists, dicts, sets and attributes in them, without tensors and modules."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._contents: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         level = list(roots)
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_DEPTH):
             following: list[Any] = []
             for container in level:
                 if id(container) not in seen:
                     seen.add(id(container))
                     if not isinstance(container, tuple):
                         self._contents.append((container, container.copy()))
-                    if len(container) <= _LONGEST:
+                    if len(container) <= _MAX_LENGTH:
                         following += containers(container.values() if isinstance(container, dict) else container)
             level = following
 
     def restore(self) -> None:
-        """Put back what was changed."""
+        """Restore the containers that were changed."""
         for container, content in self._contents:
             if isinstance(container, dict):
                 if not _same(container, content) or not _same(container.values(), content.values()):
@@ -68,22 +71,22 @@ class ObjectSnapshot:
 
 
 def containers(items: Iterable[Any]) -> list[Any]:
-    """Those items that hold other things, and the attributes of those that have any."""
-    found = []
+    """Return the items that are containers, and the attribute dicts of the others."""
+    result = []
     for item in items:
         if isinstance(item, types.MethodType):
             item = item.__self__
         if isinstance(item, dict | list | set | deque | tuple):
-            found.append(item)
+            result.append(item)
         elif not isinstance(item, _LEFT_ALONE) and not getattr(type(item), "hidden_from_replay", False):
             attributes = getattr(item, "__dict__", None)
             if isinstance(attributes, dict):
-                found.append(attributes)
-    return found
+                result.append(attributes)
+    return result
 
 
 def _same(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Whether both hold the same objects in the same order."""
+    """Return whether both hold the same objects in the same order."""
     a, b = list(a), list(b)
     return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
 
@@ -93,25 +96,27 @@ _noted: ContextVar[list[torch.Generator] | None] = ContextVar("generators of tra
 
 @contextlib.contextmanager
 def noted_generators() -> Iterator[list[torch.Generator]]:
-    """The generators of someone's own that steps traced inside the block draw from.
+    """Collect the user's own generators that steps traced inside the block draw from.
 
-    A step that nobody watches cannot tell: whoever runs one saves their states beforehand.
+    A step without a dispatch mode cannot detect them, so its caller saves the states of these before it.
     """
-    found: list[torch.Generator] = []
-    token = _noted.set(found)
+    generators: list[torch.Generator] = []
+    token = _noted.set(generators)
     try:
-        yield found
+        yield generators
     finally:
         _noted.reset(token)
 
 
 class Restorer:
-    """Take it before the step, call `restore()` after. Contents are copied only when something is about to write them.
-    With `copies_on_host`, copies take no memory of the device: for a step whose peak is measured.
+    """Undoes a traced step: make it before the step, call `restore()` after.
 
-    Modules get back their attributes, among them training flags, hooks and caches, with what lies in those. Leaves get
-    back their gradients, random generators their states, optimizers that a hook steps in the backward theirs. So do
-    variables and objects that `loss_fn` names: counters, lists of losses, a gradient scaler.
+    Tensors are copied when an op is about to write them (`before_write`). With `copies_on_host`, the copies take no
+    device memory, for a step whose peak is measured.
+
+    Restored are the attributes of modules (training flags, hooks, caches) with their contents, gradients of leaves,
+    states of random generators and of optimizers that a hook steps in the backward, and variables and objects that
+    `loss_fn` names: counters, lists of losses, a gradient scaler.
     """
 
     def __init__(
@@ -124,10 +129,10 @@ class Restorer:
         copies_on_host: bool = False,
     ) -> None:
         self._copies_on_host = copies_on_host
-        reach = CapturedState(loss_fn)
-        self._cells, self._globals = reach.cells, reach.globals
-        modules = [part for module in (model, *reach.modules) for part in _compat.submodules(module)]
-        named = [contents for _, contents in reach.cells] + [value for *_, value in reach.globals]
+        captured = CapturedState(loss_fn)
+        self._cells, self._globals = captured.cells, captured.globals
+        modules = [part for module in (model, *captured.modules) for part in _compat.submodules(module)]
+        named = [contents for _, contents in captured.cells] + [value for *_, value in captured.globals]
         self._attributes = ObjectSnapshot(
             [*(vars(module) for module in modules), *containers(named), *containers([loss_fn])]
         )
@@ -141,21 +146,21 @@ class Restorer:
         self._device = device if device.type not in ("cpu", "meta") and _compat.accelerator() is not None else None
         self._generators = generator_states(self._device)
         self._own_generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        for item in (*reach.generators, *(item for module in modules for item in vars(module).values())):
-            if isinstance(item, torch.Generator):  # now, as a step may seed it before it draws
+        for item in (*captured.generators, *(item for module in modules for item in vars(module).values())):
+            if isinstance(item, torch.Generator):  # now, as the step may seed it before the first draw
                 self.before_write(item)
         self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
         self._hook = _compat.register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     def add_leaves(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves whose gradients belong to someone."""
+        """Add leaves whose gradients are restored."""
         for tensor in tensors:
             if tensor.is_leaf and id(tensor) not in self._seen:
                 self._seen.add(id(tensor))
                 self._gradients.append((tensor, tensor.grad))
 
     def before_write(self, target: Tensor | torch.Generator) -> None:
-        """An op is about to write to a tensor that was there before the step, or to draw from a generator."""
+        """Copy a tensor that an op is about to write, or the state of a generator that it will draw from."""
         if isinstance(target, torch.Generator):
             if _compat.generator_id(target) not in self._own_generators:
                 self._own_generators[_compat.generator_id(target)] = target, target.get_state()
@@ -173,7 +178,7 @@ class Restorer:
                     self._copies[key] = tensor, everything, kept, _compat.version_of(tensor)
 
     def reset_gradients(self) -> None:
-        """The gradients there were, as objects; their content comes with `restore`."""
+        """Set the gradients to the tensors of before the step; `restore` restores their values."""
         for leaf, gradient in self._gradients:
             if leaf.grad is not gradient:
                 leaf.grad = gradient
@@ -230,15 +235,15 @@ _SMALL_BYTES = 256 * 1024
 
 
 class SnapshotBuffers:
-    """What is kept from one step to the next: which large buffers a step writes, and host memory for gradients."""
+    """Kept from one step to the next: which large buffers a step writes, and pinned host memory for gradients."""
 
     def __init__(self) -> None:
-        self.is_written: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
-        self._pinned: _compat.WeakTensorKeyDictionary = _compat.WeakTensorKeyDictionary()
+        self.is_written: MutableMapping[Tensor, bool] = _compat.WeakTensorKeyDictionary()
+        self._pinned: MutableMapping[Tensor, Tensor] = _compat.WeakTensorKeyDictionary()
         self._stream: Any = None
 
     def copied_to_host(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Copies of the leaves' gradients; on an accelerator they may still be under way, see `wait`."""
+        """Copy the leaves' gradients to the host; on an accelerator the copies may still be running, see `wait`."""
         on_device = [leaf for leaf in leaves if _is_staged(leaf)]
         if on_device:
             module = torch.get_device_module(on_device[0].device)
@@ -251,18 +256,18 @@ class SnapshotBuffers:
         return [self._staging(leaf) if _is_staged(leaf) else leaf.grad.detach().clone() for leaf in leaves]  # type: ignore[union-attr]
 
     def wait(self, device: torch.device | None) -> None:
-        """What comes next on the device comes after the copies."""
+        """Make the device's current stream wait for the copies."""
         if self._stream is not None and device is not None:
             torch.get_device_module(device).current_stream(device).wait_stream(self._stream)
 
     def _staging(self, leaf: Tensor) -> Tensor:
-        gradient, found = leaf.grad, self._pinned.get(leaf)
+        gradient, pinned = leaf.grad, self._pinned.get(leaf)
         assert gradient is not None
-        if found is None or found.shape != gradient.shape or found.dtype != gradient.dtype:
+        if pinned is None or pinned.shape != gradient.shape or pinned.dtype != gradient.dtype:
             # Pinned once: pinning takes longer than the copy.
-            found = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
-            self._pinned[leaf] = found
-        return found
+            pinned = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+            self._pinned[leaf] = pinned
+        return pinned
 
 
 def _is_staged(leaf: Tensor) -> bool:
@@ -271,30 +276,33 @@ def _is_staged(leaf: Tensor) -> bool:
 
 
 class StepUndo:
-    """Make it before a step. `restore()` puts everything back, as often as needed; `done()` if all went well."""
+    """Undoes a step of a training loop: make it before the step, call `restore()` as often as needed.
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], args: Any, books: SnapshotBuffers) -> None:
-        reach = CapturedState(loss_fn)
-        self._buffers = books
-        self._cells, self._globals = reach.cells, reach.globals
-        modules = list({part: None for root in (model, *reach.modules) for part in _compat.submodules(root)})
+    Call `done()` if the step succeeded.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], args: Any, snapshots: SnapshotBuffers) -> None:
+        captured = CapturedState(loss_fn)
+        self._buffers = snapshots
+        self._cells, self._globals = captured.cells, captured.globals
+        modules = list({part: None for root in (model, *captured.modules) for part in _compat.submodules(root)})
         self._attributes = [(vars(m), dict(vars(m))) for m in modules if not type(m).__module__.startswith("torch.nn.")]
         self._slots = [(slots, dict(slots)) for m in modules for slots in _compat.module_tensors(m)]
-        self._add_generators(reach)
+        self._add_generators(captured)
         parameters, buffers = ([t for *_, s in self._slots[n::2] for t in s.values() if t is not None] for n in (0, 1))
         self._weights = list({id(tensor): tensor for tensor in parameters}.values())
         self._device = next((t.device for t in self._weights if t.device.type != "cpu"), None)
         self._add_buffers(list({id(tensor): tensor for tensor in buffers}.values()))
-        leaves = [*self._weights, *(t for t in (*tensors_in(args), *reach.tensors) if t.is_leaf)]
+        leaves = [*self._weights, *(t for t in (*tensors_in(args), *captured.tensors) if t.is_leaf)]
         self._gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
         self._with_gradient = [leaf for leaf, gradient in self._gradients if gradient is not None]
-        self._gradient_copies = books.copied_to_host(self._with_gradient)
+        self._gradient_copies = snapshots.copied_to_host(self._with_gradient)
         self._versions = _compat.versions_of(self._weights)
         self._random = generator_states(self._device)
 
-    def _add_generators(self, reach: CapturedState) -> None:
+    def _add_generators(self, captured: CapturedState) -> None:
         own = [value for _, content in self._attributes for value in content.values() if type(value) is torch.Generator]
-        self._generators = [(generator, generator.get_state()) for generator in (*reach.generators, *own)]
+        self._generators = [(generator, generator.get_state()) for generator in (*captured.generators, *own)]
 
     def _add_buffers(self, buffers: list[Tensor]) -> None:
         self._small = [b for b in buffers if b.nbytes <= _SMALL_BYTES]
@@ -306,17 +314,17 @@ class StepUndo:
         self._buffer_versions = [_compat.versions_of(b) for b in (self._small, self._large, self._trusted)]
 
     def before_backward(self) -> None:
-        """The backward adds to gradients: their copies have to be there."""
+        """Wait for the copies of gradients, as the backward adds to the originals."""
         self._buffers.wait(self._device)
 
     def done(self) -> None:
-        """Learn which large buffers such a step leaves alone."""
+        """Record which large buffers the step wrote."""
         for tensors, versions in ((self._large, self._buffer_versions[1]), (self._trusted, self._buffer_versions[2])):
             for buffer, now, then in zip(tensors, _compat.versions_of(tensors), versions, strict=True):
                 self._buffers.is_written[buffer] = now != then
 
     def what_cannot_be_put_back(self) -> str | None:
-        """In words, what the step has changed that no copy was made of; None if there is nothing."""
+        """Describe a change by the step of which no copy was made; None if there is none."""
         if _compat.versions_of(self._weights) != self._versions:
             return "the step changes parameters itself (an optimizer in the backward, or max_norm)"
         if _compat.versions_of(self._trusted) != self._buffer_versions[2]:
@@ -324,12 +332,12 @@ class StepUndo:
         return None
 
     def restore(self) -> None:
-        """Everything as it was before the step."""
+        """Restore everything to its state before the step."""
         self._buffers.wait(self._device)
         for slots, content in self._slots:
             _rebind(slots, content)
         for attributes, content in self._attributes:
-            _rebind(attributes, content, but="forward")  # a plan for larger inputs may have been taken up meanwhile
+            _rebind(attributes, content, but="forward")  # a plan for larger inputs may have been applied meanwhile
         for cell, contents in self._cells:
             cell.cell_contents = contents
         for namespace, name, value in self._globals:
@@ -347,10 +355,10 @@ class StepUndo:
         set_generator_states(self._random, self._device)
 
 
-def _rebind(place: dict[str, Any], content: dict[str, Any], but: str = "") -> None:
-    """Names bound to what they were bound to; what is in it is not looked at."""
-    if place.keys() == content.keys() and all(place[name] is content[name] for name in content):
+def _rebind(names: dict[str, Any], content: dict[str, Any], but: str = "") -> None:
+    """Bind names to the values of before, without looking into these; `but` keeps its present value."""
+    if names.keys() == content.keys() and all(names[name] is content[name] for name in content):
         return
-    kept = {but: place[but]} if but in place else {}
-    place.clear()
-    place.update({name: value for name, value in content.items() if name != but} | kept)
+    kept = {but: names[but]} if but in names else {}
+    names.clear()
+    names.update({name: value for name, value in content.items() if name != but} | kept)

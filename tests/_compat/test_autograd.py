@@ -1,0 +1,129 @@
+"""Canaries for `_compat/autograd.py`: version counters, saved-tensor hooks and autograd nodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._compat import autograd
+
+
+def test_version_counters_can_be_read_and_set() -> None:
+    x = torch.zeros(2)
+    x.add_(1)
+    assert autograd.version_of(x) == autograd.version_of_saved(x) == 1, "Tensor._version no longer counts changes"
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    assert autograd.versions_of([x, frozen]) == [1, 0], "inference tensors no longer raise for _version"
+    autograd.set_version(x, 7)
+    assert autograd.version_of(x) == 7, "_unsafe_set_version_counter no longer sets: buffers cannot be restored"
+    autograd.reset_version(x)
+    assert autograd.version_of(x) == 0, "_unsafe_set_version_counter no longer sets: buffers cannot be restored"
+
+
+def test_tensors_are_overwritten_with_their_versions() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    copies = autograd.clone_all(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    autograd.overwrite_all(tensors, copies, [3, 4])
+    assert all(bool(tensor.all()) for tensor in tensors), "_foreach_copy_ no longer copies: buffers cannot be restored"
+    assert autograd.versions_of(tensors) == [3, 4], "_unsafe_set_version_counter no longer sets several counters"
+
+
+def test_a_watch_sees_changes_of_aliases() -> None:
+    x = torch.zeros(4)
+    watch = autograd.VersionWatch(x)
+    assert not watch.has_changed()
+    x[:2].add_(1)
+    assert watch.has_changed(), "setting .data of a detached alias no longer keeps its version counter"
+
+
+def test_views_have_bases() -> None:
+    x = torch.zeros(4)
+    assert autograd.version_owner(x[1:]) is x, "Tensor._base is no longer the tensor that a view was made of"
+
+
+def test_hooks_are_pushed_and_popped() -> None:
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    assert autograd.no_hooks_in_force() and not autograd.is_replayed()
+    autograd.push_hooks(pack, lambda tensor: tensor)
+    try:
+        hooks = autograd.current_hooks()
+        assert hooks is not None and hooks[0] is pack, "_top_saved_tensors_default_hooks returns other hooks"
+        assert autograd.is_replayed() and not autograd.no_hooks_in_force()
+        torch.ones(2, requires_grad=True).exp()
+    finally:
+        autograd.pop_hooks()
+    assert len(seen) == 1, "_push_saved_tensors_default_hooks no longer installs hooks: replays see no saves"
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) as hooks_in_force:
+        del hooks_in_force
+    hooks_object = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks_object:
+        assert autograd.hooks_are_in_force(hooks_object), "saved_tensors_hooks.pack_hook is gone"
+
+
+def test_gradients_are_switched() -> None:
+    autograd.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled(), "_set_grad_enabled no longer switches"
+    finally:
+        autograd.set_grad_enabled(True)
+
+
+def test_nodes_are_numbered_in_the_order_of_the_forward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    start = autograd.sequence_number()
+    y = x.exp()
+    z = y.sin()
+    assert y.grad_fn is not None and z.grad_fn is not None
+    numbers = [autograd.sequence_of(y.grad_fn), autograd.sequence_of(z.grad_fn)]
+    assert numbers == [start, start + 1], "autograd nodes are no longer numbered one by one: early stops fail"
+    nodes = autograd.autograd_nodes_since(start, [z.grad_fn])
+    assert [node.name() for node in nodes[:2]] == ["ExpBackward0", "SinBackward0"], "names or order of nodes changed"
+    assert "AccumulateGrad" in nodes[-1].name(), "accumulators no longer carry the highest sequence number"
+    assert autograd.leaves_of(z)[0] is x, "AccumulateGrad.variable is gone: leaves of a loss are not found"
+
+
+def test_the_running_node_is_known_in_a_backward() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda gradient: seen.append((autograd.running_node(), autograd.is_replayed())))
+    y.sum().backward()
+    assert autograd.running_node() is None
+    assert seen[0][0] is not None, "_current_autograd_node is None in a backward"
+    assert seen[0][1], "_current_graph_task_id is -1 in a backward"
+
+
+def test_ops_that_save_before_they_fill_are_named_as_before() -> None:
+    y = nn.functional.rrelu(torch.ones(2, requires_grad=True), training=True)
+    assert y.grad_fn is not None and autograd.fills_later(y.grad_fn), f"rrelu's node is now {y.grad_fn.name()}"
+
+
+def test_casts_and_views_of_parameters_are_recognised() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    for derived in (weight, weight[0], weight.t(), weight.to(torch.float64).t()):
+        assert autograd.is_parameter_or_view_of_one(derived), f"a view or cast of a parameter is now {derived.grad_fn}"
+    assert not autograd.is_parameter_or_view_of_one(weight * 2)
+
+
+def test_gradient_hooks_are_seen() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not autograd.has_gradient_hooks(x)
+    x.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert autograd.has_gradient_hooks(x), "Tensor._post_accumulate_grad_hooks is gone"
+
+
+def test_marked_versions_are_shared_by_views() -> None:
+    alias = autograd.with_marked_version(torch.ones(2, 2))
+    assert autograd.has_marked_version(alias) and autograd.has_marked_version(alias[0]), "views count changes apart"
+    op = torch.ops.aten._unsafe_view.default
+    output = op(alias, [4])
+    autograd.propagate_version_mark(op, (alias, [4]), output)
+    assert autograd.has_marked_version(output)

@@ -1,0 +1,52 @@
+"""Canaries for `_compat/dynamo.py`: what keeps Dynamo out of hooks, and what the compiled engine calls.
+
+Compilation itself is tested in tests/compiled; the names that it needs are in test_internals.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide._compat import dynamo
+
+
+def test_functions_are_skipped_without_a_wrapper() -> None:
+    def function() -> int:
+        return 1
+
+    assert dynamo.never_compiled(function) is function, "set_code_exec_strategy is gone: hooks run through a wrapper"
+    assert dynamo.disable_dynamo(function)() == 1
+
+
+def test_the_compiler_is_not_imported_for_it() -> None:
+    code = "from lowtide._compat import dynamo; import sys; sys.exit(dynamo.compiler_is_imported())"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "import lowtide is slow"
+
+
+@pytest.mark.filterwarnings("ignore")  # those of importing inductor
+def test_options_of_inductor_are_known() -> None:
+    assert dynamo.is_inductor_option("max_autotune") and not dynamo.is_inductor_option("no_such_option")
+    assert dynamo.mode_options("reduce-overhead", None).get("triton.cudagraphs"), "modes have other options"
+    assert dynamo.mode_options(None, None) == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modules_are_compiled_and_uncompiled() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        with dynamo.TracingContext():
+            return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = model(x)
+    dynamo.compile_module(model, backend=backend)
+    assert torch.equal(model(x), expected) and len(graphs) == 1, "_compiled_call_impl no longer replaces the call"
+    dynamo.uncompile(model)
+    assert torch.equal(model(x), expected) and len(graphs) == 1, "_compiled_call_impl = None no longer undoes it"

@@ -1,0 +1,46 @@
+"""Canaries for `_compat/fake_tensors.py`: fake tensors are made, recognised and raise what tracing expects."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from lowtide._compat import fake_tensors
+
+
+def test_fakes_are_made_and_left() -> None:
+    with fake_tensors.fake_mode():
+        fake = torch.ones(2) + 1
+        with fake_tensors.without_fake_mode():
+            real = torch.ones(2)
+    assert fake_tensors.is_fake(fake), "FakeTensorMode makes other tensors"
+    assert isinstance(fake, fake_tensors.fake_type())
+    assert not fake_tensors.is_fake(real), "unset_fake_temporarily no longer makes real tensors"
+
+
+def test_reading_values_raises_a_known_error() -> None:
+    assert len(fake_tensors.fake_errors()) == 4, "an exception of torch._subclasses.fake_tensor is gone"
+    with fake_tensors.quiet_fakes(), fake_tensors.fake_mode(), pytest.raises(fake_tensors.fake_errors()):
+        torch.ones(2).sum().item()
+
+
+def test_grouped_mm_is_traced_in_float() -> None:
+    op = torch.ops.aten._grouped_mm.default
+    with fake_tensors.fake_mode():
+        a, b = torch.ones(8, 16), torch.ones(2, 16, 32)
+        out = fake_tensors.fake_kernel(op)(a, b, offs=torch.ones(2, dtype=torch.int32))
+    assert out.shape == (8, 32), "_create_grouped_mm_output_tensor returns another shape"
+
+
+def test_transformers_takes_fakes_for_real() -> None:
+    pytest.importorskip("transformers.utils.import_utils")
+    module = sys.modules["transformers.utils.import_utils"]
+    if not hasattr(module, "is_fake_tensor"):
+        pytest.skip("this version takes no other path for fake tensors")
+    with fake_tensors.fake_mode():
+        fake = torch.ones(2)
+    with fake_tensors.fakes_hidden_from_transformers():
+        assert not module.is_fake_tensor(fake)
+    assert module.is_fake_tensor(fake)

@@ -1,0 +1,95 @@
+"""Canaries for `_compat/fx_graphs.py`: the metadata that Dynamo and AOTAutograd put on nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lowtide._compat import dynamo, fx_graphs
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return self.linear(x).exp()
+
+
+class Seen:
+    """Dynamo's graph of one block with its inputs, its joint graph, and the forward that torch's partitioner made."""
+
+    def __init__(self) -> None:
+        self.graph: Any = None
+        self.inputs: list[Any] = []
+        self.fakes: list[Any] = []
+        self.joint: Any = None
+        self.facts: dict[str, Any] = {}
+        self.forward: Any = None
+
+    def partition(self, joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
+        self.joint, self.facts = fx_graphs.copied_module(joint), facts
+        self.forward, backward = dynamo.torch_partition(joint, inputs, **facts)
+        return self.forward, backward
+
+    def backend(self, graph: Any, inputs: list[Any]) -> Any:
+        self.graph, self.inputs, self.fakes = graph, inputs, fx_graphs.fake_inputs(graph, inputs)
+        return dynamo.compile_without_kernels(graph, inputs, self.partition, {})
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    import warnings
+
+    result = Seen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile(Block(), backend=result.backend)(torch.ones(4, 2)).sum().backward()
+    return result
+
+
+def node_of(graph: Any, name: str) -> Any:
+    return next(node for node in graph.nodes if name in str(node.target))
+
+
+def test_inputs_of_dynamos_graph(seen: Seen) -> None:
+    static = fx_graphs.static_inputs(seen.graph)
+    assert sorted(static) == [False, True, True, True], "meta['tensor_dict'] no longer marks parameters and buffers"
+    assert seen.fakes is not seen.inputs, "meta['example_value'] is gone from Dynamo's placeholders"
+
+
+def test_values_and_modules_of_nodes(seen: Seen) -> None:
+    node = node_of(seen.joint.graph, "addmm")
+    assert fx_graphs.is_tensor_value(fx_graphs.value_of(node)), "meta['val'] is gone from nodes of joint graphs"
+    assert fx_graphs.hinted_numel(fx_graphs.value_of(node)) == 12
+    assert fx_graphs.node_flops(node) == 2 * 4 * 2 * 3, "FLOPs of addmm are counted otherwise"
+    assert fx_graphs.node_argument(node, "beta") == 1 and fx_graphs.node_argument(node, "nothing") is None
+    stack = fx_graphs.module_stack(node)
+    assert stack, "meta['nn_module_stack'] is gone: ops of compiled graphs belong to no module"
+    paths = [fx_graphs.clean_path(path) for path, _ in stack.values()]
+    assert paths[-1] == "linear", f"Dynamo names modules otherwise: {list(stack.values())}"
+
+
+def test_written_inputs(seen: Seen) -> None:
+    assert len(fx_graphs.written_inputs(seen.joint.graph)) == 1, "meta['desc'] no longer tells of mutated inputs"
+
+
+def test_saved_values_and_tags(seen: Seen) -> None:
+    names = fx_graphs.saved_names(seen.forward, seen.facts["num_fwd_outputs"])
+    shapes = {tuple(fx_graphs.value_of(node).shape) for node in seen.forward.graph.nodes if node.name in names}
+    assert shapes == {(4, 2), (4, 3)}, f"saved values do not follow the outputs: {names}"  # the input, and exp's output
+    node = node_of(seen.joint.graph, "addmm")
+    fx_graphs.set_tag(node, CheckpointPolicy.MUST_SAVE)
+    fx_graphs.set_tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    assert node.meta[fx_graphs.PARTITIONER_TAG] is CheckpointPolicy.MUST_SAVE
+
+
+def test_hints_of_plain_numbers() -> None:
+    assert fx_graphs.hint(3) == 3

@@ -1,0 +1,66 @@
+"""Canaries for `_compat/modules.py`: parameters, children and hooks are in the attributes that are read there."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from lowtide._compat import modules
+
+
+def test_slots_of_modules() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    parameters, buffers = modules.module_tensors(model[1])
+    assert list(parameters) == ["weight", "bias"] and "running_mean" in buffers, "nn.Module._parameters changed"
+    assert modules.submodules(model) == list(model.modules()), "nn.Module._modules changed"
+    assert modules.child_modules(model)["0"] is model[0] and modules.child_name(model, model[1]) == "1"
+    other = torch.zeros(2, 2)
+    replica = modules.module_replica(model, {}, {id(model[0].weight): other})
+    assert replica[0].weight is other and model[0].weight is not other, "replicas share the slots of their originals"
+
+
+def test_hooks_are_listed() -> None:
+    model = nn.Linear(2, 2)
+    assert not modules.has_forward_hooks(model) and modules.module_hooks(model) == []
+    model.register_forward_hook(lambda *_: None)
+    assert modules.has_forward_hooks(model) and len(modules.module_hooks(model)) == 1, "_forward_hooks changed"
+    for name in modules.WHOLE_MODULE_METHODS:
+        assert callable(getattr(model, name)), f"nn.Module.{name} is gone: calls of it are not taken for the module's"
+
+
+def test_companions_live_with_their_module() -> None:
+    model = nn.Linear(2, 2)
+    assert modules.companion_of(model) is None
+    modules.set_companion(model, companion := object())
+    assert modules.companion_of(model) is companion, "_state_dict_pre_hooks takes no attributes any more"
+    assert list(vars(model)) == list(vars(copy.deepcopy(model)))
+
+
+def test_global_hooks_leave_nothing_behind() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_, **__: None, with_kwargs=True)
+    modules.remove_global_hook(handle)
+    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_hooks_with_kwargs
+
+
+def test_hooks_and_rules_of_optimizers() -> None:
+    steps, parameter = [], nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    assert any(modules.holds_hooks(name) for name in vars(optimizer)), "optimizers hold their hooks elsewhere"
+    handle = modules.register_optimizer_step_pre_hook(lambda *args: steps.append(args[0]))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert steps == [optimizer]
+    rule = modules.foreach_rule()
+    assert rule({"foreach": True}, [parameter]) and not rule({"fused": True}, [parameter])
+    assert rule({"foreach": None}, [parameter]) is False, "optimizers use foreach on the CPU now"
+
+
+def test_tensors_are_keys_by_identity() -> None:
+    facts, one, other = modules.WeakTensorKeyDictionary(), torch.ones(2), torch.ones(2)
+    facts[one] = 1
+    assert one in facts and other not in facts
+    del one
+    assert len(facts) == 0, "WeakTensorKeyDictionary keeps its keys alive"

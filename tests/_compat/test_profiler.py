@@ -1,0 +1,59 @@
+"""Canaries for `_compat/profiler.py`: Kineto's trace has the events and names that are read there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import profile, record_function
+
+from lowtide._compat import profiler
+from lowtide.errors import LowtideError
+
+BYTES = 1 << 20
+
+
+def test_allocations_are_counted() -> None:
+    totals = profiler.cpu_allocation_totals(lambda: torch.empty(BYTES, dtype=torch.uint8).zero_())
+    assert max(totals) >= BYTES, "the profiler's trace has no [memory] events with Bytes: CPU peaks cannot be measured"
+    assert totals[-1] < BYTES
+
+
+def test_peaks_within_marks() -> None:
+    def call() -> None:
+        for factor in (1, 2):
+            with record_function("here"):
+                torch.empty(factor * BYTES, dtype=torch.uint8)
+
+    peaks = profiler.cpu_peaks_within(call, "here")
+    assert [peak // BYTES for peak in peaks] == [1, 2], "events of record_function have no times, or other names"
+
+
+def test_an_active_profiler_is_seen() -> None:
+    assert not profiler.profiler_is_active()
+    with profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiler.profiler_is_active(), "autograd.profiler._is_profiler_enabled is not set by torch.profiler"
+        with pytest.raises(LowtideError, match="one is active"):
+            profiler.cpu_allocation_totals(lambda: None)
+
+
+def test_names_of_events() -> None:
+    with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+        torch.ones(2).add(1)
+    name = profiler.profiler_name("aten.add.Tensor")
+    assert name in {event.name for event in run.events()}, f"ops are not named {name} in traces: op times are not found"
+    assert profiler.waits_for_device("cudaStreamSynchronize") and not profiler.waits_for_device("cudaLaunchKernel")
+
+
+@pytest.mark.gpu
+def test_categories_of_events() -> None:
+    import json
+    import tempfile
+    from pathlib import Path
+
+    with profile() as run:
+        torch.ones(2, device="cuda").add(1).cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        run.export_chrome_trace(str(path := Path(folder) / "trace.json"))
+        categories = {event.get("cat") for event in json.loads(path.read_text())["traceEvents"]}
+    assert categories & set(profiler.RUNTIME_EVENTS), "launches have another category: the two lines cannot be matched"
+    assert categories & set(profiler.DEVICE_EVENTS), "kernels have another category: device times are not found"
