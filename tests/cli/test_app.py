@@ -204,8 +204,8 @@ def test_only_options_that_were_given_are_passed_on(
     monkeypatch.setattr(lowtide, name, spy)
     words = ["sweep" if name == "sweep" else "plan", f"{script}:make", "--budget", "1GiB", *more]
     assert invoke(*words).exit_code == 0
-    assert invoke(*words, "--host", "1GiB", "--disk", "2048", "--lossy", "int8", "--time-limit-s", "3").exit_code == 0
-    assert seen == [{}, {"host": "1GiB", "disk": 2048, "lossy": "int8", "time_limit_s": 3.0}]
+    assert invoke(*words, "--host", "1GiB", "--lossy", "int8", "--time-limit-s", "3").exit_code == 0
+    assert seen == [{}, {"host": "1GiB", "lossy": "int8", "time_limit_s": 3.0}]
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -170,7 +170,7 @@ def test_the_peak_falls_as_predicted_and_copies_hide(share: float) -> None:
     model, x = large()
     graph = traced(model, x)
     plain = lowtide.simulate(graph)
-    plan = OffloadSelector(graph, 64 * GIB, 0).plan({}, share)
+    plan = OffloadSelector(graph, 64 * GIB).plan({}, share)
     predicted = lowtide.simulate(graph, plan)
     assert predicted.peak_bytes < 0.98 * plain.peak_bytes, "too little to move: the link is too slow for this model"
     assert measured_peak(model, x) == pytest.approx(plain.peak_bytes, rel=0.02), "without a plan already"
