@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import lowtide
+from lowtide.errors import UnitError
 
 GLOBAL_GENERATOR = torch.Generator().manual_seed(7)
 
@@ -130,10 +131,10 @@ def test_measure_and_max_batch_under_a_profiler() -> None:
     [
         ({"time_limit_s": "a"}, TypeError, "time_limit_s is a number of seconds, above 0, such as 10.0, not 'a'"),
         ({"time_limit_s": -1.0}, ValueError, "time_limit_s is a number of seconds, above 0"),
-        ({"budget": "12 apples"}, lowtide.UnitError, "12 apples"),
-        ({"budget": 0.5}, lowtide.UnitError, "0.5 is not a number of bytes"),
-        ({"host": "much"}, lowtide.UnitError, "much"),
-        ({"host": -1}, lowtide.UnitError, "-1 bytes is negative"),
+        ({"budget": "12 apples"}, UnitError, "12 apples"),
+        ({"budget": 0.5}, UnitError, "0.5 is not a number of bytes"),
+        ({"host": "much"}, UnitError, "much"),
+        ({"host": -1}, UnitError, "-1 bytes is negative"),
         ({"lossy": "int3"}, ValueError, "int3"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import lowtide
+from lowtide.plans import Frontier
 
 typer_testing = pytest.importorskip("typer.testing")
 pytest.importorskip("rich")
@@ -199,7 +200,7 @@ def test_only_options_that_were_given_are_passed_on(
 
     def spy(*_: Any, **options: Any) -> Any:
         seen.append({key: value for key, value in options.items() if key not in ("budget", "optimizer", "engine")})
-        return lowtide.Frontier((), (), 0.0, 0, 0) if name == "sweep" else lowtide.Plan(graph=graph)
+        return Frontier((), (), 0.0, 0, 0) if name == "sweep" else lowtide.Plan(graph=graph)
 
     monkeypatch.setattr(lowtide, name, spy)
     words = ["sweep" if name == "sweep" else "plan", f"{script}:make", "--budget", "1GiB", *more]

@@ -12,8 +12,9 @@ import zoo
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import Plan, StepGraph, simulate
+from lowtide import Plan, StepGraph
 from lowtide.graph.time_lines import line_of
+from lowtide.simulator import simulate
 from lowtide.solvers.baselines import recomputes
 from lowtide.solvers.eager_search import EagerSearch
 from lowtide.solvers.interpolation import HullPath

@@ -17,8 +17,10 @@ import zoo
 import lowtide
 from brute import all_costs, keepable_ops
 from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
-from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
+from lowtide import InfeasibleBudgetError, Plan, PlanError, StepGraph
+from lowtide.errors import GraphError, UnitError
 from lowtide.graph import Hardware, Op, Value
+from lowtide.simulator import simulate
 from lowtide.solvers.eager_search import EagerSearch, TwoLineSearch
 from referee import added_s, replay
 from sweeps import sweep

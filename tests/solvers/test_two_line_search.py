@@ -14,7 +14,8 @@ import pytest
 import lowtide
 from brute import all_costs
 from graphs import hidden_wide_narrow, random_graph, repeated_blocks, with_host_line
-from lowtide import InfeasibleBudgetError, StepGraph, simulate
+from lowtide import InfeasibleBudgetError, StepGraph
+from lowtide.simulator import simulate
 from lowtide.solvers.candidate import Effort
 from lowtide.solvers.eager_search import TwoLineSearch
 from lowtide.solvers.solve import search_for

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.eager import Applied
 from lowtide.units import format_bytes, format_seconds
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
@@ -179,7 +180,7 @@ def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demo
     num_parameters = sum(parameter.numel() for parameter in GPT().parameters())
     stage("estimating")
     budget, foretold = half_of_the_activations()
-    handles: list[lowtide.Applied] = []
+    handles: list[Applied] = []
 
     def per_block(model: nn.Module, *_: Any) -> None:
         lowtide.apply(model, lowtide.RecomputeAll())

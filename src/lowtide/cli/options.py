@@ -12,6 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.output import UsageError, did_you_mean
+from lowtide.errors import UnitError
 from lowtide.store import LOSSY_CODECS
 from lowtide.units import parse_bytes
 
@@ -62,7 +63,7 @@ def size(option: str, typed: str, *, total_bytes: int | None = None) -> int | st
         return int(text)
     try:
         parse_bytes(text, total_bytes=total_bytes)
-    except lowtide.UnitError as error:
+    except UnitError as error:
         raise UsageError(f"{option}: {error}{_meant(text)}") from None
     return text
 

@@ -28,6 +28,9 @@ from rich.table import Table
 from rich.text import Text
 
 import lowtide
+from lowtide.api.estimate import Estimate
+from lowtide.errors import UnitError
+from lowtide.plans import Frontier
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -150,7 +153,7 @@ def ending_well(out: Output) -> Iterator[None]:
 def _code_of(error: BaseException) -> ExitCode:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    if isinstance(error, (UsageError, lowtide.UnitError)):
+    if isinstance(error, (UsageError, UnitError)):
         return ExitCode.USAGE
     if isinstance(error, lowtide.InfeasibleBudgetError):
         return ExitCode.INFEASIBLE
@@ -188,7 +191,7 @@ Display = tuple[RenderableType, dict[str, Any]]
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
-def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
+def estimate(guess: Estimate, budget: int | str | None) -> Display:
     hardware = guess.graph.hardware
     data = {
         "predicted": True,
@@ -244,7 +247,7 @@ def plan(found: lowtide.Plan, output: Path | None) -> Display:
     }
 
 
-def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
+def sweep(frontier: Frontier, png: Path | None) -> Display:
     names = ("budget_bytes", "peak_bytes", "extra_s", "slowdown", "gap")
     return str(frontier), {
         "predicted": True,
