@@ -260,7 +260,8 @@ def main() -> None:
         "",
         f"{versions()}. Steps traced for an H100, bf16. Slowdowns are predicted, as shares of the plain step's time, "
         f"and judged by `lowtide.simulator.simulate`; `-` is no plan that fits. `solve s` is one call of "
-        f"`lowtide.solve`, the best of {options.repeats} (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest budget; it may take "
+        f"`lowtide.solve`, the best of {options.repeats} (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest "
+        f"budget; it may take "
         f"{_TIME_LIMIT_S} s. Gaps are those of the plans' own certificates. "
         f"The MILP has {milp_seconds:g} s for each budget, on graphs of up to {_MOST_OPS_MILP:,} "
         "ops; rotor needs a chain of blocks. What rotor's whole programme claims for itself is in the last column: "
