@@ -20,6 +20,7 @@ from reporting import RESULTS, device_name, save, timed, versions
 
 import lowtide
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 from lowtide.tracing.model_blocks import find_regions
 
 # Pictures grow with the square of the scale.
@@ -51,7 +52,7 @@ def step_seconds(job: zoo.Job, device: str, rounds: int) -> float:
 
 
 def simulated_peak(graph: lowtide.StepGraph, plan: Plan | None, device: str) -> int:
-    peak = lowtide.simulate(graph, plan).peak_bytes
+    peak = simulate(graph, plan).peak_bytes
     if device == "cpu":  # the profiler sees what the step allocates, not what was there
         peak -= sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     return peak
@@ -77,7 +78,7 @@ def row(name: str, device: str, dtype: torch.dtype, scale: int, rounds: int) -> 
     def error(simulated: int, measured: int) -> str:
         return f"{100 * (simulated / measured - 1):+.1f} %"
 
-    extra, foretold = blocks_s - plain_s, lowtide.simulate(real, plan).extra_s
+    extra, foretold = blocks_s - plain_s, simulate(real, plan).extra_s
     return [
         name,
         str(len(real.ops)),
@@ -107,7 +108,7 @@ def growth(device: str) -> list[str]:
             graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode=mode)  # type: ignore[arg-type]
             times.append(time.perf_counter() - started)
         started = time.perf_counter()
-        lowtide.simulate(graph, block_plan(job, graph))
+        simulate(graph, block_plan(job, graph))
         times.append(time.perf_counter() - started)
         lines.append(f"| {layers} | {len(graph.ops)} | " + " | ".join(f"{seconds:.3f}" for seconds in times) + " |")
     return lines

@@ -28,9 +28,8 @@ from rivals import Regions, plan_of
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-import lowtide
 from lowtide.graph import StepGraph
-from lowtide.simulator import Timeline
+from lowtide.simulator import Timeline, simulate
 
 _UNIT = 2**20  # of bytes in the MILP, for its numbers' sake
 _MOST_ROUNDS = 25
@@ -115,7 +114,7 @@ class Checkmate:
             is_proven = is_proven and ended
             if regions is None:
                 return Answer(None, None, time.perf_counter() - started, is_proven)
-            timeline = lowtide.simulate(self.graph, plan_of(self.graph, regions))
+            timeline = simulate(self.graph, plan_of(self.graph, regions))
             if timeline.peak_bytes <= budget:
                 return Answer(regions, timeline.extra_s, time.perf_counter() - started, is_proven)
             new = [moment for moment in self._over(timeline, budget, regions) if moment not in moments]
@@ -228,7 +227,7 @@ class Checkmate:
     def _replay_peak(self, call: int) -> int:
         """The most that lives while one call alone is replayed, its input not counted where nothing else saves it."""
         if call not in self._alone:
-            self._alone[call] = lowtide.simulate(self.graph, plan_of(self.graph, {call: ()}))
+            self._alone[call] = simulate(self.graph, plan_of(self.graph, {call: ()}))
         timeline = self._alone[call]
         peak = int(timeline.total_bytes[timeline.phases == 1].max())
         inputs = {v for v in self.graph.calls[call].inputs if self._is_counted(v) and v not in self._saves_of}

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.api.compile import explain_compiled
 from lowtide.tracing.model_blocks import find_regions
 
 GIB = 2**30
@@ -234,7 +235,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     page.add("", f"## {name}: {title}", "")
     if options.cold:
         settle(Ours(job, int(options.cold * GIB), 0), 8)
-        page.add(f"From nothing, with {options.cold} GiB: {_took(lowtide.explain_compiled(job.model))}")
+        page.add(f"From nothing, with {options.cold} GiB: {_took(explain_compiled(job.model))}")
         return
     peers, alike = _peers(job, options.few)
     ours: list[tuple[Target, Ours, str]] = []
@@ -248,7 +249,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
         except lowtide.InfeasibleBudgetError as error:
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: {str(error).splitlines()[0]}", "")
             continue
-        explained = lowtide.explain_compiled(job.model)
+        explained = explain_compiled(job.model)
         if options.explain:
             print(explained, flush=True)
         ours.append((target, each, _took(explained)))

@@ -20,6 +20,7 @@ from zoo import Job
 
 import lowtide
 from lowtide.plans import Plan
+from lowtide.simulator import simulate
 from lowtide.solvers.baselines import reference_plans
 
 STEPS = ("convnext:0", "vit:0", "whisper:0", "gpt:0", "gpt:1", "llama:1")  # 1: with the small batch
@@ -52,7 +53,7 @@ def row_of(name: str, device: str, rounds: int, graphs: Path | None) -> str:
     cells = [f"{family}, batch {job.batch[0].shape[0]}", lines.limit if graph.has_host_line else "one line"]
     cells += [f"{1e3 * each:.1f}" for each in (seconds["plain"], lines.step_s, lines.host_s, lines.device_s)]
     for way, plan in plans.items():
-        told = lowtide.simulate(graph, plan).extra_s / lines.step_s
+        told = simulate(graph, plan).extra_s / lines.step_s
         cells += [f"{100 * told:+.1f}", f"{100 * seconds[way] / seconds['plain']:+.1f}"]
     return f"| {' | '.join(cells)} |"
 

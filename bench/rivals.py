@@ -1,4 +1,4 @@
-"""Knapsacks to compare the solver with, their answers as plans that `lowtide.simulate` can judge.
+"""Knapsacks to compare the solver with, their answers as plans that `simulate` can judge.
 
 A rival offers plans along whatever knob it has; for each budget the fastest of them that fits by simulation is its
 answer. So all are judged by the same referee, and a rival whose own account of memory is off is not punished for it.
@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from torch._functorch._activation_checkpointing import knapsack
 
-import lowtide
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan, Recompute
-from lowtide.simulator import Timeline
+from lowtide.simulator import Timeline, simulate
 
 _MOST_SIMULATED = 64
 _FRACTIONS = 20
@@ -56,7 +55,7 @@ class Offers:
 
     def _judge(self, number: int) -> Timeline:
         if number not in self._judged:
-            self._judged[number] = lowtide.simulate(self.graph, plan_of(self.graph, self.regions[number]))
+            self._judged[number] = simulate(self.graph, plan_of(self.graph, self.regions[number]))
         return self._judged[number]
 
 

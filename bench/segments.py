@@ -159,7 +159,7 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
     plain = peak_bytes(chain, x, contextlib.nullcontext, device)
     peers = {"checkpoint_sequential": least(sequential), "two levels by hand": least(two_levels)}
     fits = {peer: fitted(chain, loss_fn, x, there + peak) for peer, (peak, _) in peers.items()}
-    search = search_for(graph, "eager", 0, 0, SOLVE_S)
+    search = search_for(graph, "eager", 0, SOLVE_S)
     fits[OUR_FLOOR] = search.plan(search.floor.peak_bytes), "smallest peak"
     ways: dict[str, Callable[[], Any]] = {"plain": contextlib.nullcontext}
     for peer, (plan, _) in fits.items():

@@ -4,8 +4,8 @@
 
 Steps are traced on fake tensors for an H100, so all slowdowns are predicted. Budgets go from the smallest that the
 solver can meet up to the plain peak, which is left out. Rivals: the MILP of `checkmate.py`, the knapsacks of
-`rivals.py`, the dynamic programme of `rotor.py`. All plans are judged by `lowtide.simulate`; a plan over the budget is
-no answer.
+`rivals.py`, the dynamic programme of `rotor.py`. All plans are judged by `lowtide.simulator.simulate`; a plan over
+the budget is no answer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rotor import chain_of
 import lowtide
 from lowtide.graph import StepGraph
 from lowtide.plans import Plan
+from lowtide.simulator import simulate
 from lowtide.tracing.model_blocks import find_regions
 
 _NUM_BUDGETS = 10
@@ -110,13 +111,13 @@ def solved(graph: StepGraph, budget: int, repeats: int) -> tuple[Plan, float]:
         started = time.perf_counter()
         plan = lowtide.solve(graph, budget, time_limit_s=_TIME_LIMIT_S)
         seconds.append(time.perf_counter() - started)
-    judged = lowtide.simulate(graph, plan)
+    judged = simulate(graph, plan)
     assert judged.peak_bytes <= budget and judged.extra_s == plan.extra_s, "the plan is not what it says it is"
     return plan, min(seconds)
 
 
 def milp_task(graph: StepGraph, budget: int, time_limit_s: float) -> Answer:
-    return Checkmate(graph, lowtide.simulate(graph)).solve(budget, time_limit_s)
+    return Checkmate(graph, simulate(graph)).solve(budget, time_limit_s)
 
 
 def run(name: str, workers: ProcessPoolExecutor, milp_seconds: float, repeats: int) -> Result:
@@ -124,7 +125,7 @@ def run(name: str, workers: ProcessPoolExecutor, milp_seconds: float, repeats: i
     started = time.perf_counter()
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="fake", device="H100")
     trace_s = time.perf_counter() - started
-    floor, plain = lowtide.sweep(graph, budgets=()).floor_bytes, lowtide.simulate(graph)
+    floor, plain = lowtide.sweep(graph, budgets=()).floor_bytes, simulate(graph)
     budgets = [floor + (plain.peak_bytes - floor) * step // _NUM_BUDGETS for step in range(_NUM_BUDGETS)]
     is_small = len(graph.ops) <= _MOST_OPS_THOROUGH
     rows = [Row(budget, *solved(graph, budget, repeats=repeats if is_small else 1)) for budget in budgets]
@@ -259,8 +260,9 @@ def main() -> None:
         f"# The solver against its rivals, {device_name('cpu')} with {os.cpu_count()} cores",
         "",
         f"{versions()}. Steps traced for an H100, bf16. Slowdowns are predicted, as shares of the plain step's time, "
-        f"and judged by `lowtide.simulate`; `-` is no plan that fits. `solve s` is one call of `lowtide.solve`, the "
-        f"best of {options.repeats} (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest budget; it may take "
+        f"and judged by `lowtide.simulator.simulate`; `-` is no plan that fits. `solve s` is one call of "
+        f"`lowtide.solve`, the best of {options.repeats} (of one above {_MOST_OPS_THOROUGH:,} ops), at the slowest "
+        f"budget; it may take "
         f"{_TIME_LIMIT_S} s. Gaps are those of the plans' own certificates. "
         f"The MILP has {milp_seconds:g} s for each budget, on graphs of up to {_MOST_OPS_MILP:,} "
         "ops; rotor needs a chain of blocks. What rotor's whole programme claims for itself is in the last column: "

@@ -16,17 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import lowtide
-from lowtide import (
-    ActivationCheckpointer,
-    ActivationStore,
-    EveryN,
-    KeepAll,
-    RecomputeAll,
-    Segment,
-    Segments,
-    Selective,
-    Uniform,
-)
+from lowtide import ActivationCheckpointer, ActivationStore, EveryN, KeepAll, RecomputeAll, Selective, Uniform
+from lowtide.errors import CapacityError
+from lowtide.policies import Segment, Segments, plan_recomputation
 
 PAGE = Path(__file__).parent.parent / "docs" / "coming-from.md"
 TESTS: dict[str, Callable[[], None]] = {}
@@ -419,7 +411,7 @@ def kizzasi_config() -> None:
     x = torch.randn(4096)
     checkpointer.forward(x, range(8), layer)
     assert checkpointer.num_checkpoints == 2 and checkpointer.stored_bytes == 2 * (8192 + 4)
-    with pytest.raises(lowtide.CapacityError):
+    with pytest.raises(CapacityError):
         checkpointer.save(7, x)
     small = ActivationCheckpointer(codec="float16")
     small.save(0, X / 3)
@@ -523,7 +515,7 @@ def yscv_uniform() -> None:
 
 @row("`CheckpointConfig::default()`")
 def yscv_default() -> None:
-    assert lowtide.plan_recomputation(5, Segments(())) == [False] * 5
+    assert plan_recomputation(5, Segments(())) == [False] * 5
 
 
 @row("`should_checkpoint(node_id)`")
@@ -535,5 +527,5 @@ def yscv_should_checkpoint() -> None:
 
 @row("`plan_recomputation(num_nodes, &config)`")
 def yscv_plan() -> None:
-    assert lowtide.plan_recomputation(5, Segments((Segment(1, 3),))) == [False, True, True, True, False]
-    assert lowtide.plan_recomputation(8, Uniform(1)) == [True] * 8
+    assert plan_recomputation(5, Segments((Segment(1, 3),))) == [False, True, True, True, False]
+    assert plan_recomputation(8, Uniform(1)) == [True] * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     listed = re.findall(r"^::: lowtide\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
     assert sorted(listed) == lowtide.__all__
+
+
+def test_every_name_in_the_reference_exists() -> None:
+    listed = re.findall(r"^::: (lowtide\.[\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    for module, _, name in (dotted.rpartition(".") for dotted in listed):
+        assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
 
 
 def test_every_result_is_among_the_benchmarks() -> None:

@@ -7,19 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lowtide
-from lowtide import (
-    EveryN,
-    KeepAll,
-    MaxBytes,
-    Policy,
-    RecomputeAll,
-    Revolve,
-    Segment,
-    Segments,
-    Selective,
-    SqrtN,
-    Uniform,
-)
+from lowtide import EveryN, KeepAll, MaxBytes, RecomputeAll, Revolve, Selective, SqrtN, Uniform
+from lowtide.errors import UnitError
+from lowtide.policies import Policy, Segment, Segments, plan_recomputation
 
 POLICIES: list[Policy] = [
     KeepAll(),
@@ -65,7 +55,7 @@ def test_uniform_segments() -> None:
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_they_go_through_json_and_are_frozen(policy: Policy) -> None:
     assert Policy.from_json(policy.to_json()) == policy
-    assert eval(str(policy), vars(lowtide)) == policy  # prints as it is written
+    assert eval(str(policy), vars(lowtide.policies)) == policy  # prints as it is written
     assert hash(policy) == hash(Policy.from_json(policy.to_json()))
 
 
@@ -81,7 +71,7 @@ def test_bad_json(text: str) -> None:
 def test_one_layer_agrees_with_all(policy: Policy, n: int) -> None:
     decisions = policy.decide(n, [float(i) for i in range(n)], [100] * n)
     assert len(decisions) == n
-    assert lowtide.plan_recomputation(n, policy, [float(i) for i in range(n)], [100] * n) == decisions
+    assert plan_recomputation(n, policy, [float(i) for i in range(n)], [100] * n) == decisions
     if isinstance(policy, Selective | MaxBytes):
         if n:
             with pytest.raises(ValueError, match="decides by"):
@@ -112,10 +102,10 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="number of layers"):
         KeepAll().decide(-1)
     with pytest.raises(TypeError, match="EveryN"):
-        lowtide.plan_recomputation(3, "every 4")  # type: ignore[arg-type]
+        plan_recomputation(3, "every 4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one slot"):
         Revolve(0)
-    with pytest.raises(lowtide.UnitError):
+    with pytest.raises(UnitError):
         MaxBytes("12 apples")
 
 

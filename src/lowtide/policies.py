@@ -319,8 +319,8 @@ def plan_recomputation(
 ) -> list[bool]:
     """For each of `n` layers, whether `policy` has it recomputed.
 
-    >>> import lowtide
-    >>> lowtide.plan_recomputation(5, lowtide.EveryN(2))
+    >>> from lowtide.policies import EveryN, plan_recomputation
+    >>> plan_recomputation(5, EveryN(2))
     [False, True, False, True, False]
     """
     check_policy(policy)

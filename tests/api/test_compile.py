@@ -30,8 +30,10 @@ from kernelless import (
     session_of,
     squeeze,
 )
+from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend
 from lowtide.compiled.other_memory import FirstForward
+from lowtide.errors import UnitError
 
 pytestmark = [
     pytest.mark.usefixtures("compiler"),
@@ -107,7 +109,7 @@ def test_checkpoints_around_all_blocks() -> None:
     model = lowtide.compile(Outer(MLP(), MLP()), budget=1)
     for _ in range(2):
         squared(model).backward()
-    assert lowtide.explain_compiled(model).startswith("all calls of compiled graphs were inside of checkpoints")
+    assert explain_compiled(model).startswith("all calls of compiled graphs were inside of checkpoints")
 
 
 def test_exceptions_leave_the_next_step_as_it_was() -> None:
@@ -201,7 +203,7 @@ def test_another_budget_is_another_graph(compiler: Compiler) -> None:
     assert len(compiler.splits) > before, "served from a cache"
     assert min(split.saved_bytes for split in compiler.splits[before:]) < saved
     assert sum(isinstance(hook, FirstForward) for hook in model._forward_pre_hooks.values()) == 0
-    assert f"within {lowtide.units.format_bytes(floor)}" in lowtide.explain_compiled(model)
+    assert f"within {lowtide.units.format_bytes(floor)}" in explain_compiled(model)
 
 
 def test_regional_then_whole() -> None:
@@ -240,8 +242,8 @@ def test_two_models_are_two_sessions() -> None:
         squared(second).backward()
     assert all(variant.keeps is None for variant in running(second))
     assert any(variant.keeps is not None for variant in running(first))
-    assert lowtide.explain_compiled(first) != lowtide.explain_compiled(second)
-    assert lowtide.explain_compiled(first) in lowtide.explain_compiled()
+    assert explain_compiled(first) != explain_compiled(second)
+    assert explain_compiled(first) in explain_compiled()
 
 
 def test_nothing_of_a_deleted_model_stays() -> None:
@@ -323,7 +325,7 @@ def test_the_first_forward_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.parametrize("budget", ["12 apples", 0.5, -1, None, "120%"])
 def test_budgets_that_cannot_be_read(budget: Any) -> None:
-    with pytest.raises(lowtide.UnitError):
+    with pytest.raises(UnitError):
         lowtide.compile(stack(), budget=budget)
 
 
@@ -416,7 +418,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_backend_by_its_name() -> None:
     model = Stack(MLP(), MLP(), MLP())
     expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=False), squared)
-    assert lowtide.explain_compiled(model) == "nothing compiled for training yet: run a step first"
+    assert explain_compiled(model) == "nothing compiled for training yet: run a step first"
     options = {"budget": PLENTY}
     compiled_model = torch.compile(model, backend="lowtide", options=options)
 
@@ -428,11 +430,11 @@ def test_the_backend_by_its_name() -> None:
     session = backend._by_options[id(options)]
     session._end_step()
     floor = session.chooser.choose(session.graphs, 0).peak_bytes
-    assert "1 call of 1 compiled graph within 1024.0 TiB" in lowtide.explain_compiled(model)
+    assert "1 call of 1 compiled graph within 1024.0 TiB" in explain_compiled(model)
     smaller = torch.compile(model, backend="lowtide", options={"budget": floor})
     for _ in range(2):
         assert_equal(expected, left_behind(model, lambda _: squared(smaller)))
-    text = lowtide.explain_compiled(model)
+    text = explain_compiled(model)
     assert "as torch decides" in text and "kept" in text, "both compiled models share their parameters"
 
 
@@ -441,12 +443,12 @@ def test_the_backend_by_its_name() -> None:
 
 def test_explanations() -> None:
     model = stack()
-    assert lowtide.explain_compiled(model) == "nothing compiled for training yet: run a step first"
+    assert explain_compiled(model) == "nothing compiled for training yet: run a step first"
     lowtide.compile(model, budget="1GiB")
-    assert lowtide.explain_compiled(model) == "nothing compiled for training yet: run a step first"
+    assert explain_compiled(model) == "nothing compiled for training yet: run a step first"
     for _ in range(2):
         squared(model).backward()
-    lines = lowtide.explain_compiled(model).splitlines()
+    lines = explain_compiled(model).splitlines()
     assert lines[0] == "3 calls of 2 compiled graphs within 1.0 GiB"
     assert lines[1].startswith("  peak    ") and lines[1].endswith(" KiB predicted")
     assert lines[2] == "  slower  0.0 % predicted, at least 0.0 % with any choice"
@@ -454,4 +456,4 @@ def test_explanations() -> None:
     assert [line.split(":")[0] for line in lines[4:]] == ["  1 x graph 0", "  2 x graph 1"]
     assert all(line.endswith("saved each, as torch decides") for line in lines[4:])
     squeeze(model, floor_of(model))
-    assert "1 op kept" in lowtide.explain_compiled(model)
+    assert "1 op kept" in explain_compiled(model)

@@ -10,9 +10,10 @@ import zoo
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.api.estimate import Estimate
 
 
-def estimate(job: zoo.Job, **options: Any) -> lowtide.Estimate:
+def estimate(job: zoo.Job, **options: Any) -> Estimate:
     return lowtide.estimate(job.model, job.loss_fn, *job.batch, **options)
 
 
@@ -101,7 +102,7 @@ def test_nothing_is_allocated(device: str | None) -> None:
         model = Wide()
         optimizer = torch.optim.AdamW(model.parameters())
         x = torch.randn(1 << 16, 1 << 14)
-    guesses: list[lowtide.Estimate] = []
+    guesses: list[Estimate] = []
 
     def call() -> None:
         guesses.append(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.api.estimate import Estimate
+from lowtide.simulator import simulate
 
 Job = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 
@@ -83,7 +85,7 @@ def test_estimates_are_near_a_real_step(make: Callable[[], Job]) -> None:
     guess = lowtide.estimate(model, loss_fn, *batch)
     assert torch.equal(torch.get_rng_state(), state)
     real = lowtide.trace(model, loss_fn, *batch, mode="real")
-    assert guess.peak_bytes == pytest.approx(lowtide.simulate(real).peak_bytes, rel=0.02)
+    assert guess.peak_bytes == pytest.approx(simulate(real).peak_bytes, rel=0.02)
     assert guess.floor_bytes <= guess.peak_bytes
     fell_back = make is t5
     assert any("real steps were run" in note and "unique_consecutive" in note for note in guess.notes) == fell_back
@@ -125,7 +127,7 @@ class Unique(nn.Linear):
 
 
 def test_where_real_steps_cannot_run() -> None:
-    def estimate(where: str, device: str | None = None) -> lowtide.Estimate:
+    def estimate(where: str, device: str | None = None) -> Estimate:
         model = Unique(8, 8).to(where)
         return lowtide.estimate(model, lambda x: model(x).mean(), torch.randn(4, 8, device=where), device=device)
 

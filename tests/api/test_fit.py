@@ -268,7 +268,7 @@ def test_max_batch_is_the_largest() -> None:
         lowtide.solve(lowtide.trace(model, loss_fn, make_batch(largest + 1), mode="fake"), "1MiB")
     with pytest.raises(lowtide.InfeasibleBudgetError):
         lowtide.max_batch(model, loss_fn, make_batch, budget="16KiB")
-    assert lowtide.max_batch(model, loss_fn, make_batch, budget="1GiB", most=5, confirm=False) == 5
+    assert lowtide.max_batch(model, loss_fn, make_batch, budget="1GiB", max_samples=5, confirm=False) == 5
 
 
 class Random(nn.Module):
@@ -431,7 +431,9 @@ def test_an_interrupted_fit_leaves_the_model_as_it_was() -> None:
     while True:
         Interrupted.counter = num_interrupted + 1
         try:
-            handle = lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0)  # tests/api/test_tuner.py interrupts the rest
+            handle = lowtide.fit(
+                model, loss_fn, x, budget=budget, tune_s=0
+            )  # tests/api/test_tuner.py interrupts the rest
         except KeyboardInterrupt:
             num_interrupted += 1
         finally:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import lowtide
+from lowtide.errors import UnitError
 
 GLOBAL_GENERATOR = torch.Generator().manual_seed(7)
 
@@ -58,7 +59,7 @@ def test_generators_are_where_they_were(noise: Callable[[], Noise], is_tight: bo
     assert torch.equal(generator.get_state(), before)
     lowtide.fit(model, loss_fn, x, budget=budget).remove()
     assert torch.equal(generator.get_state(), before)
-    lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget=budget, most=4)
+    lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget=budget, max_samples=4)
     assert torch.equal(generator.get_state(), before)
 
 
@@ -118,7 +119,7 @@ def test_measure_and_max_batch_under_a_profiler() -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         with pytest.raises(lowtide.LowtideError, match=r"measured by torch.profiler, and one is active"):
             lowtide.measure(lambda: torch.ones(10), device="cpu")
-        largest = lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget="1GiB", most=4)
+        largest = lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget="1GiB", max_samples=4)
         torch.ones(12345)
     assert largest == 4 and largest.measured_peak_bytes is None
     assert ("aten::ones", 4 * 12345) in memory_events(profiler)
@@ -130,10 +131,10 @@ def test_measure_and_max_batch_under_a_profiler() -> None:
     [
         ({"time_limit_s": "a"}, TypeError, "time_limit_s is a number of seconds, above 0, such as 10.0, not 'a'"),
         ({"time_limit_s": -1.0}, ValueError, "time_limit_s is a number of seconds, above 0"),
-        ({"budget": "12 apples"}, lowtide.UnitError, "12 apples"),
-        ({"budget": 0.5}, lowtide.UnitError, "0.5 is not a number of bytes"),
-        ({"host": "much"}, lowtide.UnitError, "much"),
-        ({"disk": -1}, lowtide.UnitError, "-1 bytes is negative"),
+        ({"budget": "12 apples"}, UnitError, "12 apples"),
+        ({"budget": 0.5}, UnitError, "0.5 is not a number of bytes"),
+        ({"host": "much"}, UnitError, "much"),
+        ({"host": -1}, UnitError, "-1 bytes is negative"),
         ({"lossy": "int3"}, ValueError, "int3"),
     ],
 )
@@ -152,8 +153,8 @@ def test_a_batch_in_place_of_what_makes_one() -> None:
     model, loss_fn, x = make()
     with pytest.raises(TypeError, match=r"make_batch is a function .*lambda n: torch.randn\(n, 64\), not Tensor$"):
         lowtide.max_batch(model, loss_fn, x, budget="1GiB")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"most is a number of samples, 1 or more, not tensor\(4\)$"):
-        lowtide.max_batch(model, loss_fn, lambda n: x, budget="1GiB", most=torch.tensor(4))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_samples is a number of samples, 1 or more, not tensor\(4\)$"):
+        lowtide.max_batch(model, loss_fn, lambda n: x, budget="1GiB", max_samples=torch.tensor(4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("verb", ["trace", "estimate", "plan", "fit", "max_batch", "compile"])

@@ -21,8 +21,11 @@ import lowtide
 from lowtide.api import fit as fitting
 from lowtide.api import measure, tuner
 from lowtide.api.tuner import FitCache
+from lowtide.eager import Applied
 from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
+from lowtide.plans import Frontier
+from lowtide.simulator import simulate
 from lowtide.solvers import placement
 from lowtide.solvers.solve import SEARCHED, UNMOVED, ShortlistedPlan, shortlist
 from sweeps import sweep
@@ -129,7 +132,7 @@ class Job:
 
 
 @functools.cache
-def known() -> tuple[lowtide.StepGraph, lowtide.Frontier]:
+def known() -> tuple[lowtide.StepGraph, Frontier]:
     job = Job()
     graph = trace(job.model, job.loss_fn, job.batch)
     return graph, lowtide.sweep(graph, [])
@@ -290,7 +293,7 @@ def test_no_step_is_run_that_decides_nothing(job: Job, monkeypatch: pytest.Monke
     def num_of(call: Callable[[], Any]) -> int:
         steps[0] = timed[0] = 0
         result = call()
-        if isinstance(result, lowtide.Applied):
+        if isinstance(result, Applied):
             result.remove()
         return steps[0]
 
@@ -563,7 +566,7 @@ def test_candidates_differ_and_are_ranked(job: Job, share: float) -> None:
     assert len({(each.plan.regions, each.plan.moves) for each in found}) == len(found)
     assert [each.plan.extra_s for each in found] == sorted(each.plan.extra_s for each in found)
     for each in found:
-        timeline = lowtide.simulate(graph, each.plan)
+        timeline = simulate(graph, each.plan)
         assert (each.plan.peak_bytes, each.plan.extra_s) == (timeline.peak_bytes, pytest.approx(timeline.extra_s))
         assert each.plan.peak_bytes <= 1.05 * budget and each.plan.budget_bytes == budget
     if share < 0:
@@ -584,7 +587,7 @@ def test_torchs_ways_are_candidates_where_they_fit_or_nearly_do(job: Job) -> Non
     for budget in (per_block, int(per_block / 1.01), int(per_block / 1.04)):
         assert by_name(budget)[PER_BLOCK].is_essential
     assert PER_BLOCK not in by_name(int(per_block / 1.06))
-    plain = lowtide.simulate(job.graph).peak_bytes
+    plain = simulate(job.graph).peak_bytes
     assert by_name(int(plain / 1.04))["nothing"].plan.is_plain
     assert "nothing" not in by_name(int(plain / 1.06))
     half = by_name(job.peak_of("every second block"))

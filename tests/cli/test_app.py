@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import lowtide
+from lowtide.plans import Frontier
 
 typer_testing = pytest.importorskip("typer.testing")
 pytest.importorskip("rich")
@@ -199,13 +200,13 @@ def test_only_options_that_were_given_are_passed_on(
 
     def spy(*_: Any, **options: Any) -> Any:
         seen.append({key: value for key, value in options.items() if key not in ("budget", "optimizer", "engine")})
-        return lowtide.Frontier((), (), 0.0, 0, 0) if name == "sweep" else lowtide.Plan(graph=graph)
+        return Frontier((), (), 0.0, 0, 0) if name == "sweep" else lowtide.Plan(graph=graph)
 
     monkeypatch.setattr(lowtide, name, spy)
     words = ["sweep" if name == "sweep" else "plan", f"{script}:make", "--budget", "1GiB", *more]
     assert invoke(*words).exit_code == 0
-    assert invoke(*words, "--host", "1GiB", "--disk", "2048", "--lossy", "int8", "--time-limit-s", "3").exit_code == 0
-    assert seen == [{}, {"host": "1GiB", "disk": 2048, "lossy": "int8", "time_limit_s": 3.0}]
+    assert invoke(*words, "--host", "1GiB", "--lossy", "int8", "--time-limit-s", "3").exit_code == 0
+    assert seen == [{}, {"host": "1GiB", "lossy": "int8", "time_limit_s": 3.0}]
 
 
 @pytest.mark.usefixtures("quick_search")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from compiled.test_backend import MLP, Stack
 from kernelless import PLENTY, session_of, squeeze
+from lowtide.api.compile import explain_compiled
 from lowtide.tracing.devices import link_bytes_per_s, present_device
 from lowtide.tracing.joint_graph import NodeFacts, node_costs
 
@@ -63,7 +64,7 @@ def test_budgets_hold_and_gradients_are_close_to_the_plain_compile() -> None:
             step(model, batch)
         peaks.append(peak_bytes(model, batch))
         assert peaks[-1] <= budget < plain
-        assert "measured" in lowtide.explain_compiled(model)
+        assert "measured" in explain_compiled(model)
         for ours, theirs in zip(gradients(model), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * theirs.abs().max().item())
     assert peaks == sorted(peaks, reverse=True)
@@ -86,7 +87,7 @@ def test_moved_values_come_back_as_they_were() -> None:
         step(model, batch)
     assert all(map(torch.equal, gradients(model), expected))
     assert peak_bytes(model, batch) < here - sum(map(sum, moved)) // 3
-    assert "to the host and back" in lowtide.explain_compiled(model)
+    assert "to the host and back" in explain_compiled(model)
 
 
 def test_an_infeasible_budget_is_measured_first() -> None:

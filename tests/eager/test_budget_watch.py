@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import lowtide
 from lowtide.eager.out_of_memory import BudgetWatch
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 
 
 class Block(nn.Module):
@@ -42,7 +43,7 @@ def job() -> Any:
 
 def tight(job: Any, optimizer: Any = None, share: float = 0.3) -> int:
     graph = lowtide.trace(job.model, job.loss_fn, job.batch, optimizer=optimizer)
-    floor, plain = lowtide.sweep(graph, time_limit_s=1).floor_bytes, lowtide.simulate(graph).peak_bytes
+    floor, plain = lowtide.sweep(graph, time_limit_s=1).floor_bytes, simulate(graph).peak_bytes
     return int(floor + share * (plain - floor))
 
 
@@ -86,7 +87,7 @@ def test_parameters_unfrozen_later(job: Any, caplog: pytest.LogCaptureFixture) -
 
 def test_refit_makes_the_budget_hold_again(job: Any, caplog: pytest.LogCaptureFixture) -> None:
     job.model[0].requires_grad_(False)
-    frozen_plain = lowtide.simulate(lowtide.trace(job.model, job.loss_fn, job.batch)).peak_bytes
+    frozen_plain = simulate(lowtide.trace(job.model, job.loss_fn, job.batch)).peak_bytes
     budget = frozen_plain - 4096
     handle = fitted(job, budget)
     before, same = handle.plan, handle
@@ -164,7 +165,7 @@ def test_a_profiler_of_the_users_is_left_alone(job: Any, caplog: pytest.LogCaptu
 
 def test_a_model_that_fits_as_it_is(job: Any, caplog: pytest.LogCaptureFixture) -> None:
     job.model[0].requires_grad_(False)
-    plain = lowtide.simulate(lowtide.trace(job.model, job.loss_fn, job.batch)).peak_bytes
+    plain = simulate(lowtide.trace(job.model, job.loss_fn, job.batch)).peak_bytes
     with fitted(job, plain + 64) as handle:
         assert handle.plan.is_plain
         job.model.requires_grad_(True)

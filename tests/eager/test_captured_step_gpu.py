@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 
 pytestmark = pytest.mark.gpu
 
@@ -147,7 +148,7 @@ def test_five_steps(name: str, kind: str) -> None:
 def floor_and_peak(graph: lowtide.StepGraph) -> tuple[int, int]:
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.solve(graph, 1)
-    return caught.value.floor_bytes, lowtide.simulate(graph).peak_bytes
+    return caught.value.floor_bytes, simulate(graph).peak_bytes
 
 
 def test_plans_for_random_budgets() -> None:

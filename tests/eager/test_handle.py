@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import ActivationStore, EveryN, KeepAll, MaxBytes, RecomputeAll, Segment, Segments, SqrtN
+from lowtide import ActivationStore, EveryN, KeepAll, MaxBytes, RecomputeAll, SqrtN
+from lowtide.errors import CapacityError
+from lowtide.policies import Segment, Segments
 from lowtide.tracing.model_blocks import find_regions, matches
 from stepping import assert_same
 from stepping import run_step as run_plain_step
@@ -209,7 +211,7 @@ def test_limits_on_inputs_held() -> None:
     assert len(store) == 0
     handle.remove()
     lowtide.apply(model, RecomputeAll(), store=ActivationStore(host=600))
-    with pytest.raises(lowtide.CapacityError):
+    with pytest.raises(CapacityError):
         model(torch.randn(4, 8))
 
 

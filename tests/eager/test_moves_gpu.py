@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from lowtide.plans import Move, Plan, Recompute
+from lowtide.simulator import simulate
 from lowtide.solvers.placement import OffloadSelector
 from lowtide.units import format_bytes, format_seconds
 
@@ -169,9 +170,9 @@ def measured_peak(model: nn.Module, x: Tensor) -> int:
 def test_the_peak_falls_as_predicted_and_copies_hide(share: float) -> None:
     model, x = large()
     graph = traced(model, x)
-    plain = lowtide.simulate(graph)
-    plan = OffloadSelector(graph, 64 * GIB, 0).plan({}, share)
-    predicted = lowtide.simulate(graph, plan)
+    plain = simulate(graph)
+    plan = OffloadSelector(graph, 64 * GIB).plan({}, share)
+    predicted = simulate(graph, plan)
     assert predicted.peak_bytes < 0.98 * plain.peak_bytes, "too little to move: the link is too slow for this model"
     assert measured_peak(model, x) == pytest.approx(plain.peak_bytes, rel=0.02), "without a plan already"
     with lowtide.apply(model, plan) as handle:
@@ -279,7 +280,7 @@ def test_the_peak_falls_as_predicted_with_held_outputs_on_the_host() -> None:
     for name, plan in (("held", held), ("away", away)):
         with lowtide.apply(model, plan):
             peaks[name] = measured_peak(model, x)
-        predicted = lowtide.simulate(graph, plan).peak_bytes
+        predicted = simulate(graph, plan).peak_bytes
         assert peaks[name] <= 1.03 * predicted, f"{name}: {format_bytes(peaks[name])}, {format_bytes(predicted)}"
     assert peaks["away"] < peaks["held"]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.eager.out_of_memory import is_out_of_memory
+from lowtide.simulator import simulate
 
 
 @pytest.fixture(autouse=True)
@@ -262,8 +263,8 @@ def test_a_larger_batch_is_planned_for_with_its_loss(caplog: pytest.LogCaptureFi
     with handle.disabled():
         graph = lowtide.trace(job.model, job.loss_fn, torch.randint(256, (4, 32)), mode="fake")
     found = handle.shapes.all[-1].plan
-    assert found.plain_peak_bytes == pytest.approx(lowtide.simulate(graph).peak_bytes, rel=0.1)
-    assert lowtide.simulate(graph, found).peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+    assert found.plain_peak_bytes == pytest.approx(simulate(graph).peak_bytes, rel=0.1)
+    assert simulate(graph, found).peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
 
 
 def test_switched_off_it_is_a_plain_step() -> None:

@@ -252,15 +252,15 @@ def test_the_highest_of_several_batches_governs() -> None:
     small, large, long = torch.randn(2, 8, 16), torch.randn(4, 32, 16), torch.randn(1, 48, 16)
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     budget = halfway(model, loss_fn, large)
-    plan = lowtide.plan(model, loss_fn, small, budget=budget, also=[(large,), (long,)])
+    plan = lowtide.plan(model, loss_fn, small, budget=budget, more_batches=[(large,), (long,)])
     assert plan.input_shapes == ((4, 32, 16),)
-    handle = lowtide.fit(model, loss_fn, small, budget=budget, also=[(large,), (long,)])
+    handle = lowtide.fit(model, loss_fn, small, budget=budget, more_batches=[(large,), (long,)])
     assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
     for x in (small, large, long):
         loss_fn(x).backward()
     assert handle.stats().replans == ()
-    with pytest.raises(TypeError, match=r"also=\[\(batch,\)\]"):
-        lowtide.plan(model, loss_fn, small, budget=budget, also=[large])
+    with pytest.raises(TypeError, match=r"more_batches=\[\(batch,\)\]"):
+        lowtide.plan(model, loss_fn, small, budget=budget, more_batches=[large])
 
 
 def test_autocast_around_a_larger_input() -> None:

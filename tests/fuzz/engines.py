@@ -29,6 +29,8 @@ import lowtide
 from fuzz.meter import bytes_of, peak_of
 from fuzz.programs import Program, Spec
 from lowtide.plans import Move, Recompute
+from lowtide.policies import Policy, Segment, Segments
+from lowtide.simulator import simulate
 
 FIT_SHARES = (0.02, 0.2, 0.5, 0.8, 1.0)
 _SOLVE_LIMIT_S = 1.0
@@ -115,7 +117,7 @@ class Facts:
         if engine["kind"] == "compiled":  # its floor is only known once it is compiled
             static_bytes, step_bytes = self.measured_bytes
             return {**engine, "budget": int(static_bytes + engine["share"] * step_bytes)}
-        plain_bytes = lowtide.simulate(self.graph).peak_bytes
+        plain_bytes = simulate(self.graph).peak_bytes
         return {**engine, "budget": int(self.floor_bytes + engine["share"] * (plain_bytes - self.floor_bytes)) + 1}
 
 
@@ -231,11 +233,11 @@ def _random_policy(rng: random.Random, facts: Facts) -> dict[str, Any]:
     return {**engine, "store": True} if rng.random() < 0.2 else engine
 
 
-def policy_of(description: list[Any]) -> lowtide.Policy:
+def policy_of(description: list[Any]) -> Policy:
     """The policy that an engine names."""
     name, *options = description
     if name == "Segments":
-        return lowtide.Segments(tuple(lowtide.Segment(*pair) for pair in options[0]))
+        return Segments(tuple(Segment(*pair) for pair in options[0]))
     return getattr(lowtide, name)(*options)
 
 

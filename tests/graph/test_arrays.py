@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide import Plan, PlanError, StepGraph, simulate
+from lowtide import Plan, PlanError, StepGraph
 from lowtide.graph import Call, Hardware, Op, Save, Value
 from lowtide.plans import Recompute
+from lowtide.simulator import simulate
 from lowtide.simulator.eager_events import EagerEvents
 from referee import replay
 

@@ -17,6 +17,7 @@ from lowtide.api.measure import measure
 from lowtide.graph import Hardware, Value
 from lowtide.graph.codec_costs import CHUNK, CODEC_COSTS, LOSSLESS, MIN_BYTES, encoded_form
 from lowtide.plans import Move, Plan, Recompute
+from lowtide.simulator import simulate
 from lowtide.store import CODECS, LOSSY_CODECS
 
 DTYPES = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -233,7 +234,7 @@ def test_the_simulated_peak_is_the_measured_one(
         if save.call >= 0:
             moves.append(Move(graph.calls[save.call].path, 0, nth, "device", codec))
     regions = tuple(Recompute(str(index)) for index in range(1, 4)) if recomputes else ()
-    told = lowtide.simulate(graph, Plan(regions, tuple(moves)))
+    told = simulate(graph, Plan(regions, tuple(moves)))
 
     def step() -> None:
         with lowtide.ActivationStore(codec=codec) as store:

@@ -16,10 +16,12 @@ from torch import nn
 
 import lowtide
 from graphs import random_graph, repeated_blocks, seldom_saved, with_host_line
-from lowtide import GraphError, StepGraph
+from lowtide import StepGraph
+from lowtide.errors import GraphError
 from lowtide.graph import Call, Hardware, Op, Value
 from lowtide.graph.segments import with_even_times
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 
 
 def small() -> StepGraph:
@@ -45,7 +47,7 @@ def test_round_trip(name: str, mode: Any) -> None:
     again = StepGraph.from_json(graph.to_json())
     assert again == graph and again.to_json() == graph.to_json() and str(again) == str(graph)
     assert again.fingerprint == graph.fingerprint
-    assert lowtide.simulate(again).peak_bytes == lowtide.simulate(graph).peak_bytes
+    assert simulate(again).peak_bytes == simulate(graph).peak_bytes
 
 
 def test_names_of_all_kinds_survive() -> None:
@@ -91,7 +93,7 @@ def test_numbers_of_its_own() -> None:
 def test_the_plain_peak_is_the_simulated_one(seed: int) -> None:
     graphs = [random_graph(seed), repeated_blocks(seed), seldom_saved(seed), with_host_line(seed, random_graph(seed))]
     for graph in graphs:
-        assert graph.plain_peak_bytes == lowtide.simulate(graph).peak_bytes
+        assert graph.plain_peak_bytes == simulate(graph).peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -99,19 +101,19 @@ def test_the_plain_peak_where_values_are_dropped_before_they_are_saved(seed: int
     graph = random_graph(seed)
     values = tuple(replace(value, dropped=value.born + 1) for value in graph.values)
     early = replace(graph, values=values, optimizer_state_bytes=3, optimizer_workspace_bytes=seed, other_bytes=5)
-    assert early.plain_peak_bytes == lowtide.simulate(early).peak_bytes
+    assert early.plain_peak_bytes == simulate(early).peak_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt_dropout", "gpt_tied", "unet", "lstm", "custom_function", "lora", "hf_llama"])
 def test_the_plain_peak_of_models(name: str) -> None:
     job = zoo.make(name)
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, optimizer=torch.optim.Adam(job.model.parameters()))
-    assert graph.plain_peak_bytes == lowtide.simulate(graph).peak_bytes > 0
+    assert graph.plain_peak_bytes == simulate(graph).peak_bytes > 0
 
 
 def test_the_plain_peak_of_no_ops() -> None:
     graph = StepGraph((), 0, (), (), (), Hardware("test"), optimizer_workspace_bytes=7, other_bytes=5)
-    assert graph.plain_peak_bytes == lowtide.simulate(graph).peak_bytes == 12
+    assert graph.plain_peak_bytes == simulate(graph).peak_bytes == 12
 
 
 # Files that are no graphs.
@@ -232,10 +234,10 @@ def use(text: str) -> None:
         return
     str(graph), graph.fingerprint, graph.static_bytes
     assert StepGraph.from_json(graph.to_json()) == graph
-    str(lowtide.simulate(graph))
+    str(simulate(graph))
     for path, calls in graph.calls_by_path.items():
         regions = (Recompute(path, nth) for nth, call in enumerate(calls) if call not in graph.unreplayable)
-        lowtide.simulate(graph, Plan(tuple(regions)))
+        simulate(graph, Plan(tuple(regions)))
 
 
 ANYTHING = st.recursive(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from graphs import chain, random_graph, random_plan, repeated_blocks, with_floats, with_host_line
-from lowtide import Plan, StepGraph, simulate
+from lowtide import Plan, StepGraph
 from lowtide.graph.time_lines import LINES, device_starts, line_of
 from lowtide.plans import Recompute
+from lowtide.simulator import simulate
 from lowtide.simulator.eager_events import EagerEvents
 from referee import replay
 from sweeps import sweep

@@ -23,6 +23,7 @@ import lowtide
 from fuzz.meter import peak_of
 from lowtide.eager.plan_handle import AppliedPlan
 from lowtide.plans import Move, Plan, Recompute
+from lowtide.simulator import simulate
 from lowtide.solvers import eager_search
 from replay.test_index_choices import Grouped, Looped, Model
 
@@ -74,7 +75,7 @@ def fitted(job: Job, share: float) -> AppliedPlan:
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch)
     with pytest.raises(lowtide.InfeasibleBudgetError) as error:
         lowtide.solve(graph, 1)
-    floor, plain = error.value.floor_bytes, lowtide.simulate(graph).peak_bytes
+    floor, plain = error.value.floor_bytes, simulate(graph).peak_bytes
     budget = int(1.001 * floor + share * (plain - floor))
     return lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, time_limit_s=2, tune_s=1)
 
@@ -118,7 +119,7 @@ def solved(job: Job, share: float) -> AppliedPlan:
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch)
     with pytest.raises(lowtide.InfeasibleBudgetError) as error:
         lowtide.solve(graph, 1)
-    floor, plain = error.value.floor_bytes, lowtide.simulate(graph).peak_bytes
+    floor, plain = error.value.floor_bytes, simulate(graph).peak_bytes
     return lowtide.apply(job.model, lowtide.solve(graph, int(floor + share * (plain - floor)), time_limit_s=2))
 
 

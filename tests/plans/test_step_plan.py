@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import lowtide
 from graphs import chain, random_graph, repeated_blocks
-from lowtide import Plan, PlanError, StepGraph, simulate
+from lowtide import Plan, PlanError, StepGraph
 from lowtide.graph import Hardware
 from lowtide.plans import Move, Recompute, ValueRow
 from lowtide.plans.plan_text import rows_of
+from lowtide.simulator import simulate
 from lowtide.solvers.eager_search import EagerSearch
 
 

@@ -15,6 +15,7 @@ import lowtide
 from fuzz.meter import bytes_of, peak_of
 from lowtide.plans import Plan, Recompute
 from lowtide.replay.index_choices import begin, choosing, recording, replaying
+from lowtide.simulator import simulate
 from sweeps import sweep
 
 WIDTH, TOKENS, EXPERTS = 16, 96, 4
@@ -167,7 +168,7 @@ def traced(name: str) -> tuple[lowtide.StepGraph, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_with_experts_are_regions_like_any_other(name: str) -> None:
     graph, floor = traced(name)
-    assert floor <= lowtide.simulate(graph, whole_layers(graph)).peak_bytes
+    assert floor <= simulate(graph, whole_layers(graph)).peak_bytes
 
 
 def whole_layers(graph: lowtide.StepGraph) -> Plan:
@@ -184,7 +185,7 @@ def test_plans_are_exact_and_hold(name: str, share: float) -> None:
     expected = step(model, loss_fn, batch)
     model.zero_grad()
     graph, floor = traced(name)
-    plain = lowtide.simulate(graph).peak_bytes
+    plain = simulate(graph).peak_bytes
     plan = lowtide.solve(graph, int(floor + share * (plain - floor)))
     for each in (plan, whole_layers(graph)):
         assert each.regions

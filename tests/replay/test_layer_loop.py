@@ -18,20 +18,18 @@ import lowtide
 from lowtide import (
     ActivationCheckpointer,
     ActivationStore,
-    CapacityError,
     EveryN,
     KeepAll,
     MaxBytes,
-    Policy,
     RecomputeAll,
     Revolve,
-    Segment,
-    Segments,
     Selective,
     SqrtN,
     StoreError,
     Uniform,
 )
+from lowtide.errors import CapacityError
+from lowtide.policies import Policy, Segment, Segments
 
 
 class Chain:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide.eager import Applied
 from lowtide.plans import Move, Plan, Recompute
 from stepping import RunsOf
 
@@ -1046,7 +1047,7 @@ def test_a_weight_that_is_trained_later_and_a_buffer_written_in_the_forward() ->
             found += [buffer.clone() for buffer in model.buffers()]
         return found
 
-    def check_steps(handle: lowtide.Applied, model: nn.Module) -> None:
+    def check_steps(handle: Applied, model: nn.Module) -> None:
         expected = steps(copy.deepcopy(plain))
         with handle:
             assert all(torch.equal(a, b) for a, b in zip(steps(model), expected, strict=True))

@@ -22,6 +22,8 @@ import lowtide
 from lowtide import Plan
 from lowtide.graph.segments import with_segments
 from lowtide.plans import Move, Recompute
+from lowtide.policies import Policy, Segment, Segments
+from lowtide.simulator import simulate
 from lowtide.solvers.solve import shortlist
 from stepping import RunsOf
 
@@ -97,12 +99,12 @@ def test_plans_are_the_plain_model(regions: tuple[Recompute, ...]) -> None:
 
 POLICIES = [
     *(lowtide.Uniform(1), lowtide.Uniform(3), lowtide.SqrtN(), lowtide.Revolve(1), lowtide.Revolve(2)),
-    *(lowtide.Revolve(3), lowtide.Segments((lowtide.Segment(1, 3), lowtide.Segment(5, 20)))),
+    *(lowtide.Revolve(3), Segments((Segment(1, 3), Segment(5, 20)))),
 ]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_policies_are_the_plain_model(policy: lowtide.Policy) -> None:
+def test_policies_are_the_plain_model(policy: Policy) -> None:
     plain, x, mask = Loop(8), torch.randn(4, WIDTH), torch.rand(4, WIDTH)
     model = copy.deepcopy(plain)
     expected = steps(plain, x, mask)
@@ -164,7 +166,7 @@ def test_predicted_peaks_are_the_measured_ones(dropout: float, inner: bool) -> N
     layers = tuple(Recompute(f"layers.{layer}") for layer in range(16))
     plan = Plan(regions=(*last_kept, segment(12, 15), *layers) if inner else last_kept)
     with lowtide.apply(model, plan):
-        assert peak_bytes(model, x) == lowtide.simulate(graph, plan).peak_bytes - there
+        assert peak_bytes(model, x) == simulate(graph, plan).peak_bytes - there
 
 
 def test_a_segment_is_replayed_up_to_the_input_of_its_last_region() -> None:
@@ -622,9 +624,9 @@ def test_layers_that_are_left_out_by_chance() -> None:
 def test_a_segment_with_ops_between_its_calls_retains_nothing() -> None:
     model, x = Skipping(4), torch.randn(64, WIDTH)
     graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode="real")
-    assert lowtide.simulate(graph, Plan(regions=(segment(0, 3),))).extra_s > 0
+    assert simulate(graph, Plan(regions=(segment(0, 3),))).extra_s > 0
     with pytest.raises(lowtide.PlanError, match="between its calls"):
-        lowtide.simulate(graph, Plan(regions=(replace(segment(0, 3), keep_ops=(1,)),)))
+        simulate(graph, Plan(regions=(replace(segment(0, 3), keep_ops=(1,)),)))
 
 
 @pytest.mark.usefixtures("quick_search")
@@ -669,13 +671,13 @@ def test_found_segments_retain_small_outputs_that_take_long() -> None:
     model.zero_grad(set_to_none=True)
     long = {"aten.convolution.default": 1.0, "aten.convolution_backward.default": 2.0}
     graph = replace(graph, ops=tuple(replace(op, seconds=long.get(op.name, 2.0**-6)) for op in graph.ops))
-    floor, peak = lowtide.sweep(graph, []).floor_bytes, lowtide.simulate(graph, Plan()).peak_bytes
+    floor, peak = lowtide.sweep(graph, []).floor_bytes, simulate(graph, Plan()).peak_bytes
     plan = lowtide.solve(graph, floor + (peak - floor) // 4)
     retaining = [region for region in plan.regions if region.more and region.keep_ops]
     assert retaining
     assert plan.extra_s < 3.0  # of twelve convolutions hardly any runs again
     dropping = replace(plan, regions=tuple(replace(region, keep_ops=()) for region in plan.regions))
-    assert lowtide.simulate(graph, dropping).extra_s > 6.0
+    assert simulate(graph, dropping).extra_s > 6.0
     expected = steps(plain, x)
     with lowtide.apply(model, plan):
         assert_same(steps(model, x), expected)
@@ -706,7 +708,7 @@ def test_what_checkpoint_sequential_holds_is_feasible(num_parts: int) -> None:
     budget = torchs_bytes + sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     size = 16 // num_parts
     cut = Plan(regions=tuple(segment(start, start + size - 1) for start in range(0, 16 - size, size)))
-    told = lowtide.simulate(graph, cut)
+    told = simulate(graph, cut)
     assert told.peak_bytes <= budget
     found, error = shortlist(graph, budget)
     assert error is None
@@ -726,7 +728,7 @@ def test_fit_goes_below_a_checkpoint_on_every_layer() -> None:
         return model(x).square().mean()
 
     graph = lowtide.trace(model, loss_fn, x, mode="real")
-    budget = lowtide.simulate(graph, every).peak_bytes * 7 // 10
+    budget = simulate(graph, every).peak_bytes * 7 // 10
     expected = steps(plain, x)
     with lowtide.fit(model, loss_fn, x, budget=budget) as handle:
         assert handle.stats().segments

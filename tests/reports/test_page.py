@@ -24,7 +24,7 @@ import lowtide
 from graphs import chain, random_graph, random_plan, repeated_blocks, seldom_saved
 from lowtide import Plan, PlanError, StepGraph
 from lowtide.api.report import gather_with_curve
-from lowtide.plans import Recompute
+from lowtide.plans import Frontier, Recompute
 from lowtide.reports import charts as series
 from lowtide.reports import page, report_text
 from lowtide.reports.charts import trace_json
@@ -480,7 +480,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'lowtide[report]'")):
-        lowtide.Frontier((), (), 1.0, 1, 2).plot()
+        Frontier((), (), 1.0, 1, 2).plot()
     with pytest.raises(ImportError, match=re.escape("pip install 'lowtide[report]'")):
         solved().plot()
 

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lowtide
 from graphs import chain, drawing, random_graph, random_plan, repeated_blocks, with_floats
-from lowtide import Plan, PlanError, StepGraph, simulate
+from lowtide import Plan, PlanError, StepGraph
 from lowtide.graph import Hardware, Op, Save, Value
 from lowtide.graph.codec_costs import EncodedForm, encoded_form
 from lowtide.plans import Move, Recompute
-from lowtide.simulator import KINDS, PHASES
+from lowtide.simulator import KINDS, PHASES, Timeline, simulate
 from lowtide.simulator.eager_events import EagerEvents
 from referee import replay
 from sweeps import sweep
@@ -31,7 +30,7 @@ def step(seed: int) -> StepGraph:
     return repeated_blocks(seed) if seed % 4 == 0 else random_graph(seed)
 
 
-def workspace_bytes(timeline: lowtide.Timeline, event: int) -> int:
+def workspace_bytes(timeline: Timeline, event: int) -> int:
     op = int(timeline.ops[event])
     return timeline.graph.ops[op].workspace_bytes if op >= 0 else timeline.graph.optimizer_workspace_bytes
 

@@ -334,9 +334,8 @@ def test_engines_that_do_not_exist_and_moves_that_do_not_either() -> None:
     for solver in (lambda **k: lowtide.solve(graph, 300, **k), lambda **k: lowtide.sweep(graph, [300], **k)):
         with pytest.raises(ValueError, match="'eager' or 'compiled'"):
             solver(engine="jit")
-        for room in ({"host": "1GiB"}, {"disk": 1}):
-            with pytest.raises(PlanError, match="move no values yet"):
-                solver(engine="compiled", **room)
+        with pytest.raises(PlanError, match="move no values yet"):
+            solver(engine="compiled", host="1GiB")
 
 
 def test_a_sweep_shows_what_people_know_under_the_same_engine() -> None:

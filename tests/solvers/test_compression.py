@@ -249,14 +249,14 @@ def test_nothing_is_compressed_unless_asked_for() -> None:
     for budget in budgets_of(EagerSearch(graph), 3):
         plan = lowtide.solve(graph, budget)
         assert not plan.is_lossy and plan.moves == ()
-        assert plan == lowtide.solve(graph, budget, lossy=None, threads=3)
+        assert plan == lowtide.solve(graph, budget, lossy=None)
 
 
 _ELSEWHERE = """
 import sys, lowtide, lowtide.graph.codec_costs
 lowtide.graph.codec_costs.CHUNK = 256
 graph = lowtide.StepGraph.from_json(sys.stdin.read())
-print(lowtide.solve(graph, int(sys.argv[1]), lossy=("int8", "float16"), threads=2).to_json())
+print(lowtide.solve(graph, int(sys.argv[1]), lossy=("int8", "float16")).to_json())
 """
 
 
@@ -376,12 +376,6 @@ def test_compiled_plans_compress_nothing() -> None:
 def test_memory_of_unknown_speed() -> None:
     with pytest.raises(PlanError, match=r"speed of test's memory is not known.*device='H100'"):
         lowtide.solve(chain([8192, 8192]), "1GiB", lossy="int8")
-
-
-@pytest.mark.parametrize("threads", [0, -1, 1.0, "2", True])
-def test_numbers_of_threads_that_are_none(threads: Any) -> None:
-    with pytest.raises(ValueError, match="threads is"):
-        lowtide.solve(stack(), "1GiB", threads=threads)
 
 
 def test_unknown_codecs_in_a_plan() -> None:

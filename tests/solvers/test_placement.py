@@ -12,8 +12,9 @@ import zoo
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import Plan, StepGraph, simulate
+from lowtide import Plan, StepGraph
 from lowtide.graph.time_lines import line_of
+from lowtide.simulator import simulate
 from lowtide.solvers.baselines import recomputes
 from lowtide.solvers.eager_search import EagerSearch
 from lowtide.solvers.interpolation import HullPath
@@ -65,7 +66,7 @@ def test_inputs_of_regions_move_though_nothing_saves_them() -> None:
     graph = lowtide.trace(model, lambda x: model(x).sum(), x, mode="real")
     graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
     calls = [graph.calls_by_path[str(number)][0] for number in range(1, 5)]
-    plan = OffloadSelector(graph, GIB, 0).plan(dict.fromkeys(calls, ()), 1.0)
+    plan = OffloadSelector(graph, GIB).plan(dict.fromkeys(calls, ()), 1.0)
     inputs = {graph.calls[call].inputs[0] for call in calls}
     assert not inputs & {save.value for save in graph.saves}
     assert inputs <= set(plan.moves_by_value(graph))
@@ -77,7 +78,7 @@ def test_inputs_of_regions_move_though_nothing_saves_them() -> None:
 
 def test_a_link_lags_behind_no_more_than_it_should() -> None:
     graph = gpt()
-    copies = simulate(graph, OffloadSelector(graph, 64 * GIB, 0).plan({}, 1.0)).copies
+    copies = simulate(graph, OffloadSelector(graph, 64 * GIB).plan({}, 1.0)).copies
     forward_s = sum(op.seconds for op in graph.ops[: graph.num_forward])
     born_s = {}
     clock = 0.0
@@ -94,7 +95,7 @@ def test_a_replay_finds_all_that_its_region_holds() -> None:
     """As much may be on its way as a region holds elsewhere; with less, each replay would wait."""
     graph = gpt()
     number = next(number for number in range(257) if max(map(len, loads().regions(number).values())) <= 4)
-    plan = OffloadSelector(graph, 64 * GIB, 0).plan(loads().regions(number), 1.0)
+    plan = OffloadSelector(graph, 64 * GIB).plan(loads().regions(number), 1.0)
     assert any(len(values) > 1 for values in plan.moved_outputs(graph).values())
     waits_s = [simulate(graph, replace(plan, in_flight_bytes=size)).stalled_s for size in (1, plan.in_flight_bytes)]
     assert waits_s[1] < 0.2 * waits_s[0]

@@ -8,7 +8,8 @@ from itertools import chain, combinations
 import pytest
 
 from graphs import random_graph, repeated_blocks, seldom_saved
-from lowtide import StepGraph, simulate
+from lowtide import StepGraph
+from lowtide.simulator import simulate
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.solvers.hull import Pricing
 

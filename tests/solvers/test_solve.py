@@ -17,8 +17,10 @@ import zoo
 import lowtide
 from brute import all_costs, keepable_ops
 from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
-from lowtide import GraphError, InfeasibleBudgetError, Plan, PlanError, StepGraph, UnitError, simulate
+from lowtide import InfeasibleBudgetError, Plan, PlanError, StepGraph
+from lowtide.errors import GraphError, UnitError
 from lowtide.graph import Hardware, Op, Value
+from lowtide.simulator import simulate
 from lowtide.solvers.eager_search import EagerSearch, TwoLineSearch
 from referee import added_s, replay
 from sweeps import sweep
@@ -316,7 +318,7 @@ def test_no_time_at_all(seconds: float) -> None:
         lowtide.solve(chain([1, 2]), 100, time_limit_s=seconds)
 
 
-# Memory on the host, and on disk
+# Memory on the host
 
 
 @pytest.mark.parametrize("host", ["64KiB", "1GiB"])
@@ -340,21 +342,12 @@ def test_host_memory_is_used() -> None:
     assert plan.extra_s < 0.1 * lowtide.solve(graph, plain - (1 << 20)).extra_s
 
 
-def test_disk() -> None:
-    graph = traced("gpt_dropout")
-    graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15, disk_bytes_per_s=1e15, move_s=0.0))
-    plan = lowtide.solve(graph, simulate(graph).peak_bytes - (1 << 20), disk="1GiB")
-    assert plan.moves and {move.to for move in plan.moves} == {"disk"}
-    assert plan.bytes_by_action()["disk"] > 0
-
-
-@pytest.mark.parametrize("where", ["host", "disk"])
-def test_nowhere_to_move_values_to(where: str) -> None:
+def test_nowhere_to_move_values_to() -> None:
     graph = chain([10, 20, 30])
     with pytest.raises(PlanError, match=r"no link to host memory.*H100"):
-        lowtide.solve(graph, 70, **{where: "1GiB"})
+        lowtide.solve(graph, 70, host="1GiB")
     with pytest.raises(PlanError, match="no link to host memory"):
-        lowtide.sweep(graph, **{where: 1})
+        lowtide.sweep(graph, host=1)
 
 
 # Choices, and values that must not be held

@@ -14,7 +14,8 @@ import pytest
 import lowtide
 from brute import all_costs
 from graphs import hidden_wide_narrow, random_graph, repeated_blocks, with_host_line
-from lowtide import InfeasibleBudgetError, StepGraph, simulate
+from lowtide import InfeasibleBudgetError, StepGraph
+from lowtide.simulator import simulate
 from lowtide.solvers.candidate import Effort
 from lowtide.solvers.eager_search import TwoLineSearch
 from lowtide.solvers.solve import search_for
@@ -28,7 +29,7 @@ def tiny(seed: int) -> StepGraph:
 
 
 def search_of(graph: StepGraph, host: int = 0) -> TwoLineSearch:
-    search = search_for(graph, "eager", host, 0, 1e6)
+    search = search_for(graph, "eager", host, 1e6)
     assert isinstance(search, TwoLineSearch)
     return search
 
@@ -110,7 +111,7 @@ def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> Non
     graph = repeated_blocks(2, num_blocks=16)
     graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=64.0))
     graph = with_host_line(2, graph) if has_host_line else graph
-    search = search_for(graph, "eager", 0, 0, 1e6)
+    search = search_for(graph, "eager", 0, 1e6)
     budget = (search.floor.peak_bytes + search.plain.peak_bytes) // 2
     source = str(Path(lowtide.__file__).parents[1])
     told = []

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import ActivationStore, CapacityError, ChangedInPlaceError, Missing, StoreError
+from lowtide import ActivationStore, StoreError
 from lowtide._compat.profiler import cpu_allocation_totals
+from lowtide.errors import CapacityError, ChangedInPlaceError
+from lowtide.store import Missing
 from lowtide.store.transfer import GRANULE_BYTES, PinnedPool, round_up
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import ActivationStore
 from lowtide._compat.profiler import cpu_allocation_totals
+from lowtide.errors import CapacityError
 from lowtide.solvers.placement import Placement
 from stepping import Runner, assert_exact, plainly
 
@@ -263,7 +264,7 @@ def test_an_evicting_store_is_explained() -> None:
 
 
 def test_full_budgets_raise_in_the_forward() -> None:
-    with pytest.raises(lowtide.CapacityError, match="Give it more"), lowtide.offload(host=5000, min_bytes=0):
+    with pytest.raises(CapacityError, match="Give it more"), lowtide.offload(host=5000, min_bytes=0):
         _eight(leaf(1000))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import ActivationStore
+from lowtide.errors import CapacityError
 
 pytestmark = pytest.mark.gpu
 
@@ -131,7 +132,7 @@ def test_locked_bytes_are_what_is_counted() -> None:
     store.put("a", torch.randn(3 * MIB, device="cuda"))
     stats = store.stats()
     assert stats.held_bytes == 12 * MIB and stats.held_bytes <= stats.locked_bytes <= 100 * MIB
-    with pytest.raises(lowtide.CapacityError):
+    with pytest.raises(CapacityError):
         for key in range(20):
             store.put(key, torch.randn(3 * MIB, device="cuda"))
     assert store.stats().locked_bytes <= 100 * MIB

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 from lowtide.tracing.devices import ENGINE_COSTS
 from lowtide.tracing.model_blocks import find_regions
 from sweeps import sweep
@@ -70,7 +71,7 @@ def measured(job: zoo.Job) -> int:
 def simulated(graph: lowtide.StepGraph, plan: Plan | None = None) -> int:
     """The peak as predicted by a trace: without memory from before the step."""
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-    return lowtide.simulate(graph, plan).peak_bytes - there
+    return simulate(graph, plan).peak_bytes - there
 
 
 @pytest.mark.parametrize("name", [*NAMES, "hf_mixtral"])
@@ -92,7 +93,7 @@ def test_fake_trace_against_real(name: str) -> None:
     fake = trace(job, mode="fake")
     assert not fake.is_measured and fake.step_s > 0
     tolerance = 0.1 if name in SCRATCH_USERS else 0.0
-    assert lowtide.simulate(fake).peak_bytes == pytest.approx(lowtide.simulate(real).peak_bytes, rel=tolerance)
+    assert simulate(fake).peak_bytes == pytest.approx(simulate(real).peak_bytes, rel=tolerance)
     assert [op.name for op in fake.ops] == [op.name for op in real.ops]
     assert [call.path for call in fake.calls] == [call.path for call in real.calls]
     if name != "lstm":  # its saved workspace has a size that only the kernel knows
@@ -228,8 +229,8 @@ def test_modules_called_again_and_tied_weights(mode: Any) -> None:
     calls = [graph.calls[index] for index in graph.calls_by_path["block"]]
     assert len(calls) == 4 and len({call.structure for call in calls[1:]}) == 1  # no gradient for the first one's input
     assert all(before.end == after.first for before, after in itertools.pairwise(calls))
-    peaks = [lowtide.simulate(graph, Plan((Recompute("block", nth),))).peak_bytes for nth in range(4)]
-    plain = lowtide.simulate(graph).peak_bytes
+    peaks = [simulate(graph, Plan((Recompute("block", nth),))).peak_bytes for nth in range(4)]
+    plain = simulate(graph).peak_bytes
     assert max(peaks[:3]) < plain
     assert peaks[3] == plain  # the last one is replayed at once
     tied = make("gpt_tied")

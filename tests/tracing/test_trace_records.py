@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("quick_search")
@@ -94,7 +95,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 def budgets(model: nn.Module, loss_fn: Any, *args: Any, shares: tuple[float, ...] = (0.3, 0.8)) -> list[int]:
     """Between the floor of what `fit` can hold and the plain peak."""
     graph = lowtide.trace(model, loss_fn, *args)
-    floor, plain = lowtide.sweep(graph, time_limit_s=2).floor_bytes, lowtide.simulate(graph).peak_bytes
+    floor, plain = lowtide.sweep(graph, time_limit_s=2).floor_bytes, simulate(graph).peak_bytes
     return [int(floor + share * (plain - floor)) for share in shares]
 
 
@@ -150,12 +151,12 @@ def test_a_call_that_changes_its_input_in_place_is_refused(make: Any, path: str)
     assert graph is not None
     for regions in ((Recompute(path),), (Recompute("0"), Recompute(path))):
         with pytest.raises(lowtide.PlanError, match=rf"{path} cannot be recomputed: .* in place"):
-            lowtide.simulate(graph, Plan(regions))
+            simulate(graph, Plan(regions))
         with pytest.raises(lowtide.PlanError, match=rf"{path} cannot be recomputed: .* in place"):
             lowtide.apply(model, replace(plan, regions=regions))
     expected = gradients(model, loss_fn, x)
     around = Plan((Recompute("0"), Recompute("0.0"), Recompute("1")))  # their own inputs stay as they are
-    assert lowtide.simulate(graph, around).peak_bytes > 0
+    assert simulate(graph, around).peak_bytes > 0
     with lowtide.apply(model, around):
         assert_equal(gradients(model, loss_fn, x), expected)
 

@@ -51,15 +51,14 @@ def plan(
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
-    disk: int | str = 0,
     lossy: Any = None,
-    also: Sequence[tuple[Any, ...]] = (),
+    more_batches: Sequence[tuple[Any, ...]] = (),
     time_limit_s: float = 10.0,
 ) -> Plan:
     """The fastest plan for one step of `model` within `budget` bytes: `lowtide.trace`, then `lowtide.solve`.
 
-    The model is as it was. `lowtide.apply(model, plan)` carries the plan out. `host`, `disk` and `lossy` are as in
-    `solve`. `also` holds further arguments of `loss_fn`, a tuple for each step: the plan is for the step that peaks
+    The model is as it was. `lowtide.apply(model, plan)` carries the plan out. `host` and `lossy` are as in `solve`.
+    `more_batches` holds further arguments of `loss_fn`, a tuple for each step: the plan is for the step that peaks
     highest.
 
     >>> import torch, lowtide
@@ -69,8 +68,8 @@ def plan(
     ()
     """
     check_bytes(budget)
-    limits = Limits(host, disk, lossy, time_limit_s)
-    traced = trace_highest(model, loss_fn, _examples(args, also), optimizer)
+    limits = Limits(host, lossy, time_limit_s)
+    traced = trace_highest(model, loss_fn, _examples(args, more_batches), optimizer)
     return _described(limits.solve(traced.graph, budget), model, traced)
 
 
@@ -82,9 +81,8 @@ def fit(
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
-    disk: int | str = 0,
     lossy: Any = None,
-    also: Sequence[tuple[Any, ...]] = (),
+    more_batches: Sequence[tuple[Any, ...]] = (),
     verify: bool = True,
     tune_s: float = 10.0,
     cache: str | os.PathLike[str] | None = None,
@@ -93,12 +91,12 @@ def fit(
     """Plan, run the best few candidates for real, and keep the fastest whose measured peak holds.
 
     Takes what `plan` takes. Candidates are the search's own plans and what people do with torch's checkpoint; with
-    `host=` or `disk=` the best plan without moves is one. They take turns, with the plain step where that fits, for
+    `host=` the best plan without moves is one. They take turns, with the plain step where that fits, for
     about `tune_s` seconds; with 0 the prediction of time is trusted, and the first that holds is kept. If measured
     peaks are above predictions, it plans again with what was measured. `handle.candidates` has the numbers.
 
-    Steps that are run, `also` the further ones, change nothing: parameters, gradients, buffers and random states are as
-    before. A model that fits anyway is left alone. Where no plan holds, or if it is interrupted, everything is undone;
+    Steps that are run change nothing: parameters, gradients, buffers and random states are as before. A model that
+    fits anyway is left alone. Where no plan holds, or if it is interrupted, everything is undone;
     `InfeasibleBudgetError` says what was measured. With `verify=False` all predictions are trusted.
 
     `cache` names a JSON file. The next call for the same step, budget and versions applies the plan that was kept, and
@@ -117,8 +115,8 @@ def fit(
     >>> handle.remove()
     """
     check_bytes(budget)
-    limits, tuning = Limits(host, disk, lossy, time_limit_s), Tuning(verify, tune_s, cache)
-    return _fit(model, loss_fn, _examples(args, also), budget, optimizer, limits, tuning, apply_plan)
+    limits, tuning = Limits(host, lossy, time_limit_s), Tuning(verify, tune_s, cache)
+    return _fit(model, loss_fn, _examples(args, more_batches), budget, optimizer, limits, tuning, apply_plan)
 
 
 @dataclass(frozen=True)
@@ -372,14 +370,14 @@ class TracedStep:
     generators: list[torch.Generator]  # that any of the examples draws from, beside torch's default ones
 
 
-def _examples(args: tuple[Any, ...], also: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    for further in also:
+def _examples(args: tuple[Any, ...], more_batches: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    for further in more_batches:
         if not isinstance(further, tuple):
             raise TypeError(
-                f"also= holds a tuple of arguments for each further step, such as also=[(batch,)], "
+                f"more_batches= holds a tuple of arguments for each further step, such as more_batches=[(batch,)], "
                 f"not {type(further).__name__}"
             )
-    return [args, *also]
+    return [args, *more_batches]
 
 
 def trace_highest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...]], optimizer: Any) -> TracedStep:

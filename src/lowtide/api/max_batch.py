@@ -45,13 +45,12 @@ def max_batch(
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
-    disk: int | str = 0,
     lossy: Any = None,
-    most: int = 1 << 16,
+    max_samples: int = 1 << 16,
     confirm: bool = True,
     time_limit_s: float = 10.0,
 ) -> LargestBatch:
-    """The largest batch, up to `most`, that some plan fits into `budget`; its `plan` is that plan.
+    """The largest batch, up to `max_samples`, that some plan fits into `budget`; its `plan` is that plan.
 
     `make_batch(n)` gives the arguments of `loss_fn` for `n` samples: a tuple, or one argument. The search runs on fake
     tensors. With `confirm` one real step then runs under the plan and is measured; where its peak is above the budget,
@@ -70,18 +69,18 @@ def max_batch(
             f"make_batch is a function that makes a batch of n samples, such as lambda n: torch.randn(n, 64), not "
             f"{type(make_batch).__name__}"
         )
-    if not isinstance(most, int) or most < 1:
-        raise ValueError(f"most is a number of samples, 1 or more, not {most!r:.80}")
+    if not isinstance(max_samples, int) or max_samples < 1:
+        raise ValueError(f"max_samples is a number of samples, 1 or more, not {max_samples!r:.80}")
     check_bytes(budget)
     refuse_other_checkpointing(model)
-    limits = Limits(host, disk, lossy, time_limit_s)
+    limits = Limits(host, lossy, time_limit_s)
     device = checks.device_of(model, ())
     states_device = None if device.type in ("cpu", "meta") else device
     states = generator_states(states_device)
     search = _Search(model, loss_fn, make_batch, budget, optimizer, limits)
     confirm = confirm and device.type != "meta" and can_measure(device)
     try:
-        largest = search.largest(most)
+        largest = search.largest(max_samples)
         for _ in range(_MOST_ROUNDS if confirm else 0):
             if search.confirm(largest):
                 return largest
@@ -109,15 +108,15 @@ class _Search:
         self._excess_bytes = 0
         self.allowed_bytes = 0
 
-    def largest(self, most: int) -> LargestBatch:
-        """The largest batch up to `most` that a plan is found for."""
+    def largest(self, max_samples: int) -> LargestBatch:
+        """The largest batch up to `max_samples` that a plan is found for."""
         best = self._fitting(1)
         if isinstance(best, InfeasibleBudgetError):
             raise best
         low, high = 1, 2
-        while high <= most and isinstance(found := self._fitting(high), Plan):
+        while high <= max_samples and isinstance(found := self._fitting(high), Plan):
             low, best, high = high, found, high * 2
-        high = min(high, most + 1)
+        high = min(high, max_samples + 1)
         while high - low > 1:
             middle = (low + high) // 2
             found = self._fitting(middle)

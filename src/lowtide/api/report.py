@@ -95,7 +95,7 @@ def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limi
         return (time.monotonic() - start) / time_limit_s
 
     host = plan.host_bytes if plan.moves and graph.hardware.link_bytes_per_s else 0
-    search = search_for(graph, plan.engine, host, 0, 2 * time_limit_s)
+    search = search_for(graph, plan.engine, host, 2 * time_limit_s)
     plain = search.plain.peak_bytes
     low = min([plain, *(other.peak_bytes for other in known)])
     found = {plan.budget_bytes: plan} if plan.budget_bytes and plan.step_s else {}

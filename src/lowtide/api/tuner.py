@@ -102,7 +102,7 @@ def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
         logger.info("candidates:\n%s", trials_table(handle.candidates))
 
 
-FORMAT, VERSION = "lowtide fit cache", 1
+FORMAT, VERSION = "lowtide fit cache", 2
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,6 @@ class FitCache:
             "hardware": graph.hardware.name,
             "budget_bytes": budget_bytes,
             "host": limits.host,
-            "disk": limits.disk,
             "lossy": limits.lossy,
             "lowtide": own_version(),
             "torch": graph.versions.get("torch", ""),

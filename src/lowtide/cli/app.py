@@ -105,7 +105,6 @@ def plan(
     *,
     budget: options.Budget,
     host: options.Host = None,
-    disk: options.Disk = None,
     lossy: options.Lossy = None,
     engine: options.Engine = "eager",
     fake: options.Fake = False,
@@ -115,7 +114,7 @@ def plan(
 ) -> None:
     """Find the fastest plan within a budget, and say what it does."""
     allowed = options.budget(budget)
-    allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
+    allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s)}
     _check_file(output)
     with out.working(2) as stage:
         stage(f"loading {script}")
@@ -148,7 +147,6 @@ def sweep(
         ),
     ] = None,
     host: options.Host = None,
-    disk: options.Disk = None,
     lossy: options.Lossy = None,
     engine: options.Engine = "eager",
     fake: options.Fake = False,
@@ -160,7 +158,7 @@ def sweep(
 ) -> None:
     """Show the whole trade-off: plans from the smallest budget to none needed, and the usual alternatives."""
     wanted = [options.budget(budget) for budget in budgets] if budgets else None
-    allows = {**options.moves(host, disk, lossy), **options.given(time_limit_s=time_limit_s)}
+    allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s)}
     _check_ending("--png", png, ".png", ".svg", ".pdf")
     _check_file(png)
     with out.working(3 if png is None else 4) as stage:
@@ -266,7 +264,6 @@ def bench(
     *,
     budget: options.Budget,
     host: options.Host = None,
-    disk: options.Disk = None,
     lossy: options.Lossy = None,
     rounds: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 5,
 ) -> None:
@@ -274,7 +271,7 @@ def bench(
     from lowtide.cli.bench import compare
 
     allowed = options.budget(budget)
-    allows = options.moves(host, disk, lossy)
+    allows = options.moves(host, lossy)
     with out.working(6) as stage:
         stage(f"loading {script}")
         job = load(script)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.eager import Applied
 from lowtide.units import format_bytes, format_seconds
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
@@ -185,7 +186,7 @@ def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demo
     num_parameters = sum(parameter.numel() for parameter in GPT().parameters())
     stage("estimating")
     budget, predicted = half_of_the_activations()
-    handles: list[lowtide.Applied] = []
+    handles: list[Applied] = []
 
     def per_block(model: nn.Module, *_: Any) -> None:
         lowtide.apply(model, lowtide.RecomputeAll())

@@ -12,6 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.output import UsageError, did_you_mean
+from lowtide.errors import UnitError
 from lowtide.store import LOSSY_CODECS
 from lowtide.units import parse_bytes
 
@@ -30,7 +31,6 @@ Budget = Annotated[
     ),
 ]
 Host = Annotated[str | None, typer.Option(metavar="BYTES", help="Host memory that activations may be moved to.")]
-Disk = Annotated[str | None, typer.Option(metavar="BYTES", help="Disk that activations may be moved to.")]
 Lossy = Annotated[
     str | None,
     typer.Option(
@@ -63,7 +63,7 @@ def size(option: str, typed: str, *, total_bytes: int | None = None) -> int | st
         return int(text)
     try:
         parse_bytes(text, total_bytes=total_bytes)
-    except lowtide.UnitError as error:
+    except UnitError as error:
         raise UsageError(f"{option}: {error}{_meant(text)}") from None
     return text
 
@@ -101,13 +101,9 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def moves(host: str | None, disk: str | None, lossy: str | None) -> dict[str, Any]:
+def moves(host: str | None, lossy: str | None) -> dict[str, Any]:
     """What a plan may do besides recomputing, as `lowtide.solve` takes it: only what was asked for."""
     if lossy is not None and lossy not in LOSSY_CODECS:
         near = did_you_mean(lossy, LOSSY_CODECS)
         raise UsageError(f"--lossy: {lossy!r} is no lossy codec.{near} There are {', '.join(LOSSY_CODECS)}.")
-    return given(
-        host=None if host is None else size("--host", host),
-        disk=None if disk is None else size("--disk", disk),
-        lossy=lossy,
-    )
+    return given(host=None if host is None else size("--host", host), lossy=lossy)

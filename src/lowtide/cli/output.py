@@ -29,6 +29,9 @@ from rich.table import Table
 from rich.text import Text
 
 import lowtide
+from lowtide.api.estimate import Estimate
+from lowtide.errors import UnitError
+from lowtide.plans import Frontier
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -151,7 +154,7 @@ def ending_well(out: Output) -> Iterator[None]:
 def _code_of(error: BaseException) -> ExitCode:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    if isinstance(error, (UsageError, lowtide.UnitError)):
+    if isinstance(error, (UsageError, UnitError)):
         return ExitCode.USAGE
     if isinstance(error, lowtide.InfeasibleBudgetError):
         return ExitCode.INFEASIBLE
@@ -189,7 +192,7 @@ Display = tuple[RenderableType, dict[str, Any]]
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
-def estimate(guess: lowtide.Estimate, budget: int | str | None) -> Display:
+def estimate(guess: Estimate, budget: int | str | None) -> Display:
     """Return text and data of an estimate, and whether the budget is enough."""
     hardware = guess.graph.hardware
     data = {
@@ -247,7 +250,7 @@ def plan(result: lowtide.Plan, output: Path | None) -> Display:
     }
 
 
-def sweep(frontier: lowtide.Frontier, png: Path | None) -> Display:
+def sweep(frontier: Frontier, png: Path | None) -> Display:
     """Return text and data of plans for many budgets."""
     names = ("budget_bytes", "peak_bytes", "extra_s", "slowdown", "gap")
     return str(frontier), {

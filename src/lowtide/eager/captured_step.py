@@ -307,7 +307,7 @@ def _refuse_handle(handle: Capturable, modules: list[nn.Module]) -> None:
     if handle.moves_activations:
         raise CaptureError(
             "this plan moves or compresses activations, and copies to the host cannot be captured: plan with "
-            "recomputation alone (no host=, disk=, lossy= or store=), or run the step eagerly"
+            "recomputation alone (no host=, lossy= or store=), or run the step eagerly"
         )
     for module in modules:
         if isinstance(module, nn.parallel.DistributedDataParallel):

@@ -352,27 +352,25 @@ class Limits:
     """What plans may use beside the device, and for how long one is searched for."""
 
     host: int | str = 0
-    disk: int | str = 0
     lossy: Any = None
     time_limit_s: float = 10.0
 
     def __post_init__(self) -> None:
         # What cannot be read is an error now, before anything is traced.
         parse_bytes(self.host)
-        parse_bytes(self.disk)
         lossy_codecs(self.lossy)
         check_seconds(self.time_limit_s, "time_limit_s")
 
     def solve(self, graph: StepGraph, budget: int | str) -> Plan:
         limit_s = self.time_limit_s
-        return solve(graph, budget, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
+        return solve(graph, budget, host=self.host, lossy=self.lossy, time_limit_s=limit_s)
 
     def candidates(
         self, graph: StepGraph, budget_bytes: int
     ) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
         """See `lowtide.solvers.solve`."""
         limit_s = self.time_limit_s
-        return shortlist(graph, budget_bytes, host=self.host, disk=self.disk, lossy=self.lossy, time_limit_s=limit_s)
+        return shortlist(graph, budget_bytes, host=self.host, lossy=self.lossy, time_limit_s=limit_s)
 
     def tightest(self, graph: StepGraph) -> Plan:
         """The plan of the smallest peak."""

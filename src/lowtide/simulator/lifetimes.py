@@ -167,7 +167,7 @@ class CopyEngines:
         if self._moved and not self._speed:
             raise PlanError(
                 f"the plan moves values off the device, and {graph.hardware.name} has no link to move them over. "
-                "Plan without host and disk."
+                "Plan without host=."
             )
         sizes = [forms[value].bytes if value in forms else graph.values[value].bytes for value in self._moved]
         self._limit = in_flight_bytes or 2 * max(sizes, default=0)

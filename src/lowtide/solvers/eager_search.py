@@ -71,14 +71,13 @@ class EagerSearch:
         self,
         graph: StepGraph,
         host: int = 0,
-        disk: int = 0,
         time_limit_s: float = 10.0,
         lossy: tuple[str, ...] = (),
         line: StepGraph | None = None,
     ) -> None:
-        if (host or disk) and not graph.hardware.link_bytes_per_s:
+        if host and not graph.hardware.link_bytes_per_s:
             raise PlanError(
-                f"host={host} and disk={disk} were given, and {graph.hardware.name} has no link to host memory: "
+                f"host={host} was given, and {graph.hardware.name} has no link to host memory: "
                 "there is nothing to move values to. Trace on the accelerator, or for one by name (device='H100')."
             )
         self.graph, self.line, self.effort = graph, graph, Effort(time_limit_s)
@@ -88,15 +87,15 @@ class EagerSearch:
             self._offset_s = self.line.lines.step_s - graph.lines.step_s
         self._compression = CompressionOptions(self.line, lossy) if lossy else None
         self._all_codecs: list[Codecs] = [()] if self._compression is None else [(), self._compression.everything]
-        options = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host or disk else []
+        options = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host else []
         self._move_options = [(0.0, 0.0, False), *options]
         if lossy:
-            self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host or disk)]
+            self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host)]
         # Each in the order of the forward, and spread.
         self._paths: dict[tuple[float, bool, bool], list[HullPath]] = {}
         self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
-        self._mover = OffloadSelector(graph, host, disk, self._compression)
-        self._movable_bytes = host + disk
+        self._mover = OffloadSelector(graph, host, self._compression)
+        self._movable_bytes = host
         self._candidates: dict[tuple[object, ...], Candidate] = {}
         self._recent: dict[tuple[object, ...], Timeline | EagerIntervals] = {}
 
@@ -432,7 +431,6 @@ class TwoLineSearch:
         self,
         graph: StepGraph,
         host: int = 0,
-        disk: int = 0,
         time_limit_s: float = 10.0,
         lossy: tuple[str, ...] = (),
         kind: type[EagerSearch] = EagerSearch,
@@ -443,8 +441,7 @@ class TwoLineSearch:
         share_s = time_limit_s / len(tried)
         self.graph, self._lossy = graph, bool(lossy)
         self._searches = {
-            name: kind(graph, host, disk, share_s, lossy, line=line_of(graph, share))
-            for name, share in _HOST_SHARES.items()
+            name: kind(graph, host, share_s, lossy, line=line_of(graph, share)) for name, share in _HOST_SHARES.items()
         }
         self._tried = [self._searches[name] for name in tried]
         self.limiting = self._searches[limit]  # the search of the line that limits the plain step

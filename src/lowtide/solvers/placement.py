@@ -102,13 +102,12 @@ _LAG = 1 / 16  # of the forward: how far the link may fall behind; values become
 
 
 class OffloadSelector:
-    """Picks the values of a plan to move, within `host` and `disk` bytes. Values with a codec move encoded."""
+    """Picks the values of a plan to move, within `host` bytes. Values with a codec move encoded."""
 
-    def __init__(self, graph: StepGraph, host: int, disk: int, press: CompressionOptions | None = None) -> None:
+    def __init__(self, graph: StepGraph, host: int, press: CompressionOptions | None = None) -> None:
         self._graph = graph
         self._compression = press
-        self._room = {"host": host, "disk": disk}
-        self._speed = {"host": graph.hardware.link_bytes_per_s, "disk": graph.hardware.disk_bytes_per_s}
+        self._host_bytes, self._link_bytes_per_s = host, graph.hardware.link_bytes_per_s
         self._clock = graph.arrays.clock
         self._lag_s = float(self._clock[graph.num_forward]) * _LAG
         self._first_save: dict[int, int] = {}
@@ -132,7 +131,7 @@ class OffloadSelector:
     def on(self, graph: StepGraph) -> OffloadSelector:
         """The same selector for the step's graph with segments."""
         press = self._compression.on(graph) if self._compression is not None else None
-        return OffloadSelector(graph, self._room["host"], self._room["disk"], press)
+        return OffloadSelector(graph, self._host_bytes, press)
 
     def plan(self, regions: Regions, share: float, codecs: Codecs = ()) -> Plan:
         """The plan with these regions and codecs, and the values moved that fit through `share` of the bandwidth."""
@@ -157,23 +156,21 @@ class OffloadSelector:
 
     def _moved(self, regions: Regions, share: float, sizes: Mapping[int, int]) -> tuple[dict[int, str], int]:
         """The tier of each moved value, and the most bytes that wait for the link. `sizes` are of encoded values."""
-        room, clock = dict(self._room), self._clock
-        free = dict.fromkeys(room, 0.0)
+        left_bytes, clock, speed = self._host_bytes, self._clock, self._link_bytes_per_s
+        link_is_free_s = 0.0
         moved: dict[int, str] = {}
         waiting_bytes = 0.0
         for held, value, read in self._candidates(regions):
             size = sizes.get(value, self._graph.values[value].bytes)
-            for tier in ("host", "disk"):
-                if size > room[tier] or not self._speed[tier]:
-                    continue
-                start_s = max(free[tier], clock[held])
-                if start_s > clock[held] + self._lag_s or clock[read] - start_s < 3 * size / self._speed[tier]:
-                    continue
-                waiting_bytes = max(waiting_bytes, (start_s - clock[held]) * self._speed[tier] + size)
-                free[tier] = start_s + size / (self._speed[tier] * share)
-                room[tier] -= size
-                moved[value] = tier
-                break
+            if size > left_bytes or not speed:
+                continue
+            start_s = max(link_is_free_s, clock[held])
+            if start_s > clock[held] + self._lag_s or clock[read] - start_s < 3 * size / speed:
+                continue
+            waiting_bytes = max(waiting_bytes, (start_s - clock[held]) * speed + size)
+            link_is_free_s = start_s + size / (speed * share)
+            left_bytes -= size
+            moved[value] = "host"
         return moved, int(waiting_bytes)
 
     def _candidates(self, regions: Regions) -> list[tuple[int, int, int]]:

@@ -38,30 +38,26 @@ def solve(
     budget: int | str,
     *,
     host: int | str = 0,
-    disk: int | str = 0,
     lossy: str | tuple[str, ...] | None = None,
     engine: str = "eager",
     time_limit_s: float = 10.0,
-    threads: int | None = None,
 ) -> Plan:
     """The fastest plan found whose simulated peak fits in `budget`, with a bound on how much faster any plan could be.
 
     `budget` covers the whole step, parameters and gradients included; `"80%"` is of the device the graph was traced
-    for. `host` and `disk` are bytes that values may be moved to. A budget at or above the plain peak gives a plan that
-    adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves. The same graph and
-    budget give the same plan everywhere: a search does so much work and no more, about what a core does in
-    `time_limit_s`. Only where a machine takes three times as long does the clock cut it short: then the best so far.
+    for. `host` is the number of bytes of host memory that values may be moved to. A budget at or above the plain peak
+    gives a plan that adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves.
+
+    The same graph and budget give the same plan on every machine: the search counts its work and stops after about as
+    much as one core does in `time_limit_s`. Wall-clock time stops it only on a machine that takes three times as long;
+    the result is then the best plan so far.
 
     `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
     them (`"int8"`, `"float8_e4m3"`, ...); **gradients are approximate then**. None compresses nothing.
 
-    `threads` is the most that the search may use. Plans do not depend on it: today one is used.
-
     Raises `InfeasibleBudgetError`, naming the smallest budget that would do and what fills it.
     """
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise ValueError(f"threads is {threads!r}: it must be None, or a number of threads from 1 on")
-    search = search_for(graph, engine, host, disk, time_limit_s, lossy)
+    search = search_for(graph, engine, host, time_limit_s, lossy)
     total = graph.hardware.memory_bytes or None
     return search.plan(parse_bytes(budget, total_bytes=total))
 
@@ -70,7 +66,6 @@ def search_for(
     graph: StepGraph,
     engine: str,
     host: int | str,
-    disk: int | str,
     time_limit_s: float,
     lossy: str | tuple[str, ...] | None = None,
 ) -> EagerSearch | TwoLineSearch | CompiledSearch:
@@ -79,15 +74,15 @@ def search_for(
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
-    host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
+    host_bytes, codecs = parse_bytes(host), lossy_codecs(lossy)
     if engine == "eager" and graph.has_host_line:
-        return TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+        return TwoLineSearch(graph, host_bytes, time_limit_s, codecs)
     if engine == "eager":
-        return EagerSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+        return EagerSearch(graph, host_bytes, time_limit_s, codecs)
     if codecs:
         raise PlanError("plans for the compiled engine compress no values: leave out lossy, or plan eagerly")
-    if host_bytes or disk_bytes:
-        raise PlanError("plans for the compiled engine move no values yet: leave out host and disk, or plan eagerly")
+    if host_bytes:
+        raise PlanError("plans for the compiled engine move no values yet: leave out host, or plan eagerly")
     return CompiledSearch(graph, time_limit_s)
 
 
@@ -99,7 +94,6 @@ def sweep(
     budgets: Sequence[int | str] | None = None,
     *,
     host: int | str = 0,
-    disk: int | str = 0,
     lossy: str | tuple[str, ...] | None = None,
     engine: str = "eager",
     time_limit_s: float = 60.0,
@@ -109,7 +103,7 @@ def sweep(
     Budgets below the floor are left out. `Frontier` also has the alternatives, simulated on the same graph: no plan, a
     checkpoint per block, every second block, and selective checkpointing that keeps all matrix products.
     """
-    search = search_for(graph, engine, host, disk, time_limit_s, lossy)
+    search = search_for(graph, engine, host, time_limit_s, lossy)
     floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
     if budgets is None:
         steps = range(_NUM_BUDGETS)
@@ -162,7 +156,6 @@ def shortlist(
     budget: int,
     *,
     host: int | str = 0,
-    disk: int | str = 0,
     lossy: str | tuple[str, ...] | None = None,
     time_limit_s: float = 10.0,
 ) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
@@ -171,8 +164,8 @@ def shortlist(
     Each search takes at most `time_limit_s`. Some plans exceed the budget by up to 5 % in simulation. If none fits, the
     second result is the error that `solve` would raise.
     """
-    host_bytes, disk_bytes, codecs = parse_bytes(host), parse_bytes(disk), lossy_codecs(lossy)
-    search, by_regions = _searches(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    host_bytes, codecs = parse_bytes(host), lossy_codecs(lossy)
+    search, by_regions = _searches(graph, host_bytes, time_limit_s, codecs)
     found: list[ShortlistedPlan] = []
     error: InfeasibleBudgetError | None = None
     try:
@@ -181,8 +174,8 @@ def shortlist(
         error = raised
     if found and found[0].plan.is_plain:
         return found, None
-    if host_bytes or disk_bytes:
-        unmoved, by_regions = _searches(graph, 0, 0, time_limit_s, codecs)
+    if host_bytes:
+        unmoved, by_regions = _searches(graph, 0, time_limit_s, codecs)
         if not found or any(move.to != "device" for move in found[0].plan.moves):
             with contextlib.suppress(InfeasibleBudgetError):
                 found.append(ShortlistedPlan(UNMOVED, unmoved.plan(budget), is_essential=True))
@@ -197,14 +190,14 @@ def shortlist(
 
 
 def _searches(
-    graph: StepGraph, host_bytes: int, disk_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
+    graph: StepGraph, host_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
 ) -> tuple[EagerSearch | TwoLineSearch, _ShortlistSearch]:
     """The search for a step, and the `_ShortlistSearch` in it: with two lines, that of the limiting one."""
     if graph.has_host_line:
-        both = TwoLineSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs, _ShortlistSearch)
+        both = TwoLineSearch(graph, host_bytes, time_limit_s, codecs, _ShortlistSearch)
         assert isinstance(both.limiting, _ShortlistSearch)
         return both, both.limiting
-    search = _ShortlistSearch(graph, host_bytes, disk_bytes, time_limit_s, codecs)
+    search = _ShortlistSearch(graph, host_bytes, time_limit_s, codecs)
     return search, search
 
 
