@@ -1,1 +1,1 @@
-"""The verbs a user calls, each a page of orchestration."""
+"""The functions a user calls: fit, plan, compile, estimate, measure, max_batch. Each joins the packages below it."""

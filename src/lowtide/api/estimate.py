@@ -1,4 +1,8 @@
-"""`estimate`: will it fit? From a fake trace alone."""
+"""`lowtide.estimate`: peak, floor and largest parts of a training step, predicted without allocating memory.
+
+The step is traced on fake tensors and simulated. A second trace with twice the batch gives the bytes per sample. If the
+step depends on values of tensors, which fake tensors do not have, real steps are traced instead and a note says so.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,12 @@ from lowtide.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step will take; every number is predicted, unless real steps had to run, which `notes` say.
+    """Predicted memory of a training step.
 
-    `peak_bytes` is the plain step's peak, `floor_bytes` the smallest of a plan that recomputes, `static_bytes` what is
-    there throughout: parameters, gradients, optimizer state, buffers, batch. `bytes_per_sample` is how much each
-    further sample adds to the plain peak, None where the batch has no size that could be told. `graph` is the trace.
+    `peak_bytes` is the peak of the plain step, `floor_bytes` the smallest peak of a plan that recomputes, and
+    `static_bytes` are allocated during the whole step: parameters, gradients, optimizer state, buffers, batch.
+    `bytes_per_sample` is how much each further sample adds to the plain peak, None if the tensors of the batch do not
+    share a first dimension. `largest` names the modules with most bytes at the peak. `graph` is the trace.
     """
 
     peak_bytes: int
@@ -39,11 +44,11 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the trace came across, among it why real steps had to run."""
+        """Remarks of the trace; one of them says why real steps were run, if they were."""
         return self.graph.notes
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether a plain step fits."""
+        """Whether a plain step fits into `budget_bytes`."""
         return self.peak_bytes <= budget_bytes
 
     def __str__(self) -> str:
@@ -74,10 +79,10 @@ def estimate(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
 ) -> Estimate:
-    """Will a step fit? Its peak, its floor and what fills them, from fake tensors: nothing is allocated on the device.
+    """Predict whether a step fits: its peak, its floor and what fills them. Nothing is allocated on the device.
 
-    Takes what `lowtide.trace` takes; `device` may name one that is not here (`"H100"`). Where only numbers in tensors
-    tell what the step does, real steps run in their place, on the model's own device, and `notes` of the result say so.
+    Takes what `lowtide.trace` takes; `device` may name one that this machine does not have (`"H100"`). If the step
+    depends on values of tensors, real steps run on the model's own device instead, and `notes` of the result say so.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
@@ -100,7 +105,7 @@ def estimate(
 
 
 def _traced(model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any) -> StepGraph:
-    """A trace on fake tensors; of real steps where only those tell what the step does, which the graph notes."""
+    """A trace on fake tensors; if that is not possible, of real steps, with a note in the graph."""
     try:
         return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake", device=device)
     except FakeTraceError as error:
@@ -134,7 +139,7 @@ def _batch_size(args: Any) -> int | None:
 def _growth(
     model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any, batch_size: int | None, peak_bytes: int
 ) -> int | None:
-    """How much one more sample adds, from a trace with twice the batch."""
+    """The bytes that one more sample adds to the peak, from a trace with twice the batch."""
     if not batch_size:
         return None
 
@@ -146,5 +151,5 @@ def _growth(
     try:
         larger = trace(model, loss_fn, *map_tensors(doubled, args), optimizer=optimizer, mode="fake", device=device)
     except (LowtideError, RuntimeError, ValueError, TypeError, IndexError):
-        return None  # a step that only takes a batch of this size, or no fake tensors
+        return None  # the step takes batches of this size only, or no fake tensors
     return max(0, simulate(larger).peak_bytes - peak_bytes) // batch_size

@@ -1,4 +1,15 @@
-"""`plan` and `fit`: from a model and a budget to a step that holds it."""
+"""`lowtide.plan` and `lowtide.fit`: from a model and a budget to a training step that holds it.
+
+`plan` traces one step and solves for the budget; the model is not changed. `fit` goes on from there: it applies the
+best few plans one after the other, measures real steps under each, and keeps the fastest whose measured peak is within
+the budget. If the peak measured under the solver's own plan is above the budget, the difference is added to the graph
+as memory that no plan can avoid, and `fit` solves again.
+
+The measuring itself is in `api/tuner.py` (which candidate is kept) and `api/measure.py` (one step that leaves nothing
+behind). The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
+
+Cost: one or two searches of up to `time_limit_s`, and real steps for about `tune_s` seconds.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +51,7 @@ from lowtide.units import check_bytes, check_seconds, format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
-_MOST_ROUNDS = 4
+_MAX_ROUNDS = 4  # of solving again with what was measured; each costs a search and a few steps
 
 
 @one_at_a_time
@@ -57,20 +68,20 @@ def plan(
 ) -> Plan:
     """The fastest plan for one step of `model` within `budget` bytes: `lowtide.trace`, then `lowtide.solve`.
 
-    The model is as it was. `lowtide.apply(model, plan)` carries the plan out. `host` and `lossy` are as in `solve`.
-    `more_batches` holds further arguments of `loss_fn`, a tuple for each step: the plan is for the step that peaks
-    highest.
+    The model is not changed; `lowtide.apply(model, plan)` puts the plan on it. `host`, `lossy` and `time_limit_s` are
+    those of `solve`. `more_batches` holds the arguments of further calls of `loss_fn`, one tuple per call; the plan is
+    made for the call whose plain step has the highest peak.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    >>> found = lowtide.plan(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
-    >>> found.regions
+    >>> plan = lowtide.plan(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
+    >>> plan.regions
     ()
     """
     check_bytes(budget)
     limits = Limits(host, lossy, time_limit_s)
-    traced = trace_highest(model, loss_fn, _examples(args, more_batches), optimizer)
-    return _described(limits.solve(traced.graph, budget), model, traced)
+    traced = _trace_largest(model, loss_fn, _examples(args, more_batches), optimizer)
+    return _for_model(limits.solve(traced.graph, budget), model, traced)
 
 
 @one_at_a_time
@@ -88,26 +99,24 @@ def fit(
     cache: str | os.PathLike[str] | None = None,
     time_limit_s: float = 10.0,
 ) -> AppliedPlan:
-    """Plan, run the best few candidates for real, and keep the fastest whose measured peak holds.
+    """Put the fastest plan on `model` whose measured peak is within `budget`; returns the handle that controls it.
 
-    Takes what `plan` takes. Candidates are the search's own plans and what people do with torch's checkpoint; with
-    `host=` the best plan without moves is one. They take turns, with the plain step where that fits, for
-    about `tune_s` seconds; with 0 the prediction of time is trusted, and the first that holds is kept. If measured
-    peaks are above predictions, it plans again with what was measured. `handle.candidates` has the numbers.
+    Takes what `plan` takes. The candidates are the solver's own plans, the usual ways to use torch's checkpoint, and
+    with `host=` the best plan that moves nothing. They run real steps in turns, with the plain step if it fits on the
+    device, for about `tune_s` seconds. With `tune_s=0` only peaks are measured, and the first candidate that holds is
+    kept; with `verify=False` nothing is measured. `handle.candidates` has all numbers.
 
-    Steps that are run change nothing: parameters, gradients, buffers and random states are as before. A model that
-    fits anyway is left alone. Where no plan holds, or if it is interrupted, everything is undone;
-    `InfeasibleBudgetError` says what was measured. With `verify=False` all predictions are trusted.
+    The steps that `fit` runs leave parameters, gradients, buffers and random states as they were. A model whose plain
+    step fits is not patched. If no plan holds, or on any other exception, the model is as before the call;
+    `InfeasibleBudgetError` has the smallest measured peak.
 
-    `cache` names a JSON file. The next call for the same step, budget and versions applies the plan that was kept, and
-    measures only its peak.
+    `cache` names a JSON file that remembers the plan. A later call for the same step, budget and versions applies that
+    plan and measures only its peak.
 
-    Smaller inputs run under the same plan. Larger ones are planned for when the model first sees them, once for shapes
-    of about that size: from a trace on fake tensors, within `time_limit_s` beside the trace, with a warning to the
-    logger "lowtide". Such plans are not measured. `handle.step` knows the whole step and plans for that.
-
-    From time to time the handle looks whether the budget still holds (parameters that were unfrozen, an optimizer made
-    later), and warns once if not. `handle.refit()` plans anew.
+    Smaller inputs run under the same plan. For larger ones the handle makes a plan when the model first sees them, from
+    a trace on fake tensors, and says so by a warning on the logger "lowtide"; such plans are not measured. From time to
+    time the handle checks whether the budget still holds (parameters unfrozen, an optimizer made later) and warns once
+    if not; `handle.refit()` fits again.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -115,14 +124,20 @@ def fit(
     >>> handle.remove()
     """
     check_bytes(budget)
-    limits, tuning = Limits(host, lossy, time_limit_s), Tuning(verify, tune_s, cache)
-    return _fit(model, loss_fn, _examples(args, more_batches), budget, optimizer, limits, tuning, apply_plan)
+    limits = Limits(host, lossy, time_limit_s)
+    examples = _examples(args, more_batches)
+    return _fit(model, FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache), apply_plan)
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Whether `fit` runs real steps, for how long it compares candidates, and where it remembers the result."""
+@dataclass(frozen=True, eq=False)
+class FitRequest:
+    """The arguments of one call of `fit`, but for the model. `examples` holds the arguments of each example step."""
 
+    loss_fn: Callable[..., Tensor]
+    examples: list[tuple[Any, ...]]
+    budget: int | str
+    optimizer: torch.optim.Optimizer | None
+    limits: Limits
     verify: bool
     tune_s: float
     cache: str | os.PathLike[str] | None
@@ -134,115 +149,102 @@ class Tuning:
             os.fspath(self.cache)
 
 
-def _fit(
-    model: nn.Module,
-    loss_fn: Callable[..., Tensor],
-    examples: list[tuple[Any, ...]],
-    budget: int | str,
-    optimizer: torch.optim.Optimizer | None,
-    limits: Limits,
-    tuning: Tuning,
-    applied: Callable[[nn.Module, Plan], AppliedPlan],
-) -> AppliedPlan:
-    """See `fit`; `applied` gives the handle of a plan."""
+def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
+    """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
     with Progress() as say:
         say("tracing the step")
-        traced = trace_highest(model, loss_fn, examples, optimizer)
-        fitting = _Fitting(model, loss_fn, examples, budget, optimizer, limits, traced, applied)
-        refitter = Refitter(loss_fn, examples, budget, optimizer, limits, tuning)
-        if tuning.verify and can_measure(fitting.device):
-            handle = fitting.tuned(tuning, say)
-        else:
-            say(f"solving for {format_bytes(fitting.budget_bytes)}")
-            handle = fitting.ready(limits.solve(traced.graph, fitting.budget_bytes))
+        traced = _trace_largest(model, request.loss_fn, request.examples, request.optimizer)
+        fitting = _Fitting(model, request, traced, apply, say)
+        handle = fitting.measured() if request.verify and can_measure(fitting.device) else fitting.predicted()
         try:
-            return _finished(handle, traced.graph, fitting.budget_bytes, fitting.device, refitter)
-        except BaseException:
-            handle.remove()
-            raise
-
-
-class _Fitting:
-    """One call of `fit` after its trace: solve for candidates, try them, keep the fastest."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Tensor],
-        examples: list[tuple[Any, ...]],
-        budget: int | str,
-        optimizer: torch.optim.Optimizer | None,
-        limits: Limits,
-        traced: TracedStep,
-        applied: Callable[[nn.Module, Plan], AppliedPlan],
-    ) -> None:
-        self._model, self._loss_fn, self._examples, self._optimizer = model, loss_fn, examples, optimizer
-        self._limits, self._traced, self._applied = limits, traced, applied
-        self.budget_bytes = parse_bytes(budget, total_bytes=traced.graph.hardware.memory_bytes or None)
-        self.device = checks.device_of(model, examples[0])
-        self._corrected = traced.graph  # with what was measured above predictions as further bytes
-
-    def ready(self, plan: Plan) -> AppliedPlan:
-        """The plan on the model, with what it takes to plan for larger inputs."""
-        handle = self._applied(self._model, _described(plan, self._model, self._traced))
-        try:
-            self._prepare_for_more(handle)
+            fitting.watch_budget(handle)
+            handle.refitter = Refitter(request)
+            log_fitted(handle, fitting.budget_bytes)
         except BaseException:
             handle.remove()
             raise
         return handle
 
-    def tuned(self, tuning: Tuning, say: Progress) -> AppliedPlan:
-        """The fastest candidate that holds, on the model; the one of the cache, if that still holds."""
-        graph = self._traced.graph
-        is_alone = why_not_single_process() is None  # else candidates' steps would have to be the same in all processes
+
+class _Fitting:
+    """One call of `fit`, after the trace: finds candidates, has them measured, and prepares the handle."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        request: FitRequest,
+        traced: TracedStep,
+        apply: Callable[[nn.Module, Plan], AppliedPlan],
+        say: Progress,
+    ) -> None:
+        self._model, self._request, self._traced, self._apply, self._say = model, request, traced, apply, say
+        self._limits = request.limits
+        self._corrected = traced.graph  # its other_bytes include measured bytes that the simulation did not predict
+        self.budget_bytes = parse_bytes(request.budget, total_bytes=traced.graph.hardware.memory_bytes or None)
+        self.device = checks.device_of(model, request.examples[0])
+
+    def predicted(self) -> AppliedPlan:
+        """The solver's plan, applied without running a step."""
+        self._say_solving()
+        return self._put_on_model(self._limits.solve(self._traced.graph, self.budget_bytes))
+
+    def measured(self) -> AppliedPlan:
+        """The cached plan if it still holds, else the fastest candidate that does; applied."""
+        request, traced = self._request, self._traced
         steps = RealSteps(
             self._model,
-            self._loss_fn,
-            self._examples,
-            self._traced.index,
-            graph,
-            self._optimizer,
-            self._traced.generators,
+            request.loss_fn,
+            request.examples,
+            traced.index,
+            traced.graph,
+            request.optimizer,
+            traced.generators,
         )
-        tuner = Tuner(self.ready, steps, self.budget_bytes, tuning.tune_s if is_alone else 0.0, say)
-        cache = None if tuning.cache is None else FitCache(tuning.cache, graph, self.budget_bytes, self._limits)
+        # Several processes must run the same steps, and measured times would make them choose differently.
+        is_alone = why_not_single_process() is None
+        tuner = Tuner(self._put_on_model, steps, self.budget_bytes, request.tune_s if is_alone else 0.0, self._say)
+        cache = None
+        if request.cache is not None:
+            cache = FitCache(request.cache, traced.graph, self.budget_bytes, self._limits)
         try:
-            known = None if cache is None else cache.read()
-            if known is not None:
-                self._correct(known.correction_bytes)
-                tuner.try_all([ShortlistedPlan(REMEMBERED, known.plan)])
-            if tuner.has_one():
-                cache = None  # it knows
-            else:
-                self._corrected = graph
-                self._try_candidates(tuner, is_alone, say)
+            if cache is not None:
+                self._try_cached(cache, tuner)
+            is_from_cache = tuner.has_one()
+            if not is_from_cache:
+                self._corrected = traced.graph
+                self._try_candidates(tuner, is_alone)
                 tuner.time_all()
             handle = tuner.keep()
         except BaseException:
             tuner.take_off()
             raise
-        if cache is not None:
-            cache.write(handle.plan, self._corrected.other_bytes - graph.other_bytes, handle.candidates)
+        if cache is not None and not is_from_cache:
+            cache.write(handle.plan, self._correction_bytes, handle.candidates)
         return handle
 
-    def _try_candidates(self, tuner: Tuner, is_alone: bool, say: Progress) -> None:
-        """Try candidates until the search's own plan holds: peaks above the prediction correct the graph it is from.
+    def _try_cached(self, cache: FitCache, tuner: Tuner) -> None:
+        cached = cache.read()
+        if cached is not None:
+            self._correct(cached.correction_bytes)
+            tuner.try_all([ShortlistedPlan(REMEMBERED, cached.plan)])
 
-        Raises `InfeasibleBudgetError` where none holds.
+    def _try_candidates(self, tuner: Tuner, is_alone: bool) -> None:
+        """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
+
+        Raises `InfeasibleBudgetError` if no candidate holds.
         """
         error: InfeasibleBudgetError | None = None
-        for number in range(_MOST_ROUNDS):
-            say(f"solving for {format_bytes(self.budget_bytes)}")
-            found, error = self._candidates(is_alone)
+        for number in range(_MAX_ROUNDS):
+            self._say_solving()
+            candidates, error = self._candidates(is_alone)
             if error is not None and number and not tuner.has_one():
-                found += self._tightest()
-            tuner.try_all(found)
-            missing = sum(tuner.missing_bytes(each) for each in found if each.name == SEARCHED)
-            if not missing:
+                candidates += self._smallest()
+            tuner.try_all(candidates)
+            missing_bytes = sum(tuner.missing_bytes(each) for each in candidates if each.name == SEARCHED)
+            if not missing_bytes:
                 break
-            logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing))
-            self._correct(missing)
+            logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
+            self._correct(missing_bytes)
         if tuner.has_one():
             return
         if error is not None and not tuner.smallest_peak_bytes:
@@ -252,12 +254,13 @@ class _Fitting:
             text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
             raise InfeasibleBudgetError(text, error.floor_bytes)
         raise InfeasibleBudgetError(
-            f"no plan kept the measured peak within {format_bytes(self.budget_bytes)} in {_MOST_ROUNDS} rounds; the "
+            f"no plan kept the measured peak within {format_bytes(self.budget_bytes)} in {_MAX_ROUNDS} rounds; the "
             f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
             tuner.smallest_peak_bytes,
         )
 
     def _candidates(self, is_alone: bool) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+        """Plans to measure, and the solver's error if its own plan is not among them."""
         if is_alone:
             return self._limits.candidates(self._corrected, self.budget_bytes)
         try:
@@ -265,83 +268,89 @@ class _Fitting:
         except InfeasibleBudgetError as error:
             return [], error
 
-    def _tightest(self) -> list[ShortlistedPlan]:
-        """The smallest plan by the uncorrected prediction, which may be right for it."""
+    def _smallest(self) -> list[ShortlistedPlan]:
+        """The plan with the smallest peak by the uncorrected graph: the correction may not apply to it."""
         plan = self._limits.tightest(self._traced.graph)
         return [ShortlistedPlan(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
 
     def _correct(self, num_bytes: int) -> None:
         self._corrected = replace(self._corrected, other_bytes=self._corrected.other_bytes + num_bytes)
 
-    def _prepare_for_more(self, handle: AppliedPlan) -> None:
-        """Let the handle know what its plan is for, and who plans for more than that."""
-        traced, inputs = self._traced, self._traced.inputs
-        arguments = tuple(shapes_of(example) for example in self._examples)
+    @property
+    def _correction_bytes(self) -> int:
+        return self._corrected.other_bytes - self._traced.graph.other_bytes
+
+    def _put_on_model(self, plan: Plan) -> AppliedPlan:
+        """Apply a plan, and give the handle what it needs to plan for larger inputs."""
+        handle = self._apply(self._model, _for_model(plan, self._model, self._traced))
+        try:
+            self._prepare_replanning(handle)
+        except BaseException:
+            handle.remove()
+            raise
+        return handle
+
+    def _prepare_replanning(self, handle: AppliedPlan) -> None:
+        """Tell the handle which shapes its plan was made for, and give it a `Planner` for larger ones."""
+        inputs = self._traced.inputs
+        arguments = tuple(shapes_of(example) for example in self._request.examples)
         (first,) = handle.shapes.all
         handle.shapes.become([replace(first, inputs=tuple(inputs), arguments=arguments, graph=self._corrected)])
         handle.shapes.planner = Planner(
             handle.model,
-            traced.graph,
+            self._traced.graph,
             inputs[-1] if inputs else (),
             budget_bytes=self.budget_bytes,
             limits=self._limits,
-            correction_bytes=self._corrected.other_bytes - traced.graph.other_bytes,
-            optimizer=self._optimizer,
+            correction_bytes=self._correction_bytes,
+            optimizer=self._request.optimizer,
         )
+
+    def watch_budget(self, handle: AppliedPlan) -> None:
+        """Have the handle check from time to time whether the budget still holds."""
+        graph = self._traced.graph
+        static_bytes = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+        handle.watch = BudgetWatch(handle, self.device, self.budget_bytes, graph.optimizer_state_bytes, static_bytes)
+
+    def _say_solving(self) -> None:
+        self._say(f"solving for {format_bytes(self.budget_bytes)}")
 
 
 class Refitter:
-    """What `fit` was given, for a handle to be fitted again.
+    """The arguments of `fit` that a handle keeps for `handle.refit()`.
 
-    Batches are not held: they would count as memory of the step. What is kept are shapes and types, and the numbers in
-    integer tensors (indices, masks) on the host, as what a step does may depend on those.
+    Batches are not kept, as they would count as memory of the step. In place of a tensor there is its shape and dtype;
+    integer tensors (indices, masks) are kept as copies on the host, as a step may branch on their values.
     """
 
     hidden_from_replay = True
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Tensor],
-        examples: list[tuple[Any, ...]],
-        budget: int | str,
-        optimizer: torch.optim.Optimizer | None,
-        limits: Limits,
-        tuning: Tuning,
-    ) -> None:
-        self._loss_fn, self._optimizer = loss_fn, optimizer
-        self._examples = map_tensors(tensor_spec, examples)
-        self._devices = [tensor.device for tensor in tensors_in(examples)]
-        self._budget, self._limits, self._tuning = budget, limits, tuning
+    def __init__(self, request: FitRequest) -> None:
+        self._request = replace(request, examples=map_tensors(tensor_spec, request.examples))
+        self._devices = [tensor.device for tensor in tensors_in(request.examples)]
 
     def refit(
         self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
     ) -> None:
-        """See `AppliedPlan.refit`."""
+        """Fit the handle's model again, on the same handle; see `AppliedPlan.refit`."""
         if (loss_fn is None) != (not args):
             raise TypeError("refit() takes a loss function with its arguments, as fit() does, or neither")
         before, model = dict(vars(handle)), handle.model
 
-        def applied(model: nn.Module, plan: Plan) -> AppliedPlan:
+        def apply_to_same_handle(model: nn.Module, plan: Plan) -> AppliedPlan:
             refuse_other_checkpointing(model)
             AppliedPlan.__init__(handle, model, plan)
             return handle
 
         handle.remove()
         try:
-            devices = iter(self._devices)
-            examples = (
-                [args] if args else map_tensors(lambda kept: tensor_from_spec(kept, next(devices)), self._examples)
+            request = replace(
+                self._request,
+                loss_fn=loss_fn or self._request.loss_fn,
+                examples=[args] if args else self._made_examples(),
+                optimizer=self._request.optimizer if optimizer is None else optimizer,
             )
-            _fit(
-                model,
-                loss_fn or self._loss_fn,
-                examples,
-                self._budget,
-                self._optimizer if optimizer is None else optimizer,
-                self._limits,
-                self._tuning,
-                applied,
-            )
+            _fit(model, request, apply_to_same_handle)
         except BaseException:
             vars(handle).clear()
             vars(handle).update(before)
@@ -349,38 +358,34 @@ class Refitter:
             handle.switch_cache_off(model)
             raise
 
-
-def _finished(
-    handle: AppliedPlan, graph: StepGraph, allowed: int, device: torch.device, refitter: Refitter
-) -> AppliedPlan:
-    static_bytes = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-    handle.watch = BudgetWatch(handle, device, allowed, graph.optimizer_state_bytes, static_bytes)
-    handle.refitter = refitter
-    log_fitted(handle, allowed)
-    return handle
+    def _made_examples(self) -> list[tuple[Any, ...]]:
+        """Batches of the shapes that `fit` was given, with random numbers in floating-point tensors."""
+        devices = iter(self._devices)
+        return map_tensors(lambda kept: tensor_from_spec(kept, next(devices)), self._request.examples)
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The step that peaks highest: its number among the examples, its graph, and what the model is called with."""
+    """The trace of the example whose plain step has the highest peak."""
 
-    index: int
+    index: int  # of that example
     graph: StepGraph
-    inputs: list[Shapes]  # in any of the examples, the largest last
+    inputs: list[Shapes]  # that the model is called with in any of the examples, the largest last
     generators: list[torch.Generator]  # that any of the examples draws from, beside torch's default ones
 
 
 def _examples(args: tuple[Any, ...], more_batches: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    for further in more_batches:
-        if not isinstance(further, tuple):
+    for batch in more_batches:
+        if not isinstance(batch, tuple):
             raise TypeError(
-                f"more_batches= holds a tuple of arguments for each further step, such as more_batches=[(batch,)], "
-                f"not {type(further).__name__}"
+                "more_batches= holds a tuple of arguments for each further step, such as more_batches=[(batch,)], "
+                f"not {type(batch).__name__}"
             )
     return [args, *more_batches]
 
 
-def trace_highest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...]], optimizer: Any) -> TracedStep:
+def _trace_largest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...]], optimizer: Any) -> TracedStep:
+    """Trace the example with the highest peak. With several, all are first traced on fake tensors where possible."""
     checks.arguments(model, loss_fn, "auto")
     refuse_other_checkpointing(model)
     index = 0
@@ -395,9 +400,10 @@ def trace_highest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...]
 def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any) -> StepGraph:
     try:
         return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake")
-    except TraceError:  # what it does depends on numbers in its tensors
+    except TraceError:  # the step depends on values of tensors, which fake tensors do not have
         return trace(model, loss_fn, *args, optimizer=optimizer)
 
 
-def _described(found: Plan, model: nn.Module, traced: TracedStep) -> Plan:
-    return replace(with_parameters(found, model), input_shapes=traced.inputs[-1] if traced.inputs else ())
+def _for_model(plan: Plan, model: nn.Module, traced: TracedStep) -> Plan:
+    """`plan` with the model's parameter counts and input shapes, by which `apply` recognises another model."""
+    return replace(with_parameters(plan, model), input_shapes=traced.inputs[-1] if traced.inputs else ())

@@ -1,4 +1,12 @@
-"""`max_batch`: the largest batch that fits, found from fake traces and confirmed by a real step."""
+"""`lowtide.max_batch`: the largest batch for which some plan fits into a budget.
+
+The search doubles the batch while a plan is found and then bisects; each size is traced on fake tensors and solved for.
+One real step under the resulting plan confirms it. If its measured peak is above the budget, the excess is added to all
+predictions and the search goes on with smaller batches.
+
+Cost: one fake trace and one solve per size tried, about twice the logarithm of the result, and one real step per
+confirmation.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +33,13 @@ from lowtide.units import check_bytes, format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
-_MOST_ROUNDS = 8
-_AFTER_OUT_OF_MEMORY = 0.05  # of the budget
+_MAX_ROUNDS = 8
+# Share of the budget that is added to predictions after a step ran out of memory, as its peak is not known.
+_AFTER_OUT_OF_MEMORY = 0.05
 
 
 class LargestBatch(int):
-    """A number of samples, with the `plan` that makes them fit, and the peak measured under it (None: not measured)."""
+    """A number of samples, with the `plan` under which they fit and its measured peak (None if not measured)."""
 
     plan: Plan
     measured_peak_bytes: int | None = None
@@ -52,10 +61,11 @@ def max_batch(
 ) -> LargestBatch:
     """The largest batch, up to `max_samples`, that some plan fits into `budget`; its `plan` is that plan.
 
-    `make_batch(n)` gives the arguments of `loss_fn` for `n` samples: a tuple, or one argument. The search runs on fake
-    tensors. With `confirm` one real step then runs under the plan and is measured; where its peak is above the budget,
-    the search goes on below, with what was measured. Model, gradients, optimizer and random states are as before.
-    Raises `InfeasibleBudgetError` where not even one sample fits.
+    `make_batch(n)` returns the arguments of `loss_fn` for `n` samples: a tuple, or one argument. The search runs on
+    fake tensors. With `confirm=True` one real step is then measured under the plan; if its peak is above the budget,
+    the search goes on with smaller batches and corrected predictions. Model, gradients, optimizer and random states are
+    as before. `host`, `lossy` and `time_limit_s` are those of `lowtide.solve`.
+    Raises `InfeasibleBudgetError` if not even one sample fits.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Linear(64, 1)
@@ -81,13 +91,13 @@ def max_batch(
     confirm = confirm and device.type != "meta" and can_measure(device)
     try:
         largest = search.largest(max_samples)
-        for _ in range(_MOST_ROUNDS if confirm else 0):
+        for _ in range(_MAX_ROUNDS if confirm else 0):
             if search.confirm(largest):
                 return largest
             largest = search.largest(max(1, largest - 1))
         if confirm:
             raise InfeasibleBudgetError(
-                f"no batch kept the measured peak within {format_bytes(search.allowed_bytes)} in {_MOST_ROUNDS} rounds",
+                f"no batch kept the measured peak within {format_bytes(search.allowed_bytes)} in {_MAX_ROUNDS} rounds",
                 search.allowed_bytes,
             )
         return largest
@@ -96,7 +106,7 @@ def max_batch(
 
 
 class _Search:
-    """Graphs of batches by their size, and by how much measured peaks were above those predicted."""
+    """The search of one call of `max_batch`: traces by batch size, and the measured excess over predicted peaks."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Any, make_batch: Any, budget: int | str, optimizer: Any, limits: Limits
@@ -109,19 +119,19 @@ class _Search:
         self.allowed_bytes = 0
 
     def largest(self, max_samples: int) -> LargestBatch:
-        """The largest batch up to `max_samples` that a plan is found for."""
-        best = self._fitting(1)
+        """The largest batch up to `max_samples` for which a plan fits."""
+        best = self._solve(1)
         if isinstance(best, InfeasibleBudgetError):
             raise best
         low, high = 1, 2
-        while high <= max_samples and isinstance(found := self._fitting(high), Plan):
-            low, best, high = high, found, high * 2
+        while high <= max_samples and isinstance(plan := self._solve(high), Plan):
+            low, best, high = high, plan, high * 2
         high = min(high, max_samples + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._fitting(middle)
-            if isinstance(found, Plan):
-                low, best = middle, found
+            result = self._solve(middle)
+            if isinstance(result, Plan):
+                low, best = middle, result
             else:
                 high = middle
         largest = LargestBatch(low)
@@ -129,7 +139,7 @@ class _Search:
         return largest
 
     def confirm(self, largest: LargestBatch) -> bool:
-        """Whether a real step holds the budget; where it does not, by how much is remembered."""
+        """Whether a real step stays within the budget; if not, its excess is added to later predictions."""
         args = self._args(largest)
         try:
             with apply_plan(self._model, largest.plan):
@@ -146,7 +156,8 @@ class _Search:
         logger.info("%d samples peak at %s measured: looking below", largest, format_bytes(peak))
         return False
 
-    def _fitting(self, size: int) -> Plan | InfeasibleBudgetError:
+    def _solve(self, size: int) -> Plan | InfeasibleBudgetError:
+        """The plan for a batch of `size` samples, or the error that says why there is none."""
         if size not in self._graphs:
             with recorded_input_shapes(self._model) as inputs, noted_generators() as generators:
                 graph = trace(self._model, self._loss_fn, *self._args(size), optimizer=self._optimizer, mode="fake")
@@ -155,10 +166,10 @@ class _Search:
         graph, shapes = self._graphs[size]
         self.allowed_bytes = parse_bytes(self._budget, total_bytes=graph.hardware.memory_bytes or None)
         try:
-            found = self._limits.solve(replace(graph, other_bytes=graph.other_bytes + self._excess_bytes), self._budget)
+            plan = self._limits.solve(replace(graph, other_bytes=graph.other_bytes + self._excess_bytes), self._budget)
         except InfeasibleBudgetError as error:
             return error
-        return replace(with_parameters(found, self._model), input_shapes=shapes)
+        return replace(with_parameters(plan, self._model), input_shapes=shapes)
 
     def _args(self, size: int) -> tuple[Any, ...]:
         batch = self._make_batch(size)

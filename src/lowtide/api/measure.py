@@ -1,9 +1,8 @@
-"""`measure`: what a call really takes.
+"""`lowtide.measure`: peak memory and time of a call; `RealSteps`: the same for training steps that leave no trace.
 
-Real steps of a model, measured and timed, of which nothing remains.
-
-Parameters, gradients, buffers, module attributes and random states are put back after each call, so that a step can run
-under one plan after another.
+On an accelerator peaks come from the allocator's own counters, on the CPU from the allocation events of torch.profiler.
+`fit` and `max_batch` measure candidates by `RealSteps`: parameters, gradients, buffers, module attributes and random
+states are put back after each step, so that every plan is measured on the same step.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from lowtide.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """What a call took. All numbers are measured.
+    """Memory and time of a call, as measured.
 
-    `start_bytes` were allocated before it (0 on the CPU, whose allocator keeps no count), `peak_bytes` is the most on
-    top of that at one time, `left_bytes` what of it is still allocated. `seconds` is the median of all runs but that
-    under the profiler, where there was another.
+    `start_bytes` were allocated before the call (0 on the CPU, whose allocator keeps no count), `peak_bytes` is the
+    highest number of bytes on top of that, and `left_bytes` are still allocated after it. `seconds` is the median of
+    the runs; a run under the profiler counts only if it is the only one.
     """
 
     peak_bytes: int
@@ -49,12 +48,12 @@ class Measured:
 
     @property
     def total_peak_bytes(self) -> int:
-        """The allocator's own peak: what was there, and the most on top of it."""
+        """The allocator's own peak: `start_bytes` and `peak_bytes`."""
         return self.start_bytes + self.peak_bytes
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The peak by what became of it: there before, left behind, and given back."""
+        """The peak in three parts: allocated before, still allocated after, and freed again."""
         left = max(0, self.left_bytes)
         return {"before": self.start_bytes, "left": left, "given back": self.peak_bytes - left}
 
@@ -66,10 +65,11 @@ class Measured:
 
 @one_at_a_time
 def measure(function: Callable[[], Any], *, device: torch.device | str | None = None, repeat: int = 1) -> Measured:
-    """Call `function` and say what it allocated at most on `device` (default: the accelerator, else the CPU), and when.
+    """Call `function` `repeat` times; return its peak memory on `device` and its time.
 
-    On an accelerator the allocator's own counters tell; on the CPU torch.profiler's events, which slow the call down:
-    ask for `repeat` more than 1 to have it timed without. `function` is called `repeat` times.
+    `device` defaults to the accelerator, or the CPU if there is none. On an accelerator the allocator's own counters
+    are read. On the CPU the first call runs under torch.profiler, which slows it down: with `repeat` above 1 the other
+    calls are timed without it.
 
     >>> import torch, lowtide
     >>> lowtide.measure(lambda: torch.ones(1000).exp(), device="cpu").peak_bytes
@@ -78,7 +78,7 @@ def measure(function: Callable[[], Any], *, device: torch.device | str | None = 
     if repeat < 1:
         raise ValueError(f"repeat is a number of calls, 1 or more, not {repeat}")
     where = torch.device(device) if device is not None else (_compat.accelerator() or torch.device("cpu"))
-    gc.collect()  # rubbish collected during the call would count as memory it gave back
+    gc.collect()  # garbage that is collected during the call would count as memory that the call freed
     times: list[float] = []
     if where.type == "cpu":
         totals: list[int] = []
@@ -106,14 +106,14 @@ def _timed(function: Callable[[], Any], device: torch.device) -> float:
 
 logger = logging.getLogger("lowtide")
 
-_NUM_IN_A_ROW = 3  # timed as one on an accelerator, where the host runs ahead of the device from step to step
+_NUM_IN_A_ROW = 3  # steps timed together on an accelerator, as in training, where the host runs ahead of the device
 
 
 class RealSteps:
-    """The steps that `fit` was given, to be run under whatever plan is on the model.
+    """Runs the example steps of `fit` under the plan that is on the model at the time.
 
-    `index` is the example that plans are made for, `graph` its trace. `generators` are those that any example draws
-    from, beside torch's default ones.
+    `index` is the example that plans are made for, and `graph` its trace. `generators` are the random generators that
+    any example draws from, beside torch's default ones.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RealSteps:
         self._optimizer, self._generators = optimizer, list(generators)
 
     def measured(self) -> tuple[int, float]:
-        """The highest peak of the examples, of the whole step, and the seconds of the one that plans are made for."""
+        """The highest whole-step peak of all examples, and the seconds of the example that plans are made for."""
         peaks, seconds = [], 0.0
         for index, example in enumerate(self._examples):
             is_timed = index == self._index
@@ -144,13 +144,13 @@ class RealSteps:
         return max(peaks), seconds
 
     def run(self) -> None:
-        """Each example once."""
+        """Run each example once."""
         for example in self._examples:
             with _unchanged(self.model, self._loss_fn, example, self.device, self._generators) as step:
                 step()
 
     def timed(self) -> float:
-        """Seconds of a step, after one that is not counted."""
+        """Seconds of a step, after a first one that is not timed."""
         example = self._examples[self._index]
         with _unchanged(self.model, self._loss_fn, example, self.device, self._generators) as step:
             step()
@@ -159,7 +159,7 @@ class RealSteps:
 
 
 def seconds_of(step: Callable[[], None], device: torch.device, num: int = 1) -> float:
-    """Seconds of one of `num` steps in a row."""
+    """Seconds per step, of `num` steps in a row."""
     _synchronize(device)
     start = perf_counter()
     for _ in range(num):
@@ -174,7 +174,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def can_measure(device: torch.device) -> bool:
-    """Whether peaks can be measured here and now; a warning says so where not."""
+    """Whether peaks can be measured on `device` now; logs a warning if not."""
     if device.type != "cpu" or not _compat.profiler_is_active():
         return True
     logger.warning("the peak is predicted and not measured: a torch.profiler is active, and on the CPU it cannot nest")
@@ -184,7 +184,7 @@ def can_measure(device: torch.device) -> bool:
 def measured_peak(
     model: nn.Module, loss_fn: Any, args: Any, graph: StepGraph, optimizer: Any, generators: Iterable[torch.Generator]
 ) -> int:
-    """The measured peak of the whole step as the model is now; nothing is left of it. `generators` are put back."""
+    """The measured peak of a whole step of the model as it is now; all state is put back, `generators` included."""
     device = checks.device_of(model, args)
     measured, _ = _measured_step(model, loss_fn, args, device, generators, is_timed=False)
     return _whole_peak(measured, graph, model, optimizer, device)
@@ -199,10 +199,10 @@ def _measured_step(
     *,
     is_timed: bool,
 ) -> tuple[Measured, float]:
-    """What a step takes as the model is now, and if `is_timed` the seconds of another one after it."""
+    """Measure a step of the model as it is now; with `is_timed` also time another one after it (else 0 seconds)."""
     with _unchanged(model, loss_fn, args, device, generators) as step:
-        # In a first step regions that retain outputs learn where these are saved. On an accelerator its peak is that of
-        # libraries' workspaces too, which stay.
+        # In the first step, regions that retain outputs capture where autograd saves them, which takes more memory. On
+        # an accelerator that step also allocates the workspaces of libraries, which stay allocated.
         first = measure(step, device=device) if device.type == "cpu" else step()
         measured = measure(step, device=device)
         if first is not None and first.peak_bytes > measured.peak_bytes:
@@ -214,15 +214,16 @@ def _measured_step(
 def _unchanged(
     model: nn.Module, loss_fn: Any, args: Any, device: torch.device, generators: Iterable[torch.Generator]
 ) -> Iterator[Callable[[], None]]:
-    """A step to be called in the block; nothing is left of it afterwards."""
+    """Yields a function that runs one step; on exit all state is as before the block."""
     restorer = Restorer(model, loss_fn, tensors_in(args), device, copies_on_host=True)
     for tensor in (*model.buffers(), *tensors_in(args)):
         restorer.before_write(tensor)
     for generator in generators:
         restorer.before_write(generator)
-    gradients: dict[int, tuple[Tensor, Tensor]] = {}  # with copies on the host, where they are not measured
+    # With copies on the host, where they do not count in the measured peak.
+    gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def put_aside(leaves: Iterable[Tensor]) -> None:
+    def save_gradients(leaves: Iterable[Tensor]) -> None:
         for gradient in (leaf.grad for leaf in leaves if leaf.is_leaf):
             if gradient is not None and id(gradient) not in gradients:
                 gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
@@ -233,15 +234,15 @@ def _unchanged(
         nonlocal num_runs
         loss = loss_fn(*args)
         if num_runs == 0:
-            others = _compat.leaves_of(loss)  # such as parameters of a module that only `loss_fn` knows
+            others = _compat.leaves_of(loss)  # such as parameters of a second module that `loss_fn` uses
             restorer.add_leaves(others)
-            put_aside(others)
+            save_gradients(others)
         num_runs += 1
         loss.backward()
         restorer.reset_gradients()
 
     try:
-        put_aside((*model.parameters(), *tensors_in(args)))
+        save_gradients((*model.parameters(), *tensors_in(args)))
         yield step
     finally:
         restorer.restore()
@@ -251,10 +252,10 @@ def _unchanged(
 
 
 def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimizer: Any, device: torch.device) -> int:
-    """The measured peak of the whole step, with what was not there yet: optimizer states of a first step to come."""
-    if device.type == "cpu":  # only what the step allocates is counted there
-        there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    """The measured peak with the bytes that it does not contain, such as optimizer states allocated only later."""
+    if device.type == "cpu":  # the profiler counts only what the step allocates
+        static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
         gradients = {id(p): p.grad.nbytes for p in model.parameters() if p.grad is not None}
-        return measured.peak_bytes + there + sum(gradients.values())
+        return measured.peak_bytes + static + sum(gradients.values())
     present = present_state_bytes(optimizer, device)
     return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)

@@ -1,4 +1,8 @@
-"""Reports: what a plan does to a step, as a page, a picture, a trace or a table. Made without torch."""
+"""`plan.report()` and `handle.report()`: a plan as an HTML page, a picture, Markdown or a Perfetto trace.
+
+Gathers what a report shows and writes the file; the texts, tables and charts are made by the `reports` package. The
+trade-off curve of the page takes further searches, as many as `time_limit_s` allows: coarse budgets come first.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lowtide")
 SUFFIXES = (".html", ".png", ".md", ".json")
-# Budgets of the curve in sixteenths of the way to the plain peak. Coarse first: what time is left for refines it.
+# Budgets of the curve, in sixteenths of the way from the smallest known peak to the plain one: coarse ones first.
 _CURVE_SHARES = (16, 8, 4, 12, 0, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)
-_FLOOR_BEFORE = 0.5  # of the time allowed
+_FLOOR_BEFORE = 0.5  # share of the time limit: the floor is searched for only if less than this was spent
 
 
 def write_report(
@@ -41,9 +45,9 @@ def write_report(
 ) -> Report:
     """Write the report of a plan: a page (`.html`), picture (`.png`), Markdown (`.md`) or Perfetto trace (`.json`).
 
-    The plan has to have its graph, as plans of `lowtide.solve` do. What was measured is shown beside what is predicted,
-    and the `candidates` that `lowtide.fit` tried in a table.
-    The trade-off curve is `frontier`, from `lowtide.sweep`, or made here in about `time_limit_s`.
+    The plan must have its graph, as plans of `lowtide.solve` do. Measured numbers are shown beside the predicted ones,
+    and the `candidates` of `lowtide.fit` in a table. The trade-off curve is `frontier`, from `lowtide.sweep`; without
+    one it is searched for here, in about `time_limit_s`.
     """
     start = time.monotonic()
     path = Path(path)
@@ -73,9 +77,9 @@ def write_report(
 def gather_with_curve(
     plan: Plan, *, frontier: Frontier | None = None, time_limit_s: float = 0.0, **measured: Any
 ) -> ReportFacts:
-    """Everything a report shows. The curve is `frontier`; without one it is made, if `time_limit_s` is above 0.
+    """Everything a report shows. The curve is `frontier`; without one it is searched for if `time_limit_s` is above 0.
 
-    What was `measured` is passed on to `gather`.
+    `measured` is passed on to `report_facts`.
     """
     graph = graph_of(plan)
     note, known = "", alternatives(graph, plan.engine)
@@ -85,9 +89,10 @@ def gather_with_curve(
 
 
 def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limit_s: float) -> tuple[Frontier, str]:
-    """Plans for budgets up to the plain peak, as many as there is time for, and how many those are in words.
+    """Plans for budgets up to the plain peak, as many as the time limit allows, and a note that says how many.
 
-    The smallest peak of all takes the longest to find, so it comes last: the others start from a checkpoint per block.
+    The floor takes the longest to find, so it comes last; the budgets before it start at the peak of a checkpoint per
+    block.
     """
     start = time.monotonic()
 
@@ -98,20 +103,21 @@ def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limi
     search = search_for(graph, plan.engine, host, 2 * time_limit_s)
     plain = search.plain.peak_bytes
     low = min([plain, *(other.peak_bytes for other in known)])
-    found = {plan.budget_bytes: plan} if plan.budget_bytes and plan.step_s else {}
+    plans_by_budget = {plan.budget_bytes: plan} if plan.budget_bytes and plan.step_s else {}
     num_left = 0
     for share in _CURVE_SHARES:
         budget = low + (plain - low) * share // 16
         if spent() > 1:
             num_left += 1
-        elif budget not in found:
-            with contextlib.suppress(InfeasibleBudgetError):  # the alternative may hold less than any plan found
-                found[budget] = search.plan(budget)
-    floor = min(low, *(each.peak_bytes for each in found.values()))
+        elif budget not in plans_by_budget:
+            # A reference may have a smaller peak than any plan of the search.
+            with contextlib.suppress(InfeasibleBudgetError):
+                plans_by_budget[budget] = search.plan(budget)
+    floor = min(low, *(each.peak_bytes for each in plans_by_budget.values()))
     if spent() < _FLOOR_BEFORE:
         floor, least = search.floor.peak_bytes, search.floor
-        found[floor] = with_predictions(graph, least, search.plain, floor, search.lower_bound_s(floor))
-    plans = tuple(found[budget] for budget in sorted(found))
+        plans_by_budget[floor] = with_predictions(graph, least, search.plain, floor, search.lower_bound_s(floor))
+    plans = tuple(plans_by_budget[budget] for budget in sorted(plans_by_budget))
     note = f"the trade-off curve was made from {counted(len(plans), 'budget')} in {time.monotonic() - start:.1f} s"
     if num_left:
         note += f"; the {time_limit_s:g} s allowed for it were over before {num_left} more"

@@ -1,17 +1,16 @@
-"""What `fit` is doing and what came of it: one line on a terminal, log lines elsewhere.
+"""`Tuner`: picks the fastest candidate plan whose measured peak is within the budget, for `fit`.
 
-What `fit` learned, in a small JSON file: the plan that was kept, and all candidates as measured.
+Predicted times and peaks can be wrong by several per cent, so candidates are compared on real steps. First each one
+runs a few steps, which gives its peak and a first time. Those that hold and are not clearly slower then take turns with
+each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. After each
+round the slower ones are dropped. Only one plan is on the model at a time: memory that one of them holds never counts
+against another.
 
-An entry is for one graph, hardware, budget and set of limits, under one version of lowtide and torch. Files are written
-beside the old one and renamed over it, so that a reader or another writer never sees half a file; of two that write at
-once, the entries of one may be lost. A file that cannot be read as one of these is left as it is, with a warning.
+`FitCache` keeps the result in a JSON file, one entry per graph, hardware, budget, limits and version of lowtide and
+torch. A file is replaced by renaming, so no reader sees half of one; if two processes write at once, the entries of one
+may be lost. A file in another format is left as it is, with a warning.
 
-Candidates on real steps: which of them hold the budget, and which of those is the fastest.
-
-First each candidate runs a few steps that are measured and timed. Then those that hold and are not clearly slower take
-turns with each other, and with the plain step where that fits on the device, so that a busy machine slows all of them
-alike; after each round those that have fallen behind are left out. Only one plan is on the model at a time, so that
-nothing one of them holds counts against another.
+`Progress` and `log_fitted` report what `fit` is doing: one line on a terminal, log lines elsewhere.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ from lowtide.units import format_bytes, own_version
 logger = logging.getLogger("lowtide")
 
 _ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
-_ALWAYS_SHOWN = ("keep", "recompute", "host")
+_ALWAYS_LOGGED = ("keep", "recompute", "host")
 
 
 class Progress:
-    """Say what is being done. As a context manager it takes its line off the terminal at the end.
+    """Reports the stage that `fit` is in. As a context manager it clears its line on the terminal at the end.
 
-    Where the logger "lowtide" shows INFO, each stage is a log line. Where it does not and stderr is a terminal, each
-    stage overwrites the one before. A logger whose level is above WARNING silences that too. A stderr that someone has
-    replaced (a notebook, a progress bar, a test) is no terminal.
+    If the logger "lowtide" logs INFO, each stage is a log line. Otherwise, if stderr is a terminal, each stage
+    overwrites the one before; a logger level above WARNING silences that too. A replaced `sys.stderr` (a notebook, a
+    progress bar, a test) is not written to.
     """
 
     def __init__(self) -> None:
@@ -84,14 +83,14 @@ class Progress:
 
 
 def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
-    """One line on the plan that was kept, and a table of the candidates if there were several."""
+    """Log one line on the plan that was kept, and a table of the candidates if there were several."""
     plan, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
-    shown = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_SHOWN}
+    sizes = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_LOGGED}
     logger.info(
         "%s: %d regions, %s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
         "nothing to do, the step fits as it is" if plan.is_plain else "fitted",
         len(plan.regions),
-        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in shown.items()),
+        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in sizes.items()),
         format_bytes(plan.peak_bytes),
         "not" if peak is None else format_bytes(peak),
         format_bytes(budget_bytes),
@@ -107,14 +106,14 @@ FORMAT, VERSION = "lowtide fit cache", 2
 
 @dataclass(frozen=True)
 class CachedFit:
-    """The plan that was kept, and by how much measured peaks were above predictions."""
+    """A cached plan, and by how many bytes measured peaks were above predictions when it was made."""
 
     plan: Plan
     correction_bytes: int
 
 
 class FitCache:
-    """The entries of one file for one graph and budget."""
+    """Reads and writes the entry of one graph, budget and set of limits in a cache file."""
 
     def __init__(self, path: str | os.PathLike[str], graph: StepGraph, budget_bytes: int, limits: Limits) -> None:
         self._path, self._graph, self._budget = Path(path), graph, budget_bytes
@@ -131,7 +130,7 @@ class FitCache:
         self._key = json.dumps(parts, sort_keys=True, default=str)
 
     def read(self) -> CachedFit | None:
-        """The plan kept last time, with its predictions for this graph; None if there is none that can be used."""
+        """The cached plan, with predictions for this graph; None if there is no usable entry."""
         entries, problem = self._entries()
         if problem:
             logger.warning("the cache %s is not used, and left as it is: %s", self._path, problem)
@@ -144,19 +143,19 @@ class FitCache:
             if type(correction) is not int or correction < 0:
                 raise ValueError(f"correction_bytes is {correction!r:.50}")
             plan = Plan(regions=decided.regions, moves=decided.moves, in_flight_bytes=decided.in_flight_bytes)
-            played = simulate(self._graph, plan)
+            timeline = simulate(self._graph, plan)
         except (LowtideError, ValueError, KeyError, TypeError) as error:
             logger.warning("the cache %s has a damaged entry for this step: %s", self._path, error)
             return None
         return CachedFit(
-            with_predictions(self._graph, played, simulate(self._graph), self._budget, bound_s), correction
+            with_predictions(self._graph, timeline, simulate(self._graph), self._budget, bound_s), correction
         )
 
     def write(self, plan: Plan, correction_bytes: int, trials: Sequence[Trial]) -> None:
-        """Add what was learned to the file, or say why that cannot be done."""
+        """Write the entry to the file; log a warning if that fails."""
         entries, problem = self._entries()
         if problem:
-            return  # as `read` said
+            return  # `read` has logged it
         bare = replace(plan, rows=(), graph=None, modules=())
         entry = {
             "plan": bare.to_json(graph=False),
@@ -178,7 +177,7 @@ class FitCache:
             logger.warning("the cache %s cannot be written: %s", self._path, error)
 
     def _entries(self) -> tuple[dict[str, Any], str]:
-        """What the file holds, and what is wrong with it."""
+        """The entries of the file, and why it cannot be used (empty if it can)."""
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -191,19 +190,20 @@ class FitCache:
         return content["entries"], ""
 
 
-# How many times as long as the fastest a candidate may take and stay: after its first step, which is timed alone, and
-# after each round of turns. Too little drops a candidate for a single disturbed step, too much costs time only.
-_MOST_BEHIND = (2.0, 1.25, 1.1, 1.05, 1.05)
-# A candidate predicted to take so many times as long as one that holds, by prediction and as measured, is not run.
+# A candidate is dropped if it takes more than this many times as long as the fastest: after its first step, which is
+# timed alone, and after each round of turns. Too low drops a candidate for one disturbed step, too high costs time.
+_MAX_RATIOS = (2.0, 1.25, 1.1, 1.05, 1.05)
+# A candidate is not run if it is predicted to take this many times as long as one that holds, by that one's predicted
+# and measured time.
 _HOPELESS = 1.25
-_ROUNDS_ALONE = 2  # turns of a candidate with nobody but the plain step, for what it costs to be told
-_NOISE = 0.01  # within this of the fastest, the one that was predicted to be faster is kept
-_AFTER_OUT_OF_MEMORY = 0.05  # of the budget, taken off where a step ran out of memory and told no peak
+_ROUNDS_ALONE = 2  # turns of a single candidate with the plain step, to measure its slowdown
+_NOISE = 0.01  # among candidates within this share of the fastest, the one predicted to be fastest is kept
+_AFTER_OUT_OF_MEMORY = 0.05  # share of the budget assumed as excess if a step ran out of memory: its peak is not known
 
 
 @dataclass
 class MeasuredCandidate:
-    """A candidate and what was measured of it. `problem` says why it cannot be kept."""
+    """A candidate with its measured peak and times. `problem` says why it cannot be kept (empty if it can)."""
 
     candidate: ShortlistedPlan
     peak_bytes: int | None = None
@@ -221,38 +221,38 @@ class MeasuredCandidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, measured; not to be asked before."""
+        """Measured seconds of a step. Only for candidates that have run."""
         assert self.first_s is not None
         return median(self.times or [self.first_s])
 
 
 class Tuner:
-    """Runs candidates and keeps the fastest that holds `budget_bytes`, in about `tune_s` seconds.
+    """Runs candidates for about `tune_s` seconds and keeps the fastest that stays within `budget_bytes`.
 
-    With `tune_s` 0 the first that holds is kept. `apply` puts a plan on the model. Whatever is raised, by an
-    interruption too, `take_off()` leaves the model without a plan.
+    With `tune_s=0` the first that holds is kept. `apply` puts a plan on the model. After any exception, the caller
+    calls `take_off()`, which leaves the model without a plan.
     """
 
     def __init__(
         self, apply: Callable[[Plan], AppliedPlan], steps: RealSteps, budget_bytes: int, tune_s: float, say: Progress
     ) -> None:
         self._apply, self._steps, self._budget, self._say = apply, steps, budget_bytes, say
-        self._tune_s, self._left_s = tune_s, tune_s  # the search between two rounds of candidates does not count
+        self._tune_s, self._left_s = tune_s, tune_s  # time spent solving between rounds does not count
         self._tried: dict[object, MeasuredCandidate] = {}
         self._plain_times: list[float] = []
         self._on: tuple[MeasuredCandidate, AppliedPlan] | None = None
 
     def take_off(self) -> None:
-        """Leave the model without a plan."""
+        """Remove the plan that is on the model, if there is one."""
         if self._on is not None:
             handle, self._on = self._on[1], None
             handle.remove()
             if handle.plan.moves:
                 del handle
-                gc.collect()  # its stores, which hold locked host memory until then
+                gc.collect()  # frees the pinned host memory of its stores
 
     def try_all(self, candidates: Iterable[ShortlistedPlan]) -> None:
-        """Measure each candidate that was not tried before, as far as there is time and hope."""
+        """Measure each candidate that was not tried before, unless time is up or it is predicted to be too slow."""
         candidates = [each for each in candidates if _key(each.plan) not in self._tried]
         start = time.monotonic()
         for number, candidate in enumerate(candidates, 1):
@@ -277,7 +277,7 @@ class Tuner:
 
     def _measure(self, tried: MeasuredCandidate) -> None:
         self.take_off()
-        give_back_memory()  # cached blocks of other candidates are larger than this one asks for, and count in full
+        give_back_memory()  # this plan would be given larger cached blocks of other candidates, which count in full
         try:
             self._on = tried, self._apply(tried.plan)
             tried.peak_bytes, tried.first_s = self._steps.measured()
@@ -285,7 +285,7 @@ class Tuner:
             self.take_off()
             if is_out_of_memory(error):
                 tried.problem = "out of memory"
-                traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+                traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
             elif isinstance(error, LowtideError) and tried.candidate.name != SEARCHED:
                 tried.problem = f"failed: {type(error).__name__}"
                 logger.warning("%s cannot be used: %s", tried.candidate.name, error)
@@ -295,7 +295,7 @@ class Tuner:
             tried.problem = "over the budget"
 
     def missing_bytes(self, candidate: ShortlistedPlan) -> int:
-        """By how much a candidate that was predicted to fit exceeds its prediction; 0 if it holds."""
+        """By how many bytes a candidate exceeds its predicted peak; 0 if it holds or was not tried."""
         tried = self._tried[_key(candidate.plan)]
         if not tried.problem or tried.problem.startswith("not tried"):
             return 0
@@ -305,37 +305,37 @@ class Tuner:
 
     @property
     def smallest_peak_bytes(self) -> int:
-        """The smallest peak that was measured; 0 if none was."""
+        """The smallest measured peak; 0 if there is none."""
         return min((tried.peak_bytes for tried in self._tried.values() if tried.peak_bytes is not None), default=0)
 
     def has_one(self) -> bool:
-        """Whether any candidate holds."""
+        """Whether any candidate stays within the budget."""
         return bool(self._holding())
 
     def _holding(self) -> list[MeasuredCandidate]:
         return [tried for tried in self._tried.values() if tried.holds]
 
     def _rank(self, tried: MeasuredCandidate) -> float:
-        """The seconds that candidates are compared by: measured, or with `tune_s` 0 predicted."""
+        """The seconds that candidates are compared by: measured, or predicted with `tune_s=0`."""
         return tried.seconds if self._tune_s else self._steps.graph.step_s + tried.plan.extra_s
 
     def time_all(self) -> None:
-        """Let the candidates that hold take turns with the plain step, until the time is over or one is left."""
-        left = _not_behind(self._holding(), _MOST_BEHIND[0]) if self._tune_s else []
+        """Time the candidates that hold in turns with the plain step, until time is up or one is left."""
+        left = _near_fastest(self._holding(), _MAX_RATIOS[0]) if self._tune_s else []
         deadline = time.monotonic() + self._left_s
-        for number, behind in enumerate(_MOST_BEHIND[1:], 1):
-            most = len(_MOST_BEHIND) - 1 if len(left) > 1 else _ROUNDS_ALONE
-            if all(tried.plan.is_plain for tried in left) or number > most or time.monotonic() > deadline:
+        for number, ratio in enumerate(_MAX_RATIOS[1:], 1):
+            num_rounds = len(_MAX_RATIOS) - 1 if len(left) > 1 else _ROUNDS_ALONE
+            if all(tried.plan.is_plain for tried in left) or number > num_rounds or time.monotonic() > deadline:
                 return
-            self._say(f"timing {len(left)} candidates in turns, round {number} of at most {most}")
+            self._say(f"timing {len(left)} candidates in turns, round {number} of at most {num_rounds}")
             gc.collect()
             self._time_plain()
             for tried in left:
                 self._time(tried)
-            left = _not_behind([tried for tried in left if tried.holds], behind)
+            left = _near_fastest([tried for tried in left if tried.holds], ratio)
 
     def _time_plain(self) -> None:
-        """A turn of the plain step, where the trace has run one: elsewhere it may not fit on the device."""
+        """Time the plain step, if the trace has run one; otherwise it may not fit on the device."""
         self.take_off()
         if self._steps.graph.is_measured:
             try:
@@ -361,9 +361,9 @@ class Tuner:
             give_back_memory()
 
     def keep(self) -> AppliedPlan:
-        """The fastest candidate that holds, on the model, with what was measured of it."""
+        """Put the fastest candidate that holds on the model, with its measured numbers; returns its handle."""
         within = [each for each in self._tried.values() if (each.peak_bytes or self._budget + 1) <= self._budget]
-        holding = self._holding() or within  # if all of them ran out of memory later, it was for another reason
+        holding = self._holding() or within  # all ran out of memory after they were measured: something else took it
         timed = [tried for tried in holding if tried.times] or holding
         fastest_s = (1 + _NOISE) * min(map(self._rank, timed))
         best = min((tried for tried in timed if self._rank(tried) <= fastest_s), key=lambda tried: tried.plan.extra_s)
@@ -371,13 +371,13 @@ class Tuner:
             self.take_off()
             give_back_memory()
             self._on = best, self._apply(best.plan)
-            self._steps.run()  # its first step under the plan is not like the others
+            self._steps.run()  # the first step under a plan differs: it captures where retained outputs are saved
         handle = self._on[1]
         self._on = None
-        self._note(handle, best)
+        self._record(handle, best)
         return handle
 
-    def _note(self, handle: AppliedPlan, best: MeasuredCandidate) -> None:
+    def _record(self, handle: AppliedPlan, best: MeasuredCandidate) -> None:
         plain_s = self._plain_s()
         plan = replace(
             handle.plan,
@@ -426,6 +426,6 @@ def _key(plan: Plan) -> object:
     return plan.regions, plan.moves
 
 
-def _not_behind(tried: list[MeasuredCandidate], behind: float) -> list[MeasuredCandidate]:
+def _near_fastest(tried: list[MeasuredCandidate], ratio: float) -> list[MeasuredCandidate]:
     fastest_s = min((each.seconds for each in tried), default=0.0)
-    return [each for each in tried if each.seconds <= behind * fastest_s]
+    return [each for each in tried if each.seconds <= ratio * fastest_s]
