@@ -2,8 +2,10 @@
 
 The least peak of torch's `checkpoint_sequential` with the best number of segments and of two levels of checkpoints by
 hand, and the time at equal peak of these and of what `lowtide.fit` keeps; also lowtide at its own floor. Peaks are of
-activations and gradients: parameters are left out. All ways of a chain take turns; on the CPU one thread computes, and
-its own seconds are counted, by `fit` too, so that other processes do not. Writes bench/results/segments-<device>.md.
+activations and gradients: what is allocated before the plain step, the parameters among it, is subtracted from all of
+them. On a GPU budgets are the allocator's peak of the peer as it is. The variants of a chain are timed in turns; on the
+CPU one thread computes, and its own seconds are counted, by `fit` too, so that other processes do not change them.
+Writes bench/results/segments-<device>.md.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from zoo import Block as TransformerBlock
 
 import lowtide
 from lowtide.api import measure
+from lowtide.api.measure import Measured
 from lowtide.plans.plan_text import KEPT
 from lowtide.solvers.solve import search_for
 
@@ -120,13 +123,14 @@ def by_hand(chain: Chain, call: Callable[[Tensor], Tensor] | None) -> Iterator[N
         chain.call = None
 
 
-def peak_bytes(chain: Chain, x: Tensor, way: Callable[[], Any], device: str) -> int:
+def measured(chain: Chain, x: Tensor, way: Callable[[], Any], device: str) -> Measured:
+    """Return what one step allocates, after another one, with the blocks called as `way` says."""
     with way():
         step(chain, x)
         chain.zero_grad(set_to_none=True)
-        found = lowtide.measure(functools.partial(step, chain, x), device=device).peak_bytes
+        result = lowtide.measure(functools.partial(step, chain, x), device=device)
     chain.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def numbers(num_blocks: int) -> list[int]:
@@ -148,17 +152,19 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
         return lambda: by_hand(chain, functools.partial(nested, blocks, number))
 
     def least(way: Callable[[int], Callable[[], Any]]) -> tuple[int, Callable[[], Any]]:
-        peaks = {number: peak_bytes(chain, x, way(number), device) for number in numbers(len(blocks))}
+        peaks = {number: measured(chain, x, way(number), device).total_peak_bytes for number in numbers(len(blocks))}
         best = min(peaks, key=peaks.__getitem__)
         return peaks[best], way(best)
 
     loss_fn = functools.partial(loss_of, chain)
     graph = lowtide.trace(chain, loss_fn, x, mode="real")
     chain.zero_grad(set_to_none=True)
-    there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-    plain = peak_bytes(chain, x, contextlib.nullcontext, device)
+    plain = measured(chain, x, contextlib.nullcontext, device)
+    base = plain.start_bytes  # 0 on the CPU, where only what the step itself allocates is counted
+    static = {kind: size for kind, size in graph.static_bytes.items() if kind != "gradients"}
+    uncounted = sum(static.values()) if device == "cpu" else 0
     peers = {"checkpoint_sequential": least(sequential), "two levels by hand": least(two_levels)}
-    fits = {peer: fitted(chain, loss_fn, x, there + peak) for peer, (peak, _) in peers.items()}
+    fits = {peer: fitted(chain, loss_fn, x, uncounted + peak) for peer, (peak, _) in peers.items()}
     search = search_for(graph, "eager", 0, SOLVE_S)
     fits[OUR_FLOOR] = search.plan(search.floor.peak_bytes), "smallest peak"
     ways: dict[str, Callable[[], Any]] = {"plain": contextlib.nullcontext}
@@ -177,9 +183,10 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
     for peer, (plan, kept) in fits.items():
         peak, slower = "", ""
         if peer in peers:
-            peak, slower = mib(peers[peer][0]), f"{100 * median_over(times[peer], times['plain']):+.0f}"
+            peak, slower = mib(peers[peer][0] - base), f"{100 * median_over(times[peer], times['plain']):+.0f}"
+        ours = measured(chain, x, ways[f"ours, {peer}"], device).total_peak_bytes
         yield (
-            f"| {name} | {peer} | {mib(plain)} | {peak} | {mib(peak_bytes(chain, x, ways[f'ours, {peer}'], device))} "
+            f"| {name} | {peer} | {mib(plain.peak_bytes)} | {peak} | {mib(ours - base)} "
             f"| {slower} | {100 * median_over(times[f'ours, {peer}'], times['plain']):+.0f} "
             f"| {100 * plan.slowdown:+.0f} | {kept} |"
         )

@@ -8,6 +8,7 @@ and `lowtide.eager`.
 from lowtide.api.compile import compile
 from lowtide.api.estimate import estimate
 from lowtide.api.fit import fit, plan
+from lowtide.api.handles import handle_of
 from lowtide.api.max_batch import max_batch
 from lowtide.api.measure import measure
 from lowtide.eager import host_costs as _host_costs  # noqa: F401  # registers the engine's costs with the tracer
@@ -57,6 +58,7 @@ __all__ = [
     "compile",
     "estimate",
     "fit",
+    "handle_of",
     "is_recomputing",
     "max_batch",
     "measure",

@@ -169,6 +169,35 @@ def test_predicted_peaks_are_the_measured_ones(dropout: float, inner: bool) -> N
         assert peak_bytes(model, x) == simulate(graph, plan).peak_bytes - there
 
 
+@pytest.mark.parametrize("num_frozen", [1, 2, 3])
+def test_frozen_layers_at_the_start_of_a_segment_are_part_of_it(num_frozen: int) -> None:
+    """Autograd saves nothing in them, and the layers after them keep none of their outputs all the same."""
+    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))), torch.randn(256, WIDTH)
+    model[:num_frozen].requires_grad_(False)
+    plan = Plan(regions=(segment(0, 3, "{}"),))
+    graph = lowtide.trace(model, lambda x: model(x).sum(), x)
+    there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    with lowtide.apply(model, plan):
+        assert peak_bytes(model, x) == lowtide.simulate(graph, plan).peak_bytes - there
+
+
+def test_a_region_holds_one_copy_of_the_random_state() -> None:
+    """Also at the end of its forward, where it is found out whether it drew random numbers."""
+    x = torch.randn(4, requires_grad=True)
+    state_bytes = torch.get_rng_state().nbytes
+    for layer, num_copies in ((nn.Tanh(), 0), (nn.Dropout(0.5), 1)):
+        model = nn.Sequential(layer)
+        outputs: list[Tensor] = []
+
+        def forward(model: nn.Module = model, outputs: list[Tensor] = outputs) -> None:
+            outputs.append(model(x))
+
+        with lowtide.apply(model, Plan(regions=(Recompute("0"),))):
+            measured = lowtide.measure(forward, device="cpu")
+            assert measured.peak_bytes < 2 * state_bytes
+            assert measured.left_bytes // state_bytes == num_copies
+
+
 def test_a_segment_is_replayed_up_to_the_input_of_its_last_region() -> None:
     """Two levels: the segment's replay runs three of four layers, as they are replayed one by one afterwards."""
     model, x = Loop(8, functools.partial(Gelu, 0.1)), torch.randn(8, 64)

@@ -23,7 +23,7 @@ def handle_of(model: nn.Module) -> Applied | CompiledHandle:
     if there is no handle, or more than one.
 
     >>> import torch, lowtide
-    >>> from lowtide.api.handles import handle_of
+    >>> from lowtide import handle_of
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     >>> handle = lowtide.apply(model, lowtide.EveryN(2))
     >>> handle_of(torch.nn.ModuleList([model])) is handle

@@ -40,12 +40,18 @@ class Environment:
         self._states: list[State] | None = list(map(_state_of, self._generators))
 
     def drew(self) -> bool:
-        """Whether random numbers were drawn since. If not, a replay of what ran since draws none: none are held."""
-        assert self._states is not None
-        if all(map(_is_same, map(_state_of, self._generators), self._states)):
-            self._states = None
-            return False
-        return True
+        """Return whether random numbers were drawn since this object was made; if not, drop the captured states.
+
+        A replay of code that drew no random numbers in the forward draws none either, and needs no states.
+        """
+        states, self._states = self._states, None
+        assert states is not None
+        if _compat.num_dispatch_modes():
+            with _compat.without_modes():
+                self._states = _kept_if_drawn(self._generators, states)
+        else:
+            self._states = _kept_if_drawn(self._generators, states)
+        return self._states is not None
 
     def restore(self, *, is_watched: bool = False) -> Callable[[], None]:
         """Bring back what was around the forward; call the result to have all as it is now.
@@ -151,6 +157,27 @@ def _is_same(one: State, other: State) -> bool:
         return one.numpy().tobytes() == other.numpy().tobytes()  # half the time of `torch.equal`
     with _compat.without_modes():
         return torch.equal(one, other)
+
+
+def _kept_if_drawn(generators: Sequence[torch.Generator], states: list[State]) -> list[State] | None:
+    """Return `states` if a generator has another state by now, else None. The list `states` is emptied.
+
+    At most one copy of each state is allocated at a time: the captured one is freed before the present one is read, and
+    allocated again if it is needed. With two, every region would allocate another copy at the end of its forward, where
+    the memory of the step may be at its peak.
+    """
+    captured = list(map(_content_of, states))
+    states.clear()
+    if list(map(_content_of, map(_state_of, generators))) == captured:
+        return None
+    return [
+        content if isinstance(content, tuple) else torch.frombuffer(bytearray(content), dtype=torch.uint8).clone()
+        for content in captured
+    ]
+
+
+def _content_of(state: State) -> bytes | tuple[int, int]:
+    return state if isinstance(state, tuple) else state.numpy().tobytes()
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:

@@ -15,6 +15,7 @@ inputs, and each is replayed when the backward reaches it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -76,11 +77,18 @@ class OpenSegment:
             version = _compat.version_of(tensor)
             reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
             if (reference() is not tensor or before != version) and not is_held_itself(tensor):
-                self._outputs[id(tensor)] = weakref.ref(tensor), version, Link(number, index)
+                # Autograd keeps a frame alive by its saves. Where there are none yet, as after frozen layers, its
+                # outputs do: through the callback, which a weak reference holds until its tensor is freed.
+                callback = None if frame.num_saves else functools.partial(_ignore, frame)
+                self._outputs[id(tensor)] = weakref.ref(tensor, callback), version, Link(number, index)
 
 
 def _tensors_of(output: Any) -> Sequence[Tensor]:
     return (output,) if type(output) is Tensor else list(tensors_in(output))
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing: the callback of a weak reference, bound to an object that is to live as long as the tensor."""
 
 
 def _id_of(hooks: Hooks | None) -> int:
