@@ -1,4 +1,7 @@
-"""The one referee of what a plan costs, in bytes and in seconds."""
+"""Simulation of a training step under a plan: live bytes at every op, seconds of the step. Imports no torch.
+
+`simulate(graph, plan)` returns a `Timeline`. All other packages take the costs of a plan from here.
+"""
 
 from lowtide.simulator.timeline import KINDS, PHASES, Timeline, simulate
 

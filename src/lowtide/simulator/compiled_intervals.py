@@ -1,11 +1,13 @@
-"""A step as the compiled engine runs it: single values saved, single ops recomputed.
+"""Simulation of a compiled step, in which single values are saved and single ops recomputed.
 
-The forward saves the outputs of chosen ops; what it does not save goes when Python drops it. Every other value that the
-backward needs is recomputed once, right before its first need, with what that takes in turn, in the order of the
-forward. A recomputed value lives until its last need: the backward's own read, until its reader is done, or a later
-recomputation. A saved value lives likewise, from the forward on, until autograd lets go.
+`simulate` calls `play_compiled` for plans of the compiled engine. The rules:
 
-All lives are intervals of events, so live bytes are sums over them, and a step of 10^4 ops is played in milliseconds.
+- The forward saves the outputs of the chosen ops. Other values are freed when Python drops them.
+- Every other value that the backward needs is recomputed once, right before its first use and after the values that
+  it is computed from. It lives until its last use, by the backward or by another recomputation.
+- A saved value lives from the forward until autograd releases it, or until the last recomputation that reads it.
+
+Each lifetime is an interval of events, and live bytes are sums over intervals: a step of 10^4 ops takes milliseconds.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class CompiledIntervals:
-    """The events of a step, and the lives in it: `value[i]` has `bytes[i]` from event `start[i]` to `last[i]`.
+    """The events of a step and the lifetimes in it: `value[i]` takes `bytes[i]` from event `start[i]` to `last[i]`.
 
-    `kind[i]` is 0 for kept, 1 for transient and 2 for gradients; workspaces are transient and no lives.
+    `kind[i]` is 0 for kept, 1 for transient and 2 for gradients. Workspaces have no lifetime of their own: they
+    count as transient at the event of their op.
     """
 
     ops: np.ndarray
@@ -44,7 +47,7 @@ class CompiledIntervals:
     kind: np.ndarray
 
     def live_bytes(self) -> np.ndarray:
-        """Bytes at each event: static, kept, transient, gradients, and 0 in flight."""
+        """Return the bytes at each event: static, kept, transient, gradients, and in flight (always 0)."""
         num = len(self.ops)
         changes = np.zeros((num + 1, 3), dtype=np.int64)
         np.add.at(changes, (self.start, self.kind), self.bytes)
@@ -57,30 +60,30 @@ class CompiledIntervals:
         return live
 
     def columns(self) -> dict[str, Any]:
-        """What a timeline is made of."""
-        found = {"live_bytes": self.live_bytes(), "ops": self.ops, "phases": self.phases, "starts_s": self.starts_s}
+        """Return the fields of a `Timeline`."""
+        events = {"live_bytes": self.live_bytes(), "ops": self.ops, "phases": self.phases, "starts_s": self.starts_s}
         nothing = dict.fromkeys(("stalled_s", "watched_s", "copied_out_s", "copied_in_s"), 0.0)
         total_s = float(self.starts_s[-1])
         lines = StepLines(0.0, total_s, total_s)
-        return {**found, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0, "lines": lines}
+        return {**events, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0, "lines": lines}
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
-        """Bytes of each value that lives at an event; where `most` is given, those of as many of the largest."""
-        found: dict[int, int] = {}
+        """Return the bytes of each value that lives at an event, or of the `most` largest ones."""
+        sizes: dict[int, int] = {}
         for index in np.flatnonzero((self.start <= event) & (event <= self.last)):
             value = int(self.value[index])
-            found[value] = found.get(value, 0) + int(self.bytes[index])
-        return found if most is None else largest(found, most)
+            sizes[value] = sizes.get(value, 0) + int(self.bytes[index])
+        return sizes if most is None else largest(sizes, most)
 
 
 def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals:
-    """The step with the outputs of the ops `keeps` saved."""
+    """Simulate the step with the outputs of the ops `keeps` saved and the rest recomputed where it is needed."""
     needs, num, end = graph.needs, graph.num_forward, len(graph.ops)
     derived = needs.derive(frozenset(keeps))
     order = _order(graph, derived.recomputed)  # (position, op)
 
-    # Events. `event_of[p]` is that of backward op p (and of the optimizer's step, at the end): after the ops before
-    # it and the recomputations up to its position. Recomputation k, at position p, is event p + k.
+    # Events. `event_of[p]` is the event of op p, and at the end that of the optimizer's step. A backward op comes after
+    # the ops before it and the recomputations up to its position. Recomputation k, at position p, is event p + k.
     positions = np.array([position for position, _ in order], dtype=np.int64)
     again = np.array([op for _, op in order], dtype=np.int64)
     event_of = np.arange(end + 1) + np.searchsorted(positions, np.arange(end + 1), side="right")
@@ -93,11 +96,11 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
     phases[event_of[:end]] = np.where(np.arange(end) < num, _FORWARD, _BACKWARD)
     ops[again_at], phases[again_at] = again, _REPLAY
 
-    # Until when each value is needed: as it is saved, and as it is recomputed.
+    # The last event at which each value is needed: `held` if it is saved, `made_again` if it is recomputed.
     read, value_of = needs.read_at, needs.value_of
     held, made_again = (np.full(len(graph.values), -1, dtype=np.int64) for _ in range(2))
     for until, ends in ((held, needs.released_at), (made_again, needs.used_at)):
-        # Let go at once where a read is its own end: after the recomputations there, and before the op.
+        # A read that releases its value at once ends after the recomputations at this position and before the op.
         np.maximum.at(until, value_of, np.where(read < ends, event_of[ends - 1], event_of[ends] - 1))
     again_event = dict(zip(again.tolist(), again_at.tolist(), strict=True))
     for op in derived.recomputed:
@@ -105,7 +108,7 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
             held[value] = max(held[value], again_event[op])
             made_again[value] = max(made_again[value], again_event[op])
 
-    # Lives of what the forward and the backward make, and of what is recomputed.
+    # Lifetimes of the values that the forward and the backward make, then of recomputed values.
     facts = needs.facts
     made, first = facts.made, event_of[facts.born]
     dropped = np.where(facts.dropped == end, num_events - 1, event_of[facts.dropped - 1])
@@ -113,7 +116,7 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
     is_saved = np.zeros(len(graph.values), dtype=bool)
     is_saved[list(derived.saved)] = True
     is_kept = (is_saved[made] | (facts.is_free & (needed >= 0))) & ~facts.is_gradient
-    is_left = is_kept & (dropped > needed)  # when nothing needs it any more, Python still holds it
+    is_left = is_kept & (dropped > needed)  # Python holds it longer than the backward needs it
     last = np.where(is_kept, needed, np.where(facts.is_gradient, np.maximum(dropped, needed), dropped))
     kind = np.where(is_kept, _KEPT, np.where(facts.is_gradient, _GRADIENTS, _TRANSIENT))
     lives = [np.stack([made, first, last, kind], axis=1)]
@@ -147,7 +150,7 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
 
 
 def _order(graph: StepGraph, recomputed: tuple[int, ...]) -> list[tuple[int, int]]:
-    """When each op runs again, and in which order: at the first position at which anything needs its outputs."""
+    """Return (position, op) for each recomputed op, sorted: it runs at the first position that needs its outputs."""
     needs = graph.needs
     first_need: dict[int, int] = {}
     for value, read in zip(needs.value_of.tolist(), needs.read_at.tolist(), strict=True):

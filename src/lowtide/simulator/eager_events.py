@@ -1,15 +1,18 @@
-"""The regions of an eager plan on a graph: which saves each drops, where its replay ends, and when it is left.
+"""Simulation of an eager step op by op: replayed regions, offloaded values and codecs.
 
-A step as the eager engine runs it, played op by op.
+`simulate` uses this module for plans with moves, where copies decide when a value's bytes leave and return; plans
+without moves take the faster `eager_intervals`. `PlannedRegions` derives from the plan which saves each region drops
+and where its replay ends, and `EagerEvents` goes through the ops:
 
-A region's saves are dropped in the forward and its inputs held until autograd lets go of the last of its saves. The
-first time the backward asks for a dropped save the region is replayed, up to the last of them, each op allocating anew;
-regions inside of it from inside its replay. Saves that carry a retained output are not dropped: they hold it as saves
-outside of regions do, and the region holds it besides, until its replay has ended. Saved values that move leave on one
-copy engine and return on another, in the order the backward asks; retained outputs are back when the replay begins.
-
-A value with a codec is encoded when it is first saved, on the compute's own time, and saves hold what was encoded. Each
-read decodes it anew, for as long as the reader needs it; a replay's decoded inputs live as long as the replay.
+- A region drops its saves in the forward and holds its inputs until autograd has released the last of its saves. The
+  first read of a dropped save replays the region up to the last one, and every replayed op allocates its outputs
+  again. Regions inside it are replayed from its replay.
+- A save of a retained output is not dropped: it holds the output like a save outside of regions, and the region holds
+  the output too until its replay has ended.
+- Offloaded values leave on one copy engine and return on another, in the order of the backward's reads. Retained
+  outputs are back when the replay begins.
+- A value with a codec is encoded when it is first saved, on the compute stream, and its saves hold the encoded bytes.
+  Each read decodes it anew for as long as the reader needs it; a replay's decoded inputs live as long as the replay.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""A step as the eager engine runs it, without moves: every life at once, as an interval, instead of op by op.
+"""Vectorised simulation of an eager step with replayed regions and no moves.
 
-The rules are those of `eagerstep`, which plays op by op and also knows copies; `tests/test_simulator.py` holds the two
-against each other. What makes intervals possible: without copies, when a region is replayed, entered and left depends
-on the graph and the regions alone, never on what lives. So the step is a row of **ticks**, the moments between ops: one
-for each position of the forward, one for each position of each replay, and two for each position of the backward,
-before and after what is replayed there. An op may run after a tick. Each value made in the forward or in a replay is a
-life: from its op's tick to the tick at which Python drops it, or the last that holds it, a save or a region. At one
-tick, all holding comes before all letting go.
+The searches simulate thousands of candidate plans, so this module computes all lifetimes of a step at once with numpy.
+The rules are those of `eager_events`, which goes op by op and also simulates copies and codecs; the tests of the
+simulator compare the two. Without copies, the graph and the regions alone determine when each region is entered,
+replayed and left. The step is then a sequence of **ticks**, the boundaries between ops: one for each position of the
+forward, one for each position of each replay, and two for each position of the backward, before and after the replays
+at that position. An op may run after a tick.
+
+A lifetime is one value as made by the forward, the backward or a replay. It lasts from the tick of its op to the tick
+at which Python drops it, or to the end of the last save or region that holds it, whichever is later. At one tick all
+holds begin before any hold ends.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 
 
 class EagerIntervals:
-    """One step in which `regions` (calls, and the ops of each whose outputs it retains) are replayed.
+    """One step in which `regions` are replayed: calls, with the ops of each whose outputs it retains.
 
-    Saves that carry a retained output hold it from the forward on, as saves outside of regions do.
+    A save of a retained output holds it from the forward on, like a save outside of regions.
     """
 
     host_bytes = 0
@@ -38,10 +41,10 @@ class EagerIntervals:
         self._passing = PassingStates(graph, regions)
         self._set_regions(regions)
         self._set_ticks()
-        self._set_lives()
+        self._set_lifetimes()
 
     def _set_regions(self, regions: Mapping[int, Sequence[int]]) -> None:
-        """Regions by their rank: where each begins and stops, when it is replayed and when it is left."""
+        """Number the regions by rank; compute where each begins and stops, when it is replayed and when it is left."""
         facts = self.facts
         self._calls = np.array(sorted(regions), dtype=np.int64)
         num = len(self._calls)
@@ -88,14 +91,14 @@ class EagerIntervals:
         self.watched_s = self._fees.total_s
 
     def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
-        """For each op, the rank of the region that retains its outputs, -1 for none."""
+        """Return for each op the rank of the region that retains its outputs, -1 for none."""
         keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)
         for rank, call in enumerate(self._calls.tolist()):
             keeper[[self._first[rank] + op for op in regions[call]]] = rank
         return keeper
 
     def _set_ticks(self) -> None:
-        """Number the ticks, and the events: ops that run after them."""
+        """Number the ticks and the events. An event is an op that runs after a tick."""
         facts, forward = self.facts, self.facts.num_forward
         lengths = (self._stop - self._first)[self._order] + 1
         ends = np.cumsum(lengths)
@@ -126,8 +129,8 @@ class EagerIntervals:
         self._event = np.zeros(self._num_ticks + 1, dtype=np.int64)  # the next one from each tick on
         np.cumsum(has_event, out=self._event[1:])
 
-    def _set_lives(self) -> None:
-        """All lives: those of all ops first, at their places, then those of each replay in turn."""
+    def _set_lifetimes(self) -> None:
+        """Create all lifetimes: first those of the forward and backward ops, then those of each replay in turn."""
         facts, forward, order = self.facts, self.facts.num_forward, self._order
         drops = np.full(len(facts.dropped), self._num_ticks, dtype=np.int64)
         early, late = facts.dropped <= forward, (facts.dropped > forward) & (facts.dropped < facts.num_ops)
@@ -145,8 +148,8 @@ class EagerIntervals:
         inner = np.arange(int(counts.sum())) - np.repeat(begun, counts)
         places = np.repeat(low, counts) + inner
         base = np.repeat(self._begin[order] - self._first[order], counts)  # the tick of position 0
-        exists = self._keeper[facts.maker[places]] != np.repeat(order, counts)  # else it is found as it was kept
-        self._place = np.concatenate([np.arange(len(facts.sizes)), places])
+        exists = self._keeper[facts.maker[places]] != np.repeat(order, counts)  # a retained output is not made again
+        self._value_index = np.concatenate([np.arange(len(facts.sizes)), places])
         self._size = np.concatenate([facts.sizes, facts.sizes[places] * exists])
         self._exists = np.concatenate([np.ones(len(facts.sizes), dtype=bool), exists])
         self._birth = np.concatenate([births, base + facts.maker[places]])
@@ -155,7 +158,7 @@ class EagerIntervals:
         self._set_holds()
 
     def _set_holds(self) -> None:
-        """Which life is held from which tick to which: by saves, by regions as their input, by regions that keep it."""
+        """Compute the holds of lifetimes, each from tick to tick: by saves, as regions' inputs, as retained outputs."""
         facts, owner = self.facts, self._owner
         ends_at = np.where((owner >= 0) & (facts.save_used >= 0), facts.save_used, facts.save_released)
         ends = self._either(ends_at, facts.save_read >= ends_at)
@@ -165,22 +168,22 @@ class EagerIntervals:
         released = self._either(facts.save_released, facts.save_read >= facts.save_released)
         np.maximum.at(self._released, facts.save_number[born], released[born])
         held = np.flatnonzero(is_own & born)
-        found = [(facts.save_number[held], facts.save_made[held], ends[held])]
+        holds = [(facts.save_number[held], facts.save_made[held], ends[held])]
         again = np.flatnonzero(~is_own & born)
         again = again[self._begin[owner[again]] >= 0]
         starts = self._tick(owner[again], facts.save_made[again])
         lives = self._find(facts.save_number[again], owner[again], facts.save_made[again])
-        found.append((lives, starts, ends[again]))
+        holds.append((lives, starts, ends[again]))
         left = self._either(self._ends, self._is_last_read_at_end)
         entered, entry = self._entries(left)
-        found.append(self._inputs(entered, entry, left))
+        holds.append(self._inputs(entered, entry, left))
         done = np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
         self._set_states(left, done)
         counts = facts.starts[self._kept_ops + 1] - facts.starts[self._kept_ops]
         inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         kept = np.repeat(facts.starts[self._kept_ops], counts) + inner
         kept_until = np.repeat(done[self._kept_by], counts)
-        life, start, end = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        life, start, end = (np.concatenate(parts) for parts in zip(*holds, strict=True))
         valid = (life >= 0) & (end > start) & (self._birth[life] < start)
         life, start, end = life[valid], start[valid], end[valid]
         self._hold_life = np.concatenate([life, kept])
@@ -191,10 +194,11 @@ class EagerIntervals:
         np.maximum.at(self._end, self._hold_life, self._hold_end)
 
     def _set_states(self, left: np.ndarray, done: np.ndarray) -> None:
-        """From which tick to which regions hold captured state, and how many bytes.
+        """Compute from which tick to which regions hold captured state, and how many bytes.
 
-        Each does from its forward on, nested or not: what autograd saved there refers to it. A replay captures the
-        state of the regions inside once more, until it is over, and holds what it has to put back then.
+        A region, nested or not, holds its state from its forward until autograd has released all of its saves. Its
+        replay captures the state of the regions inside once more and also holds the present state, which it restores
+        at its end; both are freed when the replay is over.
         """
         captured, changed = self.facts.frame_bytes[self._calls], self.facts.replay_bytes[self._calls]
         ranks, again = np.flatnonzero(self._has_saves), self._order
@@ -209,7 +213,7 @@ class EagerIntervals:
         self._states = tuple(np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
 
     def _either(self, positions: np.ndarray, behind: np.ndarray) -> np.ndarray:
-        """The tick of each position of the backward: that behind its replays, or that before them."""
+        """Return the tick of each position of the backward: after the replays there if `behind`, else before them."""
         at = np.maximum(positions - self.facts.num_forward, 0)
         return np.where(behind, self._behind[at], self._before[at])
 
@@ -217,7 +221,7 @@ class EagerIntervals:
         return self._begin[rank] + position - self._first[rank]
 
     def _entries(self, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The regions that are entered, in the forward or in the replay of the one around, and the tick for each."""
+        """Return the regions that are entered, in the forward or in a replay around them, and all entry ticks."""
         outer = self._outer
         entry = np.where(outer < 0, self._first, self._begin[outer] + self._first - self._first[outer])
         happens = self._has_saves & ((outer < 0) | ((self._begin[outer] >= 0) & (entry < left)))
@@ -236,7 +240,7 @@ class EagerIntervals:
         return self._find(places, self._outer[rank], self._first[rank]), entry[rank], left[rank]
 
     def _find(self, places: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """The life of each value as seen from inside a region's replay (-1: the forward) that has got to a position."""
+        """Return the lifetime that a region's replay (-1: the forward) sees of each value at a position."""
         facts, lives, rank = self.facts, places.copy(), rank.copy()
         upto = facts.starts[position]
         open_ = np.flatnonzero(rank >= 0)
@@ -247,12 +251,12 @@ class EagerIntervals:
             lives[open_[inside]] = self._life_of_low[at[inside]] + place[inside] - self._low[at[inside]]
             open_ = open_[~inside]
             rank[open_] = self._outer[rank[open_]]
-            upto[open_] = _NEVER  # what is around has been replayed as a whole
+            upto[open_] = _NEVER  # the replay around has run to its end
             open_ = open_[rank[open_] >= 0]
         return lives
 
     def _drop_stale_holds(self) -> None:
-        """Leave out holds of lives that are over: a region may ask for what it was not given, and nobody has."""
+        """Remove holds of lifetimes that have ended: a region may read a freed value that it was not given."""
         late = self._hold_start > self._drop[self._hold_life]
         if not late.any():
             return
@@ -265,7 +269,7 @@ class EagerIntervals:
         count = np.cumsum(is_stale)
         count_before_life = np.maximum.accumulate(np.where(is_first, count - is_stale, 0))
         keep = np.ones(len(self._hold_life), dtype=bool)
-        keep[order[count > count_before_life]] = False  # once a life is over it stays so
+        keep[order[count > count_before_life]] = False  # a lifetime that has ended does not begin again
         self._hold_life, self._hold_start = self._hold_life[keep], self._hold_start[keep]
         self._hold_end = self._hold_end[keep]
 
@@ -288,23 +292,26 @@ class EagerIntervals:
         return int(self.total_bytes.max())
 
     def keeping(self, may_keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What retaining outputs of replayed ops that `may_keep` would add: op, bytes, and from which event to which.
+        """Return what retaining outputs of replayed ops in `may_keep` would add: op, bytes, first and last event.
 
-        An op has several such rows, some of no length. A retained value lives on between the forward and the replay,
-        and until the replay has ended and its saves are released, where a replayed one would go. Retained values do
-        not change each other's rows, if the replay neither begins later for them nor ends earlier. Regions that have
-        others inside are left out: those would drop what they retain.
+        An op has several rows, some of no length. A retained value also lives between the forward and the replay, and
+        until the replay has ended and its saves are released. The rows of retained values do not depend on each other
+        as long as the replay begins and ends where it did. Regions with regions inside are left out, because the inner
+        ones would drop the retained values.
         """
         facts, event = self.facts, self._event
-        num = np.arange(len(facts.sizes), len(self._place))
+        num = np.arange(len(facts.sizes), len(self._value_index))
         rank = np.repeat(self._order, (self._high - self._low)[self._order])
         has_inner = np.zeros(len(self._calls) + 1, dtype=bool)
         has_inner[self._outer] = True  # at the end, of none
         wanted = (
-            (self._outer[rank] < 0) & ~has_inner[rank] & self._exists[num] & may_keep[facts.maker[self._place[num]]]
+            (self._outer[rank] < 0)
+            & ~has_inner[rank]
+            & self._exists[num]
+            & may_keep[facts.maker[self._value_index[num]]]
         )
         lives, rank = num[wanted], rank[wanted]
-        place = self._place[lives]
+        place = self._value_index[lives]
         ends = event[np.maximum((self._begin + self._stop - self._first)[rank], self._released[place])]
         starts = np.concatenate([event[self._end[place]], event[self._end[lives]]])
         stops = np.concatenate([event[self._birth[lives]], ends])
@@ -317,7 +324,7 @@ class EagerIntervals:
 
     @cached_property
     def _host_s(self) -> np.ndarray:
-        """Of each event, what the engine does before it included."""
+        """Host seconds of each event, with the engine's work before it."""
         found = self.facts.host_s[self.ops]
         for fees, ticks in ((self._fees.forward_s, self._first), (self._fees.replay_s, self._begin)):
             due = [rank for rank, call in enumerate(self._calls.tolist()) if fees.get(call)]
@@ -332,7 +339,7 @@ class EagerIntervals:
 
     @cached_property
     def lines(self) -> StepLines:
-        """Seconds that each line works, and that the step takes."""
+        """Seconds of work on each time line, and seconds of the step."""
         if not self.facts.has_host_line:
             total_s = float(self._starts_s[-1]) + self.watched_s
             return StepLines(0.0, total_s, total_s)
@@ -351,35 +358,35 @@ class EagerIntervals:
         return self.replayed_s + self.watched_s
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
-        """Bytes of each value that lives at an event: all of it, or the `most` largest."""
+        """Return the bytes of each value that lives at an event, or of the `most` largest ones."""
         lives = np.flatnonzero((self._event[self._birth] <= event) & (event < self._event[self._end]) & self._exists)
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for life in lives.tolist():
-            value = int(self.facts.value[self._place[life]])
-            found[value] = found.get(value, 0) + int(self._size[life])
-        return found if most is None else largest(found, most)
+            value = int(self.facts.value[self._value_index[life]])
+            sizes[value] = sizes.get(value, 0) + int(self._size[life])
+        return sizes if most is None else largest(sizes, most)
 
     def _kept_bytes(self) -> np.ndarray:
-        """Bytes at each event of activations that a save or a region holds."""
+        """Return the bytes of activations that a save or a region holds at each event."""
         num = len(self.ops)
         order = np.lexsort((self._hold_start, self._hold_life))
         life, start, end = self._hold_life[order], self._hold_start[order], self._hold_end[order]
         nothing = np.zeros(len(self._drop), dtype=np.int64)
         start = np.maximum(start, ends_before(life, end, nothing, self._num_ticks)[0])  # held already
-        counted = (end > start) & ~self.facts.is_gradient[self._place[life]]
+        counted = (end > start) & ~self.facts.is_gradient[self._value_index[life]]
         life, start, end = life[counted], start[counted], end[counted]
         changes = np.bincount(self._event[start], weights=self._size[life], minlength=num + 1)[:num]
         changes -= np.bincount(self._event[end], weights=self._size[life], minlength=num + 1)[:num]
         return np.cumsum(changes + self._region_changes()).astype(np.int64)
 
     def _gradient_bytes(self) -> np.ndarray:
-        num, sizes = len(self.ops), self._size * self.facts.is_gradient[self._place]
+        num, sizes = len(self.ops), self._size * self.facts.is_gradient[self._value_index]
         changes = np.bincount(self._event[self._birth], weights=sizes, minlength=num + 1)[:num]
         changes -= np.bincount(self._event[self._end], weights=sizes, minlength=num + 1)[:num]
         return np.cumsum(changes).astype(np.int64) + self.facts.static_gradient_bytes
 
     def columns(self) -> dict[str, Any]:
-        """What a timeline is made of."""
+        """Return the fields of a `Timeline`."""
         live = np.zeros((len(self.ops), 5), dtype=np.int64)
         live[:, 0] = self.facts.static_bytes
         live[:, 1] = self._kept_bytes()

@@ -1,6 +1,8 @@
-"""Values of a simulated step while they are on the device, and the running totals of their bytes.
+"""Parts that the simulations of eager steps share: lifetimes of values, totals of live bytes, and copy engines.
 
-The copy engines of a simulated step: one carries moved values out, another brings them back, beside the compute.
+`Lifetime` is one value on the device and `Ledger` the running totals of bytes. `PassingStates` are random states that
+regions hold only while they run. `CopyEngines` simulates offload: one engine copies values out and another copies them
+back, both beside the compute.
 """
 
 from __future__ import annotations

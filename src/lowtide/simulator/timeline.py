@@ -1,7 +1,11 @@
-"""`simulate`: what a plan costs, event by event. The one referee of plans.
+"""`simulate(graph, plan)` and the `Timeline` it returns: live bytes at each op of a step, peak and seconds.
 
-`eagerlives` plays module regions that are replayed and `eagerstep` moves beside them; `compiledstep` plays the values
-of a compiled graph that are recomputed.
+The solvers compare candidate plans by these numbers, and reports and error messages print them. Three modules compute
+them, one for each kind of plan:
+
+- `compiled_intervals`: single values saved or recomputed in a graph of torch.compile;
+- `eager_intervals`: regions that are replayed, without moves; vectorised;
+- `eager_events`: regions together with offloaded and compressed values; op by op.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import StepLines
 from lowtide.plans.step_plan import Plan
-from lowtide.simulator import compiled_intervals as compiledstep
+from lowtide.simulator.compiled_intervals import play_compiled
 from lowtide.simulator.eager_events import EagerEvents
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.simulator.lifetimes import Copy
@@ -27,14 +31,15 @@ PHASES = ("forward", "replay", "backward", "optimizer", "compression", "decompre
 
 @dataclass(frozen=True)
 class Timeline:
-    """The bytes that live while each event of a step runs, as simulated: one event per op run, replayed ones included.
+    """The simulated step as a sequence of events, one for each op that runs, replayed ops included.
 
-    Encoding and decoding a value are events too, of the op that it is saved after or decoded for.
+    Encoding and decoding a value are events too; `ops` names the op that the value is saved after or decoded for.
     `live_bytes[e]` are the bytes at event `e` for each of `lowtide.simulator.KINDS`; `ops[e]` is the op it runs (-1:
     the optimizer's step), `phases[e]` an index into `lowtide.simulator.PHASES`, `starts_s[e]` when it starts.
 
     `lines` are the two time lines: seconds in which the host issues ops and does the engine's work, seconds in which
-    the device runs ops, and the step, as long as the later of both. On the CPU there is one: the device's.
+    the device runs ops, and seconds of the step, which ends with the later of both. On the CPU there is only the
+    device's line. `watched_s` are the seconds that the engine's own work takes on the host.
     """
 
     graph: StepGraph
@@ -70,7 +75,7 @@ class Timeline:
     def extra_s(self) -> float:
         """Seconds that the plan adds to the plain step: replays, waiting for copies, the host's work, and codecs.
 
-        With two lines that is the difference of two simulated steps: work that fits beside the other line adds nothing.
+        With two lines this is the difference of two simulated steps: work on the line that ends earlier adds nothing.
         """
         if self.has_two_lines:
             return max(0.0, self.lines.step_s - self.graph.lines.step_s)
@@ -78,12 +83,12 @@ class Timeline:
 
     @property
     def has_two_lines(self) -> bool:
-        """Whether host and device are simulated apart: not on the CPU, nor for the compiled engine."""
+        """Whether host and device have a time line each: on accelerators, under the eager engine."""
         return self.graph.has_host_line and (self.plan.engine != "compiled" or self.plan.is_plain)
 
     @property
     def host_s(self) -> float:
-        """Seconds that the host works: 0 where there is one line."""
+        """Seconds that the host works; 0 where only the device's line is simulated."""
         return self.lines.host_s
 
     @property
@@ -93,24 +98,24 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, as simulated."""
+        """Simulated seconds of the whole step."""
         return self.lines.step_s
 
     def limiting_s(self, op: int) -> float:
-        """Seconds that a forward op takes where it runs again, on the line that limits the step."""
+        """Return the seconds that recomputing a forward op takes on the line that limits the step."""
         if self.has_two_lines and self.lines.limit == "host":
             return self.graph.ops[op].host_s
         return self.recomputed_s(op)
 
     def recomputed_s(self, op: int) -> float:
-        """Seconds that a forward op takes where it runs again."""
+        """Return the seconds that recomputing a forward op takes."""
         if self.plan.engine == "compiled":
             return float(self.graph.needs.seconds[op])
         return self.graph.ops[op].seconds
 
     @property
     def peak_path(self) -> str:
-        """The module in which the peak is."""
+        """Path of the module that runs at the peak."""
         op = int(self.ops[self.peak_event]) if len(self.ops) else -1
         return self.graph.path_of(op) if op >= 0 else ""
 
@@ -120,23 +125,23 @@ class Timeline:
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
-        """What the peak is made of."""
+        """Bytes at the peak by kind, in the order of `KINDS`."""
         if not len(self.ops):
             return dict.fromkeys(KINDS, 0)
         return dict(zip(KINDS, map(int, self.live_bytes[self.peak_event]), strict=True))
 
     def live_at(self, event: int) -> dict[int, int]:
-        """Bytes of each value (activations and gradients) that lives at an event; played again up to there."""
+        """Return the bytes of each value (activation or gradient) that lives at an event; simulates the step again."""
         return self.live_at_each([event])[0]
 
     def live_at_each(self, events: Sequence[int], *, most: int | None = None) -> list[dict[int, int]]:
-        """For each of `events`, what `live_at` says, or the `most` largest of it; the step is played once for all."""
+        """Return `live_at` of each of `events`, or its `most` largest values, with one simulation for all of them."""
         if self.plan.engine == "compiled" and not self.plan.is_plain:
-            compiled = compiledstep.play_compiled(self.graph, self.plan.kept_ops(self.graph))
+            compiled = play_compiled(self.graph, self.plan.kept_ops(self.graph))
             return [compiled.live_at(event, most) for event in events]
         if not self.plan.moves:
-            lives = _lives(self.graph, self.plan)
-            return [lives.live_at(event, most) for event in events]
+            intervals = _eager_intervals(self.graph, self.plan)
+            return [intervals.live_at(event, most) for event in events]
         step = EagerEvents(self.graph, self.plan)
         step.record_at(events, most)
         return [step.snapshots.get(event, {}) for event in events]
@@ -160,9 +165,9 @@ class Timeline:
 
 
 def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
-    """The timeline of live bytes when `graph`'s step runs under `plan` (None: the plain step). Uses no torch.
+    """Return the timeline of `graph`'s step under `plan` (None: the plain step).
 
-    Predicted, not measured: docs/trace.md says how close to the allocator's own peak.
+    All numbers are predicted; docs/trace.md compares them with the peaks that the allocator reports.
     """
     if not isinstance(graph, StepGraph):
         raise TypeError(f"a StepGraph is needed, from lowtide.trace, not {type(graph).__name__}")
@@ -170,14 +175,14 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
     if not isinstance(plan, Plan):
         raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
     if plan.engine == "compiled" and not plan.is_plain:
-        return Timeline(graph, plan, **compiledstep.play_compiled(graph, plan.kept_ops(graph)).columns())
+        return Timeline(graph, plan, **play_compiled(graph, plan.kept_ops(graph)).columns())
     if not plan.moves:
-        return Timeline(graph, plan, **_lives(graph, plan).columns())
+        return Timeline(graph, plan, **_eager_intervals(graph, plan).columns())
     step = EagerEvents(graph, plan)
     step.play()
     return Timeline(graph, plan, **step.columns())
 
 
-def _lives(graph: StepGraph, plan: Plan) -> EagerIntervals:
+def _eager_intervals(graph: StepGraph, plan: Plan) -> EagerIntervals:
     segmented = plan.segmented(graph)
     return EagerIntervals(segmented, plan.held_ops(segmented))
