@@ -301,7 +301,7 @@ def test_a_different_number_of_tensors_names_both_ops() -> None:
     message = diverge(region, leaf(3))
     assert "different number of tensors" in message
     assert "cos in the forward, tan in the replay" in message
-    assert "region" in message and "test_checkpoint_refusals.py" in message
+    assert "region" in message and "test_divergence.py" in message
     assert "data-dependent branch" in message and "what to do" in message
 
 
