@@ -231,7 +231,7 @@ def test_explain_without_a_module_lists_the_modules(plan_file: Path, tmp_path: P
     assert shown.exit_code == 0 and {"0", "1.up", "3"} <= set(shown.stdout.split())
     assert answer("explain", plan_file)["modules"] == shown.stdout.split()
     (tmp_path / "empty.json").write_text(lowtide.Plan().to_json())
-    assert invoke("explain", tmp_path / "empty.json").stdout == "It is an empty plan: all is kept.\n"
+    assert invoke("explain", tmp_path / "empty.json").stdout == "It is an empty plan: everything is kept.\n"
 
 
 def test_a_file_that_cannot_be_written(plan_file: Path, script: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def _check(plan: Plan) -> None:
     if len(set(paths)) < len(paths):
         raise PlanError("damaged plan: a module is recomputed twice")
     if list(plan.keeps) != sorted(set(plan.keeps)):
-        raise PlanError("damaged plan: the ops to keep are not ascending, or one is repeated")
+        raise PlanError("damaged plan: the ops to keep are not in order, or one is repeated")
     if (
         plan.peak_bytes > plan.budget_bytes > 0
         and not (plan.measured_peak_bytes or plan.peak_bytes) <= plan.budget_bytes
