@@ -45,7 +45,7 @@ Device = Annotated[
 ]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit-s", help="Seconds that solving may take.", min=0.01)]
 
-# Below this many, a number without a unit is somebody's GiB.
+# A number without a unit below this is taken for a number of GiB whose unit was forgotten.
 _FEWEST_BARE_BYTES = 1024
 
 
