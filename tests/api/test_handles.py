@@ -105,7 +105,7 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     assert handle_of(nn.Sequential(model)) is handle
     assert (handle.plan, handle.measured_peak_bytes, handle.measured_slowdown) == (None, None, None)
     assert handle.enabled
-    assert handle.stats().calls == () and str(handle) == lowtide.explain_compiled(model) == NOTHING_YET
+    assert handle.stats().calls == () and str(handle) == lowtide.api.compile.explain_compiled(model) == NOTHING_YET
     with pytest.raises(lowtide.LowtideError, match="no report: nothing compiled for training yet: run a step first"):
         handle.report(tmp_path / "report.html")
 
@@ -117,7 +117,7 @@ def test_several_graphs(tmp_path: Path) -> None:
     for _ in range(2):
         squared(model).backward()
     squeeze(model, floor_of(model))
-    assert str(handle) == lowtide.explain_compiled(model)
+    assert str(handle) == lowtide.api.compile.explain_compiled(model)
     stats = handle.stats()
     assert [call.graph for call in stats.calls] == [0, 1, 1] and stats.num_graphs == 2
     assert any(call.num_kept_ops is not None for call in stats.calls)
@@ -188,7 +188,7 @@ def test_removed() -> None:
     handle.remove()
     handle.remove()
     loss.backward()
-    assert not handle.enabled and str(handle) == lowtide.explain_compiled(model) == NOTHING_YET
+    assert not handle.enabled and str(handle) == lowtide.api.compile.explain_compiled(model) == NOTHING_YET
     with pytest.raises(lowtide.LowtideError, match=NO_HANDLE):
         handle_of(model)
     with pytest.raises(lowtide.LowtideError, match="was removed"):

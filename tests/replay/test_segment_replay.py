@@ -178,7 +178,7 @@ def test_frozen_layers_at_the_start_of_a_segment_are_part_of_it(num_frozen: int)
     graph = lowtide.trace(model, lambda x: model(x).sum(), x)
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
     with lowtide.apply(model, plan):
-        assert peak_bytes(model, x) == lowtide.simulate(graph, plan).peak_bytes - there
+        assert peak_bytes(model, x) == lowtide.simulator.simulate(graph, plan).peak_bytes - there
 
 
 def test_a_region_holds_one_copy_of_the_random_state() -> None:
