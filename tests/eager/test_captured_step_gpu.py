@@ -425,7 +425,7 @@ def test_what_waits_for_the_device_is_refused_by_line(name: str) -> None:
             handle.capture(loss_fn, ids)
         message = str(caught.value)
         del caught
-        assert "test_capture_gpu.py:" in message
+        assert "test_captured_step_gpu.py:" in message
         assert f'"{name}": lambda x: ' in message or "LINES[name]" in message
         assert "aten." in message or name == "print"  # which switches dispatch modes off
         assert same(before, seen(model))

@@ -13,7 +13,7 @@ copy beside layers that hold nothing. Here every region retains outputs in propo
 take longest to recompute per byte first, and candidates differ in that rate.
 
 Cost: sorting per plan; a plan with moves is simulated op by op, about 25 times as long as one without. Skipped unless
-the user passes `host=` or `disk=`.
+the user passes `host=`.
 """
 
 from __future__ import annotations
