@@ -161,10 +161,12 @@ def shortlist(
 ) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
     """Plans for `budget` bytes, the fastest predicted first; only the plain step if it fits.
 
-    Each search takes at most `time_limit_s`. Some plans exceed the budget by up to 5 % in simulation. If none fits, the
-    second result is the error that `solve` would raise.
+    The searches share `time_limit_s`: with `host` there are two, one without moves. Some plans exceed the budget by up
+    to 5 % in simulation. If none fits, the second result is the error that `solve` would raise.
     """
     host_bytes, codecs = parse_bytes(host), lossy_codecs(lossy)
+    if host_bytes:
+        time_limit_s /= 2
     search, by_regions = _searches(graph, host_bytes, time_limit_s, codecs)
     found: list[ShortlistedPlan] = []
     error: InfeasibleBudgetError | None = None
