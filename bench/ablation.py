@@ -37,7 +37,6 @@ from lowtide.solvers import (
     interpolation,
     local_search,
     min_cut,
-    nesting,
     placement,
     segment_search,
 )
@@ -56,11 +55,6 @@ def _nothing(*_: Any, **__: Any) -> Any:
 
 def _empty() -> property:
     return property(lambda self: [])
-
-
-def _first_point_only() -> property:
-    inner = _SEARCH._critical_points.func  # type: ignore[attr-defined]
-    return _cached("_critical_points", lambda self: inner(self)[:1])
 
 
 def _cached(name: str, compute: Callable[[Any], Any]) -> property:
@@ -84,8 +78,8 @@ def _smallest_of_ends() -> property:
 
 def _not_spread() -> Any:
     def all_chains(self: Any) -> Iterator[Any]:
-        for point, discount, narrow, share, coded in self._path_kinds:
-            yield self._path(point, discount, narrow, coded), share, coded
+        for discount, narrow, share, coded in self._path_kinds:
+            yield self._path(discount, narrow, coded), share, coded
         if self._critical_points and self._movable_bytes:
             yield self._loads, eager_search._SHARES[-1], False
 
@@ -122,12 +116,10 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "interpolation between hull points": [(interpolation, "_SHARES", ())],
     "interpolation at one share (0.5)": [(interpolation, "_SHARES", (0.5,))],
     "paths without wide regions": [(eager_search, "contains_layers", lambda graph: [False] * len(graph.calls))],
-    "critical points but the first": [(_SEARCH, "_critical_points", _first_point_only())],
     "nested regions": [(_SEARCH, "_sample_budgets", _empty())],
     "nesting: splits": [(_SEARCH, "_sample_budgets", _nested_by(False))],
     "nesting: regions inside": [(_SEARCH, "_sample_budgets", _nested_by(True))],
-    "nesting: wider": [(nesting.Nesting, "wider", lambda self, regions, timeline, level: regions)],
-    "nesting at 128 -> 32 sizes": [(eager_search, "_NUM_NESTED", 32)],
+    "nesting at 32 -> 8 sizes": [(eager_search, "_NUM_NESTED", 8)],
     "segments": [(_SEARCH, "_segmented", _empty())],
     "segments: even parts": [(segment_search.SegmentSearch, "_equal_parts", property(lambda self: {}))],
     "segments: retained outputs": [(segment_search.SegmentSearch, "_retaining", _nothing)],
@@ -135,7 +127,7 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "segments: hull choices for items": [(segment_search.SegmentSearch, "_of_choices", _nothing)],
     "segments: fine slots": [(segment_search, "_FINE", ())],
     "segments: 256 -> 128 slots": [(segment_search, "_NUM_SLOTS", 128)],
-    "segments: 400 -> 100 plans": [(segment_search, "_MOST_PLANS", 100)],
+    "segments: 100 -> 32 plans": [(segment_search, "_MOST_PLANS", 32)],
     "baselines": [(eager_search, "baseline_plans", _nothing)],
     "baselines: some blocks": [(baselines, "_some_blocks", _nothing)],
     "baselines: ranges of depths": [(baselines, "_MOST_DEPTHS", 0)],
@@ -152,11 +144,9 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "lowest-peak search": [(_SEARCH, "_smallest_of_regions", _smallest_of_ends())],
     "lowest-peak search: retained outputs": [(local_search.LowestPeakSearch, "_retain", _without_retained)],
     "lowest-peak search: single regions": [(local_search, "_NUM_SINGLES", 0)],
-    "path search: 6 -> 0 plans between stops": [(interpolation, "_NUM_BETWEEN", 0)],
 }
 _OFFLOAD: dict[str, list[Patch]] = {
-    **{part: _RECOMPUTE[part] for part in ("critical points but the first", "nested regions")},
-    "interpolation between hull points": _RECOMPUTE["interpolation between hull points"],
+    **{part: _RECOMPUTE[part] for part in ("interpolation between hull points", "nested regions")},
     "link share 0.5": [(eager_search, "_SHARES", (0.95,))],
     "link share 0.95": [(eager_search, "_SHARES", (0.5,))],
     "discount 0.0": [(eager_search, "_DISCOUNTS", (0.3, 0.9))],

@@ -168,7 +168,7 @@ def test_without_host_memory_nothing_is_loaded() -> None:
 def test_layers_change_in_an_even_spread() -> None:
     """With so many layers changed, none of the changed ones are next to each other while others are left between."""
     search = EagerSearch(gpt(), GIB)
-    chain, spread = (search._path(0, 0.0, True, False, is_spread) for is_spread in (False, True))
+    chain, spread = (search._path(0.0, True, False, is_spread) for is_spread in (False, True))
     assert len(chain) == len(spread)
     last = len(chain) - 1
     assert chain.regions(0) == spread.regions(0) and chain.regions(last) == spread.regions(last)

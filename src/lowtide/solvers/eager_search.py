@@ -4,8 +4,8 @@
 
 1. Paths along the hull. The plain step's peak is the first critical point; `hull` gives the optimal regions for every
    price per byte there, and `interpolation.HullPath` the candidates in between. The first of a path whose *simulated*
-   peak fits is found by bisection. Further paths: for other critical points, without regions that contain several
-   layers, with a discount on bytes that can be offloaded, with encoded values (`compression`).
+   peak fits is found by bisection. Further paths: without regions that contain several layers, with a discount on
+   bytes that can be offloaded, with encoded values (`compression`).
 2. Offload (`placement`): paths whose layers change in an evenly spread order, and `LinkLoads`.
 3. Segments (`segment_search`).
 4. Candidates of the first path with split and nested regions (`nesting`), where replays exceed the budget.
@@ -44,7 +44,7 @@ from lowtide.solvers.baselines import baseline_plans, replayed_s
 from lowtide.solvers.candidate import Candidate, Codecs, Effort, Regions, faster, infeasible, smaller, with_predictions
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.hull import CriticalPoint, Pricing, critical_point_at, hull, peak_op
-from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, near_stops
+from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, monotone_stops
 from lowtide.solvers.local_search import MOST_OPS, LocalSearch, LowestPeakSearch, evenly_spaced
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.placement import LinkLoads, OffloadSelector
@@ -55,7 +55,7 @@ _SHARES = (0.5, 0.95)  # of the link's bandwidth that offload may use; 5 % are a
 _DISCOUNTS = (0.0, 0.3, 0.9)  # on the price of bytes that could be offloaded
 _LOSSY_DISCOUNTS = (0.0, 0.6)  # the same for encoded values, which use less of the link
 _MOST_LEVELS = 12  # of nesting
-_NUM_NESTED = 128  # sizes along the first path at which candidates are nested
+_NUM_NESTED = 32  # sizes along the first path at which candidates are nested; 128 gave the same plans
 _NUM_RECENT = 12  # simulations kept in memory
 _HULL = 40  # cost of building a hull, in simulations of a step
 
@@ -92,7 +92,7 @@ class EagerSearch:
         if lossy:
             self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host)]
         # Each in the order of the forward, and spread.
-        self._paths: dict[tuple[int, float, bool, bool], list[HullPath]] = {}
+        self._paths: dict[tuple[float, bool, bool], list[HullPath]] = {}
         self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
         self._mover = OffloadSelector(graph, host, self._compression)
         self._movable_bytes = host
@@ -115,22 +115,24 @@ class EagerSearch:
         return points
 
     @cached_property
-    def _path_kinds(self) -> list[tuple[int, float, bool, float, bool]]:
-        """The paths to build: critical point, discount, whether narrow, share of the link, whether values are encoded.
+    def _path_kinds(self) -> list[tuple[float, bool, float, bool]]:
+        """The paths to build: discount, whether narrow, share of the link, whether values are encoded.
 
-        While a region of several layers is replayed, everything they save is live. The critical point does not show
-        that, so such regions can displace those of single layers: narrow paths, without them, come first.
+        All are for the first critical point; the others only strengthen the bound. While a region of several layers is
+        replayed, everything they save is live. The critical point does not show that, so such regions can displace
+        those of single layers: narrow paths, without them, come first.
         """
-        can = self._critical_points[0].pricing.replayable if self._critical_points else ()
+        if not self._critical_points:
+            return []
+        can = self._critical_points[0].pricing.replayable
         narrow = any(map(all, zip(can, contains_layers(self.graph), strict=False)))
-        options = [(point, *option) for point in range(len(self._critical_points)) for option in self._move_options]
-        kinds = [(point, discount, narrow, share, coded) for point, discount, share, coded in options]
-        return [*kinds, (0, 0.0, False, 0.0, False)] if narrow and kinds else kinds
+        kinds = [(discount, narrow, share, coded) for discount, share, coded in self._move_options]
+        return [*kinds, (0.0, False, 0.0, False)] if narrow else kinds
 
-    def _path(self, point: int, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
-        key = point, discount, narrow, coded
+    def _path(self, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
+        key = discount, narrow, coded
         if key not in self._paths:
-            pricing, points = self._critical_points[point].pricing, self._critical_points[point].hull
+            pricing, points = self._critical_points[0].pricing, self._critical_points[0].hull
             if discount or narrow or coded:
                 pricing = Pricing(
                     self.line, self.plain, pricing.at, discount, narrow, self._compression if coded else None
@@ -143,10 +145,10 @@ class EagerSearch:
 
     def _all_paths(self) -> Iterator[tuple[HullPath | LinkLoads, float, bool]]:
         """All paths, each with the share of the link that its candidates use, and whether values are encoded."""
-        for point, discount, narrow, share, coded in self._path_kinds:
-            yield self._path(point, discount, narrow, coded), share, coded
+        for discount, narrow, share, coded in self._path_kinds:
+            yield self._path(discount, narrow, coded), share, coded
             if share:
-                yield self._path(point, discount, narrow, coded, is_spread=True), share, coded
+                yield self._path(discount, narrow, coded, is_spread=True), share, coded
         if self._critical_points and self._movable_bytes:
             yield self._loads, _SHARES[-1], False
 
@@ -157,8 +159,8 @@ class EagerSearch:
 
     @property
     def _first_path(self) -> HullPath:
-        point, discount, narrow, _, coded = self._path_kinds[0]
-        return self._path(point, discount, narrow, coded)
+        discount, narrow, _, coded = self._path_kinds[0]
+        return self._path(discount, narrow, coded)
 
     @cached_property
     def _nesting(self) -> Nesting:
@@ -401,7 +403,7 @@ class EagerSearch:
         for path, share, coded in self._all_paths():
             if not (regions_only and (share or coded)):
                 cost = self._costs(path, share)
-                candidates += [cost(number) for number in near_stops(cost, path.stops)]
+                candidates += [cost(number) for number in monotone_stops(cost, path.stops)]
         for least_bytes, least_s, number, share, splits, codecs in self._sample_budgets:
             if not least_bytes and not (regions_only and (share or codecs)):
                 nested = self._nested(number, share, splits, codecs)

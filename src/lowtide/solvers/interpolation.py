@@ -62,7 +62,6 @@ class Interpolation:
 
 
 _FEWEST_STOPS = 9
-_NUM_BETWEEN = 6  # candidates between two stops that are simulated for the smallest peak
 _STOPPED_OPS = 100_000  # simulated ops of all stops of a path
 
 
@@ -192,16 +191,13 @@ def first_past_stops(
     return None
 
 
-def near_stops(cost: Callable[[int], PlanCost], stops: Sequence[int]) -> list[int]:
-    """The stops that `first_past_stops` can return, and some numbers next to the stop with the smallest peak."""
-    found: list[int] = []
+def monotone_stops(cost: Callable[[int], PlanCost], stops: Sequence[int]) -> list[int]:
+    """The stops at which `first_past_stops` can end: each no faster than those before it."""
+    slower: list[int] = []
     for stop in stops:
-        if not found or cost(stop).extra_s >= cost(found[-1]).extra_s:
-            found.append(stop)
-    least = stops.index(min(found, key=lambda number: (cost(number).peak_bytes, cost(number).extra_s)))
-    low, high = stops[max(least - 1, 0)], stops[min(least + 1, len(stops) - 1)]
-    between = np.linspace(low, high, _NUM_BETWEEN + 2).round().astype(int).tolist()
-    return list(dict.fromkeys([*found, *between]))
+        if not slower or cost(stop).extra_s >= cost(slower[-1]).extra_s:
+            slower.append(stop)
+    return slower
 
 
 def _bisect(

@@ -3,8 +3,7 @@
 While a region is replayed, all its saved tensors are live at once. If that exceeds the level, the region is split into
 the calls inside it (more inputs are held, nothing is replayed twice), or those calls become regions inside it (each
 level of nesting replays its ops once more). For a chain of equal layers, nesting is the idea of revolve (Griewank and
-Walther 2000); here the levels are those of the module tree. Where the level is exceeded outside of all regions, the
-outermost module running there becomes a region.
+Walther 2000); here the levels are those of the module tree.
 
 `EagerSearch` applies this to candidates of the first hull path until their simulated peak is below the level.
 `neighbours` gives the local searches all sets of regions that differ by one step. Cost: one simulation per level, at
@@ -25,7 +24,7 @@ from lowtide.solvers.candidate import Regions
 
 
 class Nesting:
-    """Splits, nests and widens regions along the module tree. `replayable` says which calls can be regions."""
+    """Splits and nests regions along the module tree. `replayable` says which calls can be regions."""
 
     def __init__(self, graph: StepGraph, replayable: list[bool]) -> None:
         self._graph = graph
@@ -49,11 +48,10 @@ class Nesting:
     def further(
         self, regions: Regions, timeline: Timeline | EagerIntervals, level: float, may_part: bool
     ) -> tuple[Regions, bool]:
-        """Split `regions` if `may_part` and possible, else nest deeper, else widen; and whether they were split."""
+        """Split `regions` if `may_part` and possible, else nest deeper; and whether they were split."""
         if may_part and (parted := self.split(regions, timeline, level)) != regions:
             return parted, True
-        nested = self.deeper(regions, timeline, level)
-        return (nested if nested != regions else self.wider(regions, timeline, level)), False
+        return self.deeper(regions, timeline, level), False
 
     def deeper(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
         """`regions` with one more level inside those running where the timeline exceeds `level`, or unchanged."""
@@ -73,19 +71,6 @@ class Nesting:
             if inside:
                 del found[region]
                 found |= {child: () for child in inside}
-        return self.without_redundant(found)
-
-    def wider(self, regions: Regions, timeline: Timeline | EagerIntervals, level: float) -> Regions:
-        """`regions` with more around them where the timeline exceeds `level` outside of all regions, or unchanged.
-
-        With a whole trunk as one region, the backward of the modules after it runs before its tensors are live again.
-        """
-        found = dict(regions)
-        for call in self._at_work(timeline, level):
-            if self._outermost(call, regions) < 0:
-                found |= {each: () for each in self._coarsest(call)}
-        if found == regions:  # the ops above the level are in no module: make every outermost module a region
-            found |= {call: () for call in range(len(self._graph.calls)) if self._coarsest(call) == [call]}
         return self.without_redundant(found)
 
     def neighbours(self, key: tuple[int, ...], *, is_thorough: bool = False) -> Iterator[Iterable[int]]:
@@ -132,14 +117,6 @@ class Nesting:
             outermost = call if call in regions else outermost
             call = self._graph.calls[call].parent
         return outermost
-
-    def _coarsest(self, call: int) -> list[int]:
-        """The outermost call around `call` that can be a region, as a list of none or one."""
-        best = -1
-        while call >= 0:
-            best = call if self._replayable[call] else best
-            call = self._graph.calls[call].parent
-        return [best] if best >= 0 else []
 
     def _next_level(self, region: int, regions: Regions) -> list[int]:
         """The outermost calls inside a region that are not regions yet; empty once all are."""

@@ -6,7 +6,7 @@ A segment holds only the input of its first layer, so memory can grow with the s
 al. 2019), whose table has a segmentation for every amount of memory. `EagerSearch` includes all of them, whatever the
 budget.
 
-Cost: up to three tables, and one simulation per candidate (600,000 simulated ops, 32 to 400 candidates per source).
+Cost: up to three tables, and one simulation per candidate (600,000 simulated ops, 32 to 100 candidates per source).
 Skipped if the step has no runs: calls of modules that follow each other with no op in between.
 """
 
@@ -27,7 +27,7 @@ from lowtide.plans.step_plan import Plan
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.simulator.timeline import simulate
 from lowtide.solvers.candidate import Candidate, Codecs, Regions
-from lowtide.solvers.chain_program import ChainProgram, Item, ItemCosts, Segmentation, items_of, kept_ops
+from lowtide.solvers.chain_program import ChainProgram, Item, ItemCosts, Segmentation, items_of
 from lowtide.solvers.hull import HullPoint, Pricing
 from lowtide.solvers.placement import OffloadSelector
 from lowtide.solvers.region_costs import replayable, stops_of
@@ -39,7 +39,7 @@ _MOST_RETAINING = 4  # sets of outputs that segments retain
 _LEAST_GAIN = 0.05  # of the time of a chain's forward: less is not worth a dispatch mode in every replay
 _MOST_LEVELS = 3  # levels of calls inside an item that are regions
 _MOST_PLAYED_OPS = 600_000  # of all candidates that are simulated
-_MOST_PLANS = 400
+_MOST_PLANS = 100  # candidates per source; 400 gave the same plans
 _FEWEST_PLANS = 32
 _MOST_MOVED = 6  # candidates that are also simulated with offload
 _MOST_DEPTH = 8  # of nested segments: each is replayed inside the replay of the one around it
@@ -79,7 +79,7 @@ class SegmentSearch:
         for wanted in (
             list(self._equal_parts.values()),
             self._best(is_late),
-            *([self._equal_parts_retaining(retaining), self._best(is_late, retaining)] if retaining else ()),
+            *([self._best(is_late, retaining)] if retaining else ()),
         ):
             for number, segmentation in enumerate(_thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
@@ -221,12 +221,6 @@ class SegmentSearch:
                 found[f"{kind}, {parts} parts"] = Segmentation(segments, singles)
                 found[f"{_TWO_LEVELS}, {kind}, {parts} parts"] = Segmentation(segments, layers)
         return found
-
-    def _equal_parts_retaining(self, retained: Sequence[Regions]) -> list[Segmentation]:
-        """The chain in equal parts, with outputs retained instead of regions inside."""
-        all_kept = [frozenset(kept_ops(self._graph, regions)) for regions in retained]
-        plain = [plan for name, plan in self._equal_parts.items() if not name.startswith(_TWO_LEVELS)]
-        return [replace(plan, kept=kept) for plan in plain for kept in all_kept]
 
 
 def plan_of(graph: StepGraph, candidate: Candidate, mover: OffloadSelector) -> Plan:
