@@ -30,6 +30,7 @@ The profiling replay detects this by checksums; such outputs are never retained.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -303,8 +304,9 @@ class _Retaining(region.Frame):
             self._run_again(tensors, collector)
         self._finish(collector, tensors)
 
+    @abstractmethod
     def _own_modules(self) -> list[nn.Module]:
-        raise NotImplementedError
+        """The modules whose calls this frame replays."""
 
 
 class RetainingFrame(_Retaining):
