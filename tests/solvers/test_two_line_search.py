@@ -95,8 +95,8 @@ def test_the_limit_decides() -> None:
 
 _ELSEWHERE = """
 import sys, lowtide
-from lowtide.solvers import effort
-effort._PATIENCE = 1e9  # the clock is for machines that are far slower
+from lowtide.solvers import candidate
+candidate._PATIENCE = 1e9  # the clock is for machines that are far slower
 graph = lowtide.StepGraph.from_json(sys.stdin.read())
 for host in (0, 1 << 40):
     for limit_s in (0.02, 0.2, 10.0):
