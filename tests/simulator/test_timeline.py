@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphs import chain, drawing, random_graph, random_plan, repeated_blocks, with_floats
@@ -64,6 +64,7 @@ def test_agrees_with_the_referee_on_codecs(batch: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
+@example(60945, 28458)  # a region retains a value on the device that a save outside of it, never read, has moved
 def test_agrees_with_the_referee_on_any_codecs(seed: int, plan_seed: int) -> None:
     graph = with_floats(seed, step(seed))
     assert_refereed(graph, random_plan(plan_seed, graph))
@@ -332,6 +333,18 @@ def test_an_output_that_is_saved_elsewhere_too_leaves_if_all_let_go() -> None:
     saves, both = (Move("layers.1"),), (Move("layers.1"), Move("layers.0", op=0))
     assert simulate(graph, Plan(region, saves)).total_bytes.tolist() == plain.total_bytes.tolist()
     assert (plain.total_bytes - simulate(graph, Plan(region, both)).total_bytes).tolist() == [0, 0, 8, 8, *[0] * 5]
+
+
+def test_an_output_retained_on_the_device_is_not_fetched() -> None:
+    """Layer 1 moves y0 and never reads it; layer 0 retains y0 on the device, and autograd reads that."""
+    graph, region = chain([8, 8, 8, 8], link_bytes_per_s=64.0), (Recompute("layers.0", keep_ops=(0,)),)
+    unread, y0 = replace(graph.saves[1], read=-1), graph.saves[1].value
+    retained = Save(y0, graph.saves[0].call, made=1, read=7, released=8)
+    ops = [replace(op, inputs=op.inputs[:1]) if index == 6 else op for index, op in enumerate(graph.ops)]
+    graph = replace(graph, ops=tuple(ops), saves=(graph.saves[0], unread, *graph.saves[2:], retained))
+    timeline = simulate(graph, Plan(region, (Move("layers.1"),)))
+    assert [copy.kind for copy in timeline.copies] == ["out"]
+    assert timeline.total_bytes.tolist() == replay(graph, Plan(region, (Move("layers.1"),))).events
 
 
 # Compressed: a batch of 1 byte, and layers whose outputs y0, y1, y2 are floats of 8, 16 and 8 KiB. y0, the input of
