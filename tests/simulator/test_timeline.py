@@ -444,7 +444,7 @@ def test_what_a_codec_declines_is_treated_as_it_is(codec: str, link: float) -> N
 
 
 def test_codecs_where_the_speed_of_memory_is_not_known() -> None:
-    with pytest.raises(PlanError, match="speed of test's memory is not known"):
+    with pytest.raises(PlanError, match="memory bandwidth of test is unknown"):
         simulate(chain([8192, 8192]), Plan(moves=(Move("layers.1", to="device", codec="int8"),)))
 
 
