@@ -154,6 +154,10 @@ class _Regions:
         ops = sorted((op for call, op in self.away_ops if call == region), reverse=True)
         return [self.graph.ops[self.graph.calls[region].first + op].outputs[0] for op in ops]
 
+    def is_away(self, value: int) -> bool:
+        """Whether a region retains `value` elsewhere than on the device."""
+        return any(value in self.away(region) for region in self.inside(None))
+
     def captured_bytes(self, region: int) -> int:
         """Random states, and copies of the buffers of the region's module, of those read in it and those written."""
         path, ops = self.graph.calls[region].path, range(self.graph.calls[region].first, self.graph.calls[region].end)
@@ -237,7 +241,9 @@ def _needs(graph: StepGraph, regions: _Regions) -> list[int]:
         for save in graph.saves:
             if save.read == position:
                 region = regions.drops(save)
-                if region is None:
+                if regions.is_retained(save):
+                    order += [save.value] if regions.is_away(save.value) else []
+                elif region is None:
                     order.append(save.value)
                 else:
                     order += regions.away(regions.outermost(region))
@@ -393,14 +399,10 @@ class _Step:
 
     def movers(self, value: int) -> set[Holder]:
         """Who is content with `value` on the host: also regions that retain it there, and their saves of it."""
-        if not self.is_away(value):
+        if not self.regions.is_away(value):
             return self.any_movers
         saves = {("save", index) for index in self.retained if self.graph.saves[index].value == value}
         return self.any_movers | saves | {("keep", r) for r in self.regions.inside(None)}
-
-    def is_away(self, value: int) -> bool:
-        """Whether a region retains `value` elsewhere than on the device."""
-        return any(value in self.regions.away(region) for region in self.regions.inside(None))
 
     def save(self, value: int, region: int | None, holder: Holder) -> None:
         """Hold `value` for the backward; outside of regions it may be encoded, and may move."""
@@ -448,7 +450,7 @@ class _Step:
             if save.made == position and index not in self.released:
                 if index in self.retained:
                     self.hold((save.value, FORWARD), ("save", index))
-                    if self.is_away(save.value):
+                    if self.regions.is_away(save.value):
                         self.link.save(save.value, self.clock_s)
                 else:
                     self.save(save.value, region, ("save", index))
@@ -517,7 +519,7 @@ class _Step:
         """When a save is let go: what a replay or a copy brings back goes as soon as its reader is done with it."""
         moves_as_it_is = save.value in self.link.moved and save.value not in self.forms
         if self.regions.is_retained(save):
-            moves_as_it_is = self.is_away(save.value)
+            moves_as_it_is = self.regions.is_away(save.value)
         comes_back = self.regions.drops(save) is not None or moves_as_it_is
         return self.used_up(save) if comes_back else save.released
 
@@ -529,7 +531,7 @@ class _Step:
     def read(self, index: int, save: Save) -> None:
         region = self.regions.drops(save)
         if index in self.retained:
-            if save.value not in self.forms:
+            if self.regions.is_away(save.value):  # else it has never left the device
                 self.bring_back(save.value)
         elif region is None:
             self.bring_back(save.value)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphs import chain, drawing, random_graph, random_plan, repeated_blocks, with_floats
@@ -64,6 +64,7 @@ def test_agrees_with_the_referee_on_codecs(batch: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
+@example(60945, 28458)  # a region retains a value on the device that a save outside of it, never read, has moved
 def test_agrees_with_the_referee_on_any_codecs(seed: int, plan_seed: int) -> None:
     graph = with_floats(seed, step(seed))
     assert_refereed(graph, random_plan(plan_seed, graph))
@@ -334,6 +335,18 @@ def test_an_output_that_is_saved_elsewhere_too_leaves_if_all_let_go() -> None:
     assert (plain.total_bytes - simulate(graph, Plan(region, both)).total_bytes).tolist() == [0, 0, 8, 8, *[0] * 5]
 
 
+def test_an_output_retained_on_the_device_is_not_fetched() -> None:
+    """Layer 1 moves y0 and never reads it; layer 0 retains y0 on the device, and autograd reads that."""
+    graph, region = chain([8, 8, 8, 8], link_bytes_per_s=64.0), (Recompute("layers.0", keep_ops=(0,)),)
+    unread, y0 = replace(graph.saves[1], read=-1), graph.saves[1].value
+    retained = Save(y0, graph.saves[0].call, made=1, read=7, released=8)
+    ops = [replace(op, inputs=op.inputs[:1]) if index == 6 else op for index, op in enumerate(graph.ops)]
+    graph = replace(graph, ops=tuple(ops), saves=(graph.saves[0], unread, *graph.saves[2:], retained))
+    timeline = simulate(graph, Plan(region, (Move("layers.1"),)))
+    assert [copy.kind for copy in timeline.copies] == ["out"]
+    assert timeline.total_bytes.tolist() == replay(graph, Plan(region, (Move("layers.1"),))).events
+
+
 # Compressed: a batch of 1 byte, and layers whose outputs y0, y1, y2 are floats of 8, 16 and 8 KiB. y0, the input of
 # layer 1, becomes 2048 codes and 16 scales of 4 bytes.
 
@@ -431,7 +444,7 @@ def test_what_a_codec_declines_is_treated_as_it_is(codec: str, link: float) -> N
 
 
 def test_codecs_where_the_speed_of_memory_is_not_known() -> None:
-    with pytest.raises(PlanError, match="speed of test's memory is not known"):
+    with pytest.raises(PlanError, match="memory bandwidth of test is unknown"):
         simulate(chain([8192, 8192]), Plan(moves=(Move("layers.1", to="device", codec="int8"),)))
 
 

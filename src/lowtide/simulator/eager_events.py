@@ -290,6 +290,8 @@ class EagerEvents:
             reads = sorted((i for i, save in enumerate(saves) if save.read >= 0), key=lambda i: saves[i].read)
             order: list[int] = []
             for index in reads:
+                if index in self.retained and saves[index].value not in self.leaving:
+                    continue  # the region holds it on the device, also where another save of it was offloaded
                 region = -1 if index in self.retained else self.outermost[saves[index].call]
                 order += self._held_outputs(region)
                 order += self.graph.calls[region].inputs if region >= 0 else [saves[index].value]
@@ -318,7 +320,8 @@ class EagerEvents:
             if region >= 0:
                 self._ensure(region)
             elif index in self.retained:
-                self._wait_for(self.lives[saves[index].value])
+                if saves[index].value in self.leaving:
+                    self._wait_for(self.lives[saves[index].value])
             elif index in self.attached:
                 self._read(self.attached[index], position, self.decoded, index)
                 if index in self.decoded:
