@@ -311,7 +311,7 @@ def test_explain_what_is_compressed() -> None:
     plan = lossy_plan()
     row = next(row for row in plan.rows if row.action == "compress")
     text = plan.explain(row.path)
-    assert "is compressed on the device: int8 makes " in text and "gradients are approximate" in text
+    assert "is compressed on the device: int8 reduces it to " in text and "gradients are approximate" in text
     assert lowtide.units.format_bytes(row.stored_bytes) in text
 
 
@@ -326,7 +326,9 @@ def test_rows_of_encoded_moves() -> None:
         ("compress", "float16", 4096 + 4),
     ]
     plan = replace(plan, rows=rows)
-    assert "moved to host memory: its copy runs beside the compute, compressed: int8 makes" in plan.explain("layers.1")
+    assert "moved to host memory: its copy runs beside the compute, compressed: int8 reduces it to" in plan.explain(
+        "layers.1"
+    )
     integers = replace(graph, values=tuple(replace(value, item_bytes=0) for value in graph.values))
     assert [(row.action, row.codec) for row in rows_of(integers, plan)] == [("host", ""), ("keep", "")]
 
