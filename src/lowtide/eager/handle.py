@@ -308,7 +308,7 @@ class Applied(Capturable, RegionRunner):
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as torch.compile sees it. Arguments named like options of `checkpoint` are bound to the forward."""
-        options = _OPTIONS & kwargs.keys()
+        options = [name for name in kwargs if name in _OPTIONS]  # Dynamo of torch 2.11 has no `&` of dict keys
         if options:
             forward = functools.partial(forward, **{name: kwargs[name] for name in options})
         return checkpoint(forward, *args, **{name: value for name, value in kwargs.items() if name not in options})
