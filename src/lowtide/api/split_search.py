@@ -1,0 +1,335 @@
+"""`SplitSearch`: which modules of a step can run in parts, and into how many parts, for `split=True`.
+
+The trace of a step in which modules run in parts is a graph as any other: the parts are ops, with their bytes and
+seconds, and the solver plans regions and moves for it. So the search over splits is a search over traces, around the
+solver. It first finds what can be split: output layers whose logits reach the loss without being read otherwise, and
+token-wise modules that need several times the memory of their input. It then looks for the fewest parts with which a
+plan fits, for the loss alone, and if that is not enough for the token-wise modules too. Peaks are interpolated between
+one part and the most parts. A step split four times as finely is solved as well: memory that the loss does not need may
+save more time elsewhere.
+
+Probing traces run on fake tensors. Graphs for which plans are returned are traced as the plain step was: for real if it
+was, so that their seconds can be compared.
+
+Cost: a trace to find what can be split, one or two to interpolate between, and a trace and a search for each of the two
+numbers of parts that are solved for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.eager.replanning import Limits
+from lowtide.errors import InfeasibleBudgetError, LowtideError
+from lowtide.graph.step_graph import Split, StepGraph
+from lowtide.plans.step_plan import Plan
+from lowtide.replay.arguments import tensors_in
+from lowtide.simulator.timeline import simulate
+from lowtide.solvers.baselines import reference_plans
+from lowtide.solvers.solve import search_for
+from lowtide.split.row_independence import why_not_row_wise
+from lowtide.split.split_forward import splitting, why_not_head
+from lowtide.tracing.trace import FakeTraceError, trace, trace_once
+from lowtide.units import format_bytes, parse_bytes
+
+Splits = tuple[Split, ...]
+
+# Parts of fewer rows than this are not tried: on an accelerator, matrix products of so few rows take longer per row.
+_FEWEST_ROWS, _FEWEST_ROWS_ON_CPU = 128, 16
+# The most parts of the loss, and ops of all slices, that are tried: every part adds ops to the graph, some twenty for
+# the loss, and the time of tracing and planning grows with them.
+_MOST_LOSS_PARTS, _MOST_TOKEN_OPS = 64, 12_000
+_MOST_SEARCHED_OPS = 3_000  # above, the floor is estimated from the usual checkpoints
+# Outputs and insides of modules below this share of the activations at the peak are not worth a split.
+_LEAST_SHARE = 0.002
+_FINER = 4  # a plan is also made with this many times as many parts
+_PROBE_S = 2.0  # of searching for a floor
+_LEAST_GAIN = 0.99  # parts that lower the floor by less than 1 % are not used
+
+
+class _Seen(NamedTuple):
+    """The input of a token-wise module: the facts that the proof and the number of parts need."""
+
+    width: int
+    dtype: torch.dtype
+    ndim: int
+    num_rows: int
+
+
+class SplitSearch:
+    """The splits of one step. `plain` is its graph without any; `limits` are those of the solver."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        optimizer: Any,
+        plain: StepGraph,
+        limits: Limits,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._model, self._loss_fn, self._args, self._optimizer = model, loss_fn, args, optimizer
+        self._plain, self._limits, self._device = plain, limits, device
+        self._by_path = dict(model.named_modules(remove_duplicate=False))
+        self._probed: dict[Splits, StepGraph] = {}
+        self._peaks: dict[Splits, int] = {}
+        self._traced: dict[Splits, StepGraph] = {(): plain}
+
+    def solve(self, budget: int | str) -> Plan:
+        """The fastest plan predicted within `budget`, with or without splits.
+
+        Raises `InfeasibleBudgetError` if there is none, with the smallest budget that splits could meet.
+        """
+        allowed = parse_bytes(budget, total_bytes=self._plain.hardware.memory_bytes or None)
+        found: list[Plan] = []
+        error: InfeasibleBudgetError | None = None
+        try:
+            found.append(self._limits.solve(self._plain, allowed))
+        except InfeasibleBudgetError as raised:
+            error = raised
+        if self._limits.split and not (found and found[0].is_plain):
+            found += self.plans(allowed)
+        if found:
+            return min(found, key=lambda plan: plan.extra_s)
+        assert error is not None
+        raise self.with_floor(error)
+
+    def with_floor(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """The error for a budget that the plain step cannot meet, with what the split one could."""
+        try:
+            floor = self.floor_bytes
+        except (LowtideError, RuntimeError):  # the split step cannot be traced: the error is about the plain one
+            return error
+        if not floor or floor >= error.floor_bytes:
+            return error
+        head, *rest = str(error).splitlines()
+        text = "\n".join([f"{head}; {format_bytes(floor)} with split=True", *rest])
+        return InfeasibleBudgetError(text, floor if self._limits.split else error.floor_bytes)
+
+    def plans(self, budget_bytes: int, correction_bytes: int = 0) -> list[Plan]:
+        """Plans with splits that fit, the fastest predicted first. `correction_bytes` are added to predicted peaks."""
+        found: list[Plan] = []
+        for splits in self._chosen(budget_bytes - correction_bytes):
+            graph = self.graph(splits)
+            graph = replace(graph, other_bytes=graph.other_bytes + correction_bytes)
+            with suppress(InfeasibleBudgetError):
+                found.append(self.predicted(self._limits.solve(graph, budget_bytes)))
+        return sorted(found, key=lambda plan: (plan.extra_s, plan.peak_bytes))
+
+    def predicted(self, plan: Plan) -> Plan:
+        """A plan of a split graph, with seconds and peak compared with the plain step, not the split one."""
+        assert plan.graph is not None
+        split_s = plan.graph.step_s - self._plain.step_s
+        return replace(
+            plan,
+            step_s=self._plain.step_s,
+            extra_s=max(0.0, plan.extra_s + split_s),
+            lower_bound_s=max(0.0, min(plan.lower_bound_s + split_s, plan.extra_s + split_s)),
+            plain_peak_bytes=simulate(self._plain).peak_bytes,
+        )
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The smallest predicted peak of a plan with splits; 0 if nothing can be split. Takes three traces."""
+        finest: Splits = ()
+        for number in self._loss_numbers[-1:]:
+            finest = self._losses(number)
+        for number in self._token_numbers[-1:]:
+            finest = (*finest, *self._tokens(number))
+        if not finest:
+            return 0
+        graph = self._probe(finest)
+        if len(graph.ops) > _MOST_SEARCHED_OPS:
+            return self._least_peak(finest)
+        return search_for(graph, "eager", self._limits.host, _PROBE_S, self._limits.lossy).floor.peak_bytes
+
+    def graph(self, splits: Splits) -> StepGraph:
+        """The trace of the step with these splits, real if that of the plain step was."""
+        if splits not in self._traced:
+            mode = "real" if self._plain.is_measured else "fake"
+            self._traced[splits] = self._trace(splits, mode)
+        return self._traced[splits]
+
+    def _chosen(self, budget_bytes: int) -> list[Splits]:
+        """The splits to solve for: the fewest parts that fit and finer ones, or the smallest peak if none fits."""
+        base: Splits = ()
+        for parts, numbers in ((self._losses, self._loss_numbers), (self._tokens, self._token_numbers)):
+            if not numbers:
+                continue
+            finest = (*base, *parts(numbers[-1]))
+            least = self._least_peak(finest)
+            if least > _LEAST_GAIN * self._least_peak(base):
+                continue
+            number = self._fewest(base, finest, numbers, budget_bytes)
+            if number is not None:
+                finer = min(_FINER * number, numbers[-1])
+                return list(dict.fromkeys([(*base, *parts(number)), (*base, *parts(finer))]))
+            base = (*base, *parts(self._fewest(base, finest, numbers, int(least / _LEAST_GAIN)) or numbers[-1]))
+        return [base] if base else []
+
+    def _fewest(self, base: Splits, finest: Splits, numbers: Sequence[int], limit_bytes: int) -> int | None:
+        """The fewest parts with a peak within `limit_bytes`, interpolated between one part and the most; None if none.
+
+        Peaks fall with the size of a part until something else makes the peak, so a straight line lies above them.
+        """
+        whole, least = self._least_peak(base), self._least_peak(finest)
+        for number in numbers:
+            share = (1 / number - 1 / numbers[-1]) / (1 - 1 / numbers[-1])
+            if least + share * (whole - least) <= limit_bytes:
+                return number
+        return None
+
+    def _least_peak(self, splits: Splits) -> int:
+        """The smallest simulated peak of the usual checkpoints: an upper bound of the floor, for little work."""
+        if splits not in self._peaks:
+            graph = self._probe(splits)
+            plans = reference_plans(graph).values()
+            peaks = [simulate(graph).peak_bytes, *(simulate(graph, plan).peak_bytes for plan in plans)]
+            self._peaks[splits] = min(peaks)
+        return self._peaks[splits]
+
+    def _probe(self, splits: Splits) -> StepGraph:
+        if splits in self._traced:
+            return self._traced[splits]
+        if splits not in self._probed:
+            self._probed[splits] = self._trace(splits, "fake")
+        return self._probed[splits]
+
+    def _trace(self, splits: Splits, mode: Any) -> StepGraph:
+        with splitting(self._model, splits, is_quiet=True):
+            graph = self._run(mode)
+        return replace(graph, splits=splits)
+
+    def _run(self, mode: Any) -> StepGraph:
+        facts = {"optimizer": self._optimizer, "device": self._device}
+        try:
+            if mode == "fake" and self._device is None:
+                return trace_once(self._model, self._loss_fn, *self._args, optimizer=self._optimizer)
+            return trace(self._model, self._loss_fn, *self._args, mode=mode, **facts)
+        except FakeTraceError:
+            return trace(self._model, self._loss_fn, *self._args, **facts)
+
+    # What can be split.
+
+    @cached_property
+    def _loss_numbers(self) -> list[int]:
+        return self._numbers(max(self._facts[0].values(), default=0), _MOST_LOSS_PARTS)
+
+    @cached_property
+    def _token_numbers(self) -> list[int]:
+        graph, paths = self._plain, self._facts[1]
+        calls = [graph.calls[call] for path in paths for call in graph.calls_by_path[path]]
+        num_ops = 4 * sum(call.end - call.first for call in calls)  # forward, its replay and backward
+        return self._numbers(max(paths.values(), default=0), _MOST_TOKEN_OPS // max(1, num_ops))
+
+    def _numbers(self, num_rows: int, most: int) -> list[int]:
+        """Numbers of parts to try for so many rows: powers of two up to `most`."""
+        fewest = _FEWEST_ROWS_ON_CPU if self._plain.hardware.name == "cpu" else _FEWEST_ROWS
+        return [1 << power for power in range(1, 20) if 1 << power <= min(most, num_rows // fewest)]
+
+    def _losses(self, number: int) -> Splits:
+        return tuple(Split(path, number) for path in self._facts[0])
+
+    def _tokens(self, number: int) -> Splits:
+        return tuple(Split(path, number, "tokens") for path in self._facts[1])
+
+    @cached_property
+    def _facts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Output layers and token-wise modules that can be split, with the rows of each. Takes one trace."""
+        rows = self._plausible_heads()
+        number = max(self._numbers(max(rows.values(), default=0), _MOST_LOSS_PARTS), default=2)
+        heads = tuple(Split(path, number) for path in rows)
+        with _noted_inputs(self._by_path) as seen, splitting(self._model, heads, is_quiet=True) as runners:
+            graph = self._run("fake")
+        losses = {each.split.path: each.num_rows for each in runners if each.num_calls and not each.num_whole}
+        if len(losses) == len(heads):
+            self._probed[heads] = replace(graph, splits=heads)
+        return losses, self._token_wise(seen)
+
+    def _plausible_heads(self) -> dict[str, int]:
+        """Linear layers outside of repeated blocks whose output matters at the peak, and about how many rows it has."""
+        graph = self._plain
+        found: dict[str, int] = {}
+        counts = Counter(call.structure for call in graph.calls if call.structure >= 0)
+        for path, calls in graph.calls_by_path.items():
+            module = self._by_path.get(path)
+            if not isinstance(module, nn.Linear) or why_not_head(module) or self._is_in_repeated(calls[0], counts):
+                continue
+            size = sum(graph.values[value].bytes for value in graph.calls[calls[0]].outputs)
+            if size >= self._least_bytes:
+                found[path] = size // (module.out_features * module.weight.element_size())
+        return found
+
+    def _is_in_repeated(self, call: int, counts: Counter[int]) -> bool:
+        graph = self._plain
+        return any(counts[graph.calls[each].structure] > 1 for each in graph.ancestors(call) if each != call)
+
+    @cached_property
+    def _least_bytes(self) -> int:
+        plain = simulate(self._plain)
+        return max(1, int(_LEAST_SHARE * (plain.peak_bytes - sum(self._plain.static_bytes.values()))))
+
+    def _token_wise(self, seen: dict[str, _Seen]) -> dict[str, int]:
+        """The outermost modules that treat every token alike and need more memory inside than for their output."""
+        graph = self._plain
+        found: dict[str, int] = {}
+        proven: dict[object, bool] = {}
+        for path, calls in graph.calls_by_path.items():
+            module, facts = self._by_path.get(path), seen.get(path)
+            if module is None or facts is None or any(_is_below(path, other) for other in found):
+                continue
+            call = graph.calls[calls[0]]
+            if next(module.children(), None) is None or 2 * (call.end - call.first) > graph.num_forward:
+                continue  # a single layer needs little beside its input and output; most of the step is no moment of it
+            made = [value for op in graph.ops[call.first : call.end] for value in op.outputs]
+            inside = sum(graph.values[value].bytes for value in made if value not in call.outputs)
+            least = max(2 * sum(graph.values[value].bytes for value in call.outputs), self._least_bytes)
+            if inside < least or facts.num_rows < 2:
+                continue
+            key = (type(module), call.structure if call.structure >= 0 else path, facts)
+            if key not in proven:
+                why_not = why_not_row_wise(module, module.forward, facts.width, facts.dtype, facts.ndim)
+                proven[key] = not why_not
+            if proven[key]:
+                found[path] = facts.num_rows
+        return found
+
+
+@contextmanager
+def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
+    """A context that notes the input of each module that is called with one tensor of tokens."""
+    seen: dict[str, _Seen] = {}
+    others: set[str] = set()
+
+    def noter(path: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            tokens = args[0] if len(args) == 1 and not kwargs else None
+            if isinstance(tokens, Tensor) and tokens.dim() >= 2 and tokens.is_floating_point():
+                rows = tokens.shape[:-1].numel()
+                seen[path] = _Seen(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
+            elif any(True for _ in tensors_in((args, kwargs))):
+                others.add(path)
+
+        return note
+
+    hooks = [module.register_forward_pre_hook(noter(path), with_kwargs=True) for path, module in modules.items()]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for path in others:
+            seen.pop(path, None)
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.")

@@ -1,0 +1,236 @@
+"""`LazyLogits`: the output of a model's last linear layer, computed when someone looks at it, or never.
+
+With `split=True` the layer returns this tensor instead of its product. It has the shape, type and device of the logits
+and no memory. Through `__torch_function__` it sees what loss code does with it: casts, views and slices, functions of
+single elements and of single rows give another lazy tensor (`RowLayout`, `RowChain`). A loss, such as `cross_entropy`,
+is computed in parts (`chunked_loss`). Any other function, and any attribute of the values, first computes the logits in
+full, as the plain step does, and logs that once: results are the same, memory is not saved.
+
+C++ code and `autograd.Function`s do not go through `__torch_function__`. The tensor therefore has an autograd node of
+its own, which passes a gradient on to the layer's input and weight, and a `__torch_dispatch__` that computes the
+values.
+
+(The alternative was to recognise loss functions by name and to replace them. That breaks with every wrapper around
+them; ops on logits are few and do not change.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import _compat
+from lowtide.replay.environment import modes_now
+from lowtide.split.chunked_loss import HeadCall
+from lowtide.split.row_chain import RowChain, autocast_as
+from lowtide.split.row_layout import RowLayout
+
+# What a lazy tensor knows without its values.
+_ATTRIBUTES = frozenset(
+    "shape dtype device requires_grad ndim is_cuda is_cpu is_meta is_leaf layout is_sparse is_quantized is_nested "
+    "is_mkldnn is_xpu is_mps names itemsize nbytes output_nr grad_fn is_vulkan is_ipu is_maia is_mtia is_xla".split()
+)
+_METHODS = frozenset(
+    "size dim ndimension numel nelement stride is_floating_point is_complex element_size is_contiguous __len__ "
+    "__hash__ storage_offset get_device is_inference is_conj is_neg is_signed is_same_size".split()
+)
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class LazyLogits(Tensor):
+    """Logits that are not computed yet, or what a chain of row-wise functions makes of them."""
+
+    chain: RowChain
+    row_layout: RowLayout
+    probe: Tensor  # of the same type, with the same columns and no rows
+    _recipe: _Recipe
+    _known: Tensor | None  # the values, once they are computed
+
+    @staticmethod
+    def __new__(
+        cls,
+        chain: RowChain,
+        layout: RowLayout,
+        probe: Tensor,
+        call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> LazyLogits:
+        """`call` is what the plain step would compute this tensor by; None for the output of a head."""
+        made: Any
+        needs_grad = torch.is_grad_enabled() and any(head.needs_grad for head in chain.heads)
+        recipe = _Recipe(chain, call)
+        if needs_grad:
+            inputs = [tensor for head in chain.heads if head.needs_grad for tensor in head.tensors]
+            made = _Pending.apply(recipe, layout.shape, probe.dtype, probe.device, *inputs)
+        else:
+            made = _compat.wrapper_tensor(LazyLogits, layout.shape, probe.dtype, probe.device)
+        with _compat.without_torch_function():
+            made.chain, made.row_layout, made.probe = chain, layout, probe
+            made._recipe, made._known = recipe, None
+        for head in chain.heads:
+            head.members.append(weakref.ref(made))
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def of(cls, head: HeadCall) -> LazyLogits:
+        """The output of a head."""
+        probe = head.hidden.detach().new_empty((0, head.weight.shape[0]), dtype=head.dtype)
+        return cls(RowChain(None, head=head), RowLayout.of(head.shape), probe)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the values exist."""
+        return self._known is not None
+
+    def computed(self, why: str) -> Tensor:
+        """The values, computed as the plain step would, with their autograd history. `why` goes to the log."""
+        if self._known is None:
+            for head in self.chain.heads:
+                head.note(why)
+            self._known = self._recipe.run(why)
+        return self._known
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """The tensors that hold its bytes: none, or the values. A trace and the store count memory by this."""
+        return ["_known"] if self._known is not None else [], None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+            if name in _ATTRIBUTES:
+                return _plainly(func, args, kwargs)
+        if name in _METHODS:
+            return _plainly(func, args, kwargs)
+        if name in ("__repr__", "__format__", "__str__"):
+            lazy = args[0]
+            if lazy._known is None:
+                return f"LazyLogits(shape={tuple(lazy.row_layout.shape)}, dtype={lazy.probe.dtype}, not computed)"
+        args, kwargs = _with_known(args, kwargs)
+        if any(True for _ in lazies_in((args, kwargs))):
+            handler = HANDLERS.get(name)
+            if handler is not None and "out" not in kwargs:
+                found = handler(func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
+            if _is_in_place(name):
+                _compute_all(args, kwargs, name)
+            args, kwargs = _swapped((args, kwargs), lambda lazy: lazy.computed(name))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = _swapped((args, kwargs or {}), lambda lazy: lazy.computed(str(func)).detach())
+        return func(*args, **kwargs)
+
+
+HANDLERS: dict[str, Handler] = {}  # by the function's name; filled by `logit_functions`
+
+
+class _Recipe:
+    """How the plain step computes a lazy tensor: the function, with its lazy arguments, and torch's modes then."""
+
+    def __init__(
+        self, chain: RowChain, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None
+    ) -> None:
+        self._head, self._call = chain.head, call
+        self._grad, self._autocast = torch.is_grad_enabled(), modes_now()[2]
+
+    def run(self, why: str, *, anew: bool = False) -> Tensor:
+        """Compute it; if `anew`, with a graph of its own down to the head's inputs."""
+        if self._call is None:
+            assert self._head is not None
+            return self._head.whole()
+
+        def values(lazy: LazyLogits) -> Tensor:
+            return lazy._recipe.run(why, anew=True) if anew else lazy.computed(why)
+
+        function, args, kwargs = self._call
+        args, kwargs = _swapped((args, kwargs), values)
+        with torch.set_grad_enabled(self._grad), autocast_as(self._autocast):
+            return function(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class _Pending(torch.autograd.Function):
+    """The autograd node of a lazy tensor, for gradients that reach it other than through `__torch_function__`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recipe: _Recipe, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *inputs: Tensor
+    ) -> Tensor:
+        ctx.recipe, ctx.inputs = recipe, inputs
+        return _compat.wrapper_tensor(LazyLogits, shape, dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            values = ctx.recipe.run("a gradient", anew=True)
+        needed = [each for each, is_needed in zip(ctx.inputs, ctx.needs_input_grad[4:], strict=True) if is_needed]
+        found = iter(torch.autograd.grad(values, needed, gradient, allow_unused=True))
+        return None, None, None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[4:])
+
+
+def first_in_backward(tensor: Tensor) -> list[Tensor]:
+    """The tensors whose autograd nodes run first when a backward reaches `tensor`.
+
+    A loss in parts has no node for the logits: it goes on with the inputs of their layers.
+    """
+    if isinstance(tensor, LazyLogits):
+        return [head.hidden for head in tensor.chain.heads]
+    return [tensor]
+
+
+def lazies_in(tree: Any) -> Any:
+    """The lazy tensors in nested arguments."""
+    if isinstance(tree, LazyLogits):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from lazies_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from lazies_in(item)
+
+
+def _swapped(tree: Any, function: Callable[[LazyLogits], Tensor]) -> Any:
+    if isinstance(tree, LazyLogits):
+        return function(tree)
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
+        items = [_swapped(item, function) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        return {name: _swapped(item, function) for name, item in tree.items()}
+    return tree
+
+
+def _with_known(args: Any, kwargs: Any) -> Any:
+    """The arguments, with the values of those lazy tensors that have been computed."""
+    return _swapped((args, kwargs), lambda lazy: lazy if lazy._known is None else lazy._known)
+
+
+def _plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with _compat.without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+
+
+def _compute_all(args: Any, kwargs: Any, why: str) -> None:
+    """Compute every lazy tensor of the heads involved: views must see the change, and copies must not."""
+    for lazy in lazies_in((args, kwargs)):
+        for head in lazy.chain.heads:
+            for reference in head.members:
+                member = reference()
+                if member is not None:
+                    member.computed(why)

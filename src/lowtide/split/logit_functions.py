@@ -1,0 +1,351 @@
+"""The functions that a lazy tensor of logits (`lazy_logits`) survives, by name.
+
+Four kinds: views and slices change the layout; functions of single elements and functions along the vocabulary give
+another lazy tensor; functions that reduce a row to a number give a real tensor, computed in parts; losses that sum over
+all rows give a real number, computed in parts together with its gradients. A handler returns `NotImplemented` for
+arguments that it has no rule for: the logits are then computed in full.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import _compat
+from lowtide.split.chunked_loss import per_row, total
+from lowtide.split.lazy_logits import HANDLERS, Handler, LazyLogits, lazies_in
+from lowtide.split.row_chain import AlignedRows, RowChain, aligned
+from lowtide.split.row_layout import RowLayout
+
+_VIEWS = "view unsqueeze squeeze transpose permute movedim swapaxes swapdims moveaxis narrow select view_as".split()
+_RESHAPES = "reshape flatten unflatten reshape_as".split()
+_POINTWISE = (
+    "float double half bfloat16 neg negative abs exp exp2 expm1 log log1p sqrt rsqrt square tanh sigmoid relu softplus "
+    "logsigmoid gelu silu erf sin cos sign reciprocal clamp clamp_min clamp_max nan_to_num clone "
+    "add sub subtract mul multiply div divide true_divide pow rsub __rsub__ __rdiv__ __rtruediv__ __rpow__ "
+    "where masked_fill maximum minimum xlogy"
+).split()
+_CASTS = "to type".split()
+
+
+def _handles(*names: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+# Views.
+
+
+@_handles(*_VIEWS, *_RESHAPES)
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, *rest = args
+    if not _is_lazy_alone(lazy, (rest, kwargs)):
+        if func.__name__ not in ("view_as", "reshape_as") or len(rest) != 1 or not isinstance(lazy, LazyLogits):
+            return NotImplemented
+        shape = tuple(rest[0].shape)
+        return _view(getattr(Tensor, func.__name__.removesuffix("_as")), (lazy, shape), {})
+    if any(isinstance(item, torch.dtype) for item in (*rest, *kwargs.values())):
+        return NotImplemented
+    return _changed(lazy, func, tuple(rest), kwargs, copies=func.__name__ in _RESHAPES)
+
+
+@_handles("__getitem__")
+def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, index = args
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
+        return NotImplemented
+    if any(part is not None and not isinstance(part, int) for item in items if type(item) is slice
+           for part in (item.start, item.stop, item.step)):  # fmt: skip
+        return NotImplemented
+    return _changed(lazy, func, (index,), {}, copies=False)
+
+
+@_handles("contiguous")
+def _contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy = args[0]
+    if len(args) > 1 or kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
+        return NotImplemented
+    return LazyLogits(lazy.chain, lazy.row_layout.compacted(), lazy.probe, (func, args, kwargs))
+
+
+def _changed(lazy: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], *, copies: bool) -> Any:
+    layout = lazy.row_layout
+    change = layout.reshaped if copies else layout.changed
+    with _compat.without_torch_function():
+        found = change(lambda tensor: func(tensor, *rest, **kwargs))
+    if found is None:
+        return NotImplemented
+    changed, columns = found
+    chain, probe = lazy.chain, lazy.probe
+    if chain.order is not None and chain.order != changed.order:
+        return NotImplemented  # tensors in the chain have one row for each row of the layout before
+    if (columns.start, columns.stop, columns.step) != (0, layout.vocab_size, 1):
+        chain = RowChain(_columns, (chain, columns))
+        probe = probe[:, columns]
+    return LazyLogits(chain, changed, probe, (func, (lazy, *rest), kwargs))
+
+
+def _columns(matrix: Tensor, columns: slice) -> Tensor:
+    return matrix[:, columns]
+
+
+# Functions of single elements, and of rows with as many elements as before.
+
+
+@_handles(*_POINTWISE)
+def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+    return _applied(func, args, kwargs, (func, args, kwargs))
+
+
+@_handles(*_CASTS)
+def _cast(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, *rest = args
+    device, dtype = lazy.probe.device, None
+    for item in (*rest, *(kwargs[name] for name in ("device", "dtype", "other") if name in kwargs)):
+        if isinstance(item, torch.dtype):
+            dtype = item
+        elif isinstance(item, Tensor) and not isinstance(item, LazyLogits):
+            device, dtype = item.device, item.dtype
+        elif isinstance(item, torch.device | str) and func.__name__ == "to":
+            device = torch.device(item)
+        elif not isinstance(item, bool):
+            return NotImplemented
+    here = lazy.probe.device
+    if device.type != here.type or device.index not in (None, here.index) or kwargs.get("memory_format") is not None:
+        return NotImplemented
+    if dtype is None or dtype == lazy.probe.dtype:
+        return lazy if func.__name__ == "to" else NotImplemented
+    return _applied(functools.partial(_to, dtype=dtype), (lazy,), {}, (func, args, kwargs))
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype)
+
+
+@_handles("detach")
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy = args[0]
+    return LazyLogits(lazy.chain.detached(), lazy.row_layout, lazy.probe, (func, args, kwargs))
+
+
+@_handles("softmax", "log_softmax")
+def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(lazy, LazyLogits) or not _is_vocab(lazy, dim) or not _are_numbers(args[2:]):
+        return NotImplemented
+    row_function = torch.softmax if func.__name__ == "softmax" else torch.log_softmax
+    return _applied(
+        functools.partial(row_function, dim=-1, dtype=kwargs.get("dtype")), (lazy,), {}, (func, args, kwargs)
+    )
+
+
+def _applied(function: Any, args: Any, kwargs: Any, call: Any) -> Any:
+    """A lazy tensor of the same layout: `function` of each row. `call` is what the plain step calls."""
+    found = _in_chain((args, kwargs))
+    if found is None:
+        return NotImplemented
+    layout, (args, kwargs), has_rows = found
+    chain = RowChain(function, args, kwargs, order=layout.order if has_rows else None)
+    probe = _probe(chain)
+    if tuple(probe.shape) != (0, layout.vocab_size):
+        return NotImplemented
+    return LazyLogits(chain, layout, probe, call)
+
+
+def _in_chain(tree: Any) -> tuple[RowLayout, Any, bool] | None:
+    """The arguments of a row-wise function with lazy tensors as chains, their layout, and whether rows are aligned.
+
+    None if the tensors among them do not fit together.
+    """
+    lazies = list(lazies_in(tree))
+    layout = lazies[0].row_layout
+    for other in lazies[1:]:
+        if other.row_layout.shape != layout.shape or other.row_layout.order != layout.order:
+            return None
+        if other.row_layout.vocab_dim != layout.vocab_dim:
+            return None
+    if len({head.num_rows for lazy in lazies for head in lazy.chain.heads}) > 1:
+        return None
+    has_rows, fits = False, True
+
+    def swap(item: Any) -> Any:
+        nonlocal has_rows, fits
+        if isinstance(item, LazyLogits):
+            return item.chain
+        if not isinstance(item, Tensor):
+            fits = fits and not isinstance(item, list | tuple | dict)
+            return item
+        part = aligned(item, layout)
+        fits = fits and part is not None
+        has_rows = has_rows or isinstance(part, AlignedRows)
+        return part
+
+    args, kwargs = tree
+    swapped = [swap(item) for item in args], {name: swap(item) for name, item in kwargs.items()}
+    return (layout, swapped, has_rows) if fits else None
+
+
+def _probe(chain: RowChain) -> Tensor:
+    """What the chain gives for no rows: it has the right type and number of columns."""
+    with torch.no_grad(), _compat.without_torch_function():
+        return chain.rows([head.weight.detach().new_empty((0, head.weight.shape[0]), dtype=head.dtype)
+                           for head in chain.heads], 0, 0)  # fmt: skip
+
+
+def _are_numbers(items: Any) -> bool:
+    return all(isinstance(each, int) for each in items)  # `_stacklevel` of torch.nn.functional
+
+
+def _is_lazy_alone(lazy: Any, rest: Any) -> bool:
+    return isinstance(lazy, LazyLogits) and not any(True for _ in lazies_in(rest))
+
+
+def _is_vocab(lazy: LazyLogits, dim: Any) -> bool:
+    if isinstance(dim, list | tuple) and len(dim) == 1:
+        (dim,) = dim
+    return type(dim) is int and dim % len(lazy.row_layout.shape) == lazy.row_layout.vocab_dim
+
+
+# Functions that reduce each row.
+
+
+@_handles("logsumexp", "sum", "mean")
+def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("dim", "keepdim")
+    lazy = args[0]
+    options = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    if not _is_lazy_alone(lazy, options) or options.keys() - {"dim", "keepdim", "dtype"} or len(args) > 3:
+        return NotImplemented
+    dim, name = options.get("dim"), func.__name__
+    if dim is None:
+        return NotImplemented if name == "logsumexp" else _sum_of_all(lazy, name, options.get("dtype"))
+    if not _is_vocab(lazy, dim):
+        return NotImplemented
+    row_function = getattr(torch, name)
+    keywords = {"dtype": options["dtype"]} if options.get("dtype") is not None else {}
+    chain = RowChain(functools.partial(row_function, dim=-1, **keywords), (lazy.chain,))
+    found = _row_values(lazy.row_layout, chain).view(lazy.row_layout.row_shape)
+    return found.unsqueeze(lazy.row_layout.vocab_dim) if options.get("keepdim") else found
+
+
+@_handles("gather")
+def _gather(func: Any, args: Any, kwargs: Any) -> Any:
+    options = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
+    lazy, dim, index = options.get("input"), options.get("dim"), options.get("index")
+    if not isinstance(lazy, LazyLogits) or not isinstance(index, Tensor) or isinstance(index, LazyLogits):
+        return NotImplemented
+    layout = lazy.row_layout
+    if not _is_vocab(lazy, dim) or index.dim() != len(layout.shape):
+        return NotImplemented
+    index = index.movedim(layout.vocab_dim, -1)
+    if tuple(index.shape[:-1]) != layout.row_shape or options.keys() - {"input", "dim", "index"}:
+        return NotImplemented
+    rows = AlignedRows(index.reshape(-1, index.shape[-1]))
+    chain = RowChain(torch.gather, (lazy.chain, -1, rows), order=layout.order)
+    return layout.tensor_of(_row_values(layout, chain).view(-1, index.shape[-1]))
+
+
+def _row_values(layout: RowLayout, chain: RowChain) -> Tensor:
+    return per_row(chain.heads, layout, chain.rows)
+
+
+# Losses.
+
+
+def _sum_of_all(lazy: LazyLogits, name: str, dtype: torch.dtype | None) -> Tensor:
+    layout = lazy.row_layout
+    divisor = 1.0 if name == "sum" else float(layout.num_rows * layout.vocab_size)
+    return _loss(layout, RowChain(_row_sums, (lazy.chain,)), divisor, dtype or lazy.probe.dtype)
+
+
+def _row_sums(matrix: Tensor) -> Tensor:
+    return matrix.sum(-1, dtype=matrix.dtype if matrix.dtype is torch.float64 else torch.float32)
+
+
+def _loss(layout: RowLayout, chain: RowChain, divisor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    return total(chain.heads, layout, chain.rows, divisor).to(dtype)
+
+
+@_handles("cross_entropy")
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    return _class_loss(F.cross_entropy, options)
+
+
+@_handles("nll_loss")
+def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    return _class_loss(F.nll_loss, {**dict(zip(names, args, strict=False)), **kwargs})
+
+
+def _class_loss(function: Any, options: dict[str, Any]) -> Any:
+    lazy, target, weight = options.pop("input"), options.pop("target"), options.pop("weight", None)
+    reduction, ignored = options.pop("reduction", "mean"), options.pop("ignore_index", -100)
+    smoothing = {"label_smoothing": options.pop("label_smoothing")} if "label_smoothing" in options else {}
+    if any(value is not None for value in options.values()) or not isinstance(lazy, LazyLogits):
+        return NotImplemented
+    layout = lazy.row_layout
+    if layout.vocab_dim != min(1, len(layout.shape) - 1) or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    target, has_classes = _target_rows(target, layout)
+    if target is None or (weight is not None and weight.requires_grad):
+        return NotImplemented
+    loss = functools.partial(function, weight=weight, ignore_index=ignored, reduction="none", **smoothing)
+    chain = RowChain(loss, (lazy.chain, target), order=layout.order)
+    if reduction == "none":
+        return _row_values(layout, chain).view(layout.row_shape)
+    divisor: Tensor | float = 1.0
+    if reduction == "mean":
+        divisor = _weight_of_all(target.matrix, weight, ignored) if has_classes else float(layout.num_rows)
+    return _loss(layout, chain, divisor, _probe(chain).dtype)
+
+
+def _target_rows(target: Any, layout: RowLayout) -> tuple[Any, bool]:
+    """A target as an argument of a chain (None if there is no rule for it), and whether it has classes' numbers."""
+    if isinstance(target, LazyLogits):
+        fits = target.row_layout.shape == layout.shape and target.row_layout.order == layout.order
+        return (target.chain if fits else None), False
+    if not isinstance(target, Tensor):
+        return None, False
+    if not target.is_floating_point() and tuple(target.shape) == layout.row_shape:
+        return AlignedRows(target.reshape(-1)), True
+    part = aligned(target, layout) if tuple(target.shape) == layout.shape else None
+    return part, False
+
+
+def _weight_of_all(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """What `cross_entropy` divides by with reduction="mean": the number of targets, or the sum of their weights."""
+    is_counted = target != ignored
+    if weight is None:
+        return is_counted.sum()
+    return (weight[torch.where(is_counted, target, 0)] * is_counted).sum()
+
+
+@_handles("kl_div")
+def _kl_div(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    reduction, log_target = options.pop("reduction", "mean"), options.pop("log_target", False)
+    pair = options.pop("input"), options.pop("target")
+    if any(value is not None for value in options.values()) or reduction not in ("none", "mean", "sum", "batchmean"):
+        return NotImplemented
+    loss = functools.partial(F.kl_div, reduction="none", log_target=log_target)
+    if reduction == "none":
+        return _applied(loss, pair, {}, (func, args, kwargs))
+    found = _in_chain((pair, {}))
+    if found is None:
+        return NotImplemented
+    layout, (pair, _), has_rows = found
+    chain = RowChain(loss, pair, order=layout.order if has_rows else None)
+    sizes = {"sum": 1, "batchmean": layout.shape[0], "mean": layout.num_rows * layout.vocab_size}
+    return _loss(layout, RowChain(_row_sums, (chain,)), float(sizes[reduction]), _probe(chain).dtype)

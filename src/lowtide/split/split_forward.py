@@ -1,0 +1,148 @@
+"""`SplitForward`: the forward of a split module, for the eager engine and for traces.
+
+The eager engine calls `run` in place of a module's own forward. `splitting` does the same without an engine, for as
+long as a step is traced: the trace of a split step is a graph as any other, in which the parts are ops, and the solver
+plans for it.
+
+A split that cannot be carried out, as the module is called with other arguments or turns out to mix tokens, is logged
+once; the module then runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _compat
+from lowtide.errors import PlanError
+from lowtide.graph.step_graph import Split
+from lowtide.split import logit_functions as _logit_functions  # noqa: F401  # registers what lazy logits survive
+from lowtide.split.chunked_loss import HeadCall, row_ranges
+from lowtide.split.lazy_logits import LazyLogits
+from lowtide.split.row_independence import why_not_row_wise
+from lowtide.split.token_slices import run_in_slices, values_agree
+
+logger = logging.getLogger("lowtide")
+
+
+class SplitForward:
+    """Runs one module in parts, of `num_rows` rows in its last call.
+
+    `num_whole` counts calls whose logits were computed in full after all. Nothing is logged if `is_quiet`.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(self, split: Split, *, is_checked: bool = False, is_quiet: bool = False) -> None:
+        self.split, self.num_rows, self._is_quiet = split, 0, is_quiet
+        self.num_calls = self.num_whole = 0
+        self._logged: set[str] = set()
+        self._is_checked = is_checked  # that the module treats every token alike
+        self._refused = ""
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of `forward`, the module's own."""
+        if not torch.is_grad_enabled() or _compat.under_functorch() or torch.compiler.is_compiling() or self._refused:
+            return forward(*args, **kwargs)
+        tokens = args[0] if len(args) == 1 and not kwargs else kwargs.get("input") if len(kwargs) == 1 else None
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not tokens.numel() or not tokens.is_floating_point():
+            self._log("it is called with other arguments than one tensor of tokens")
+            return forward(*args, **kwargs)
+        if len(list(row_ranges(tokens.shape[:-1].numel(), self.split.num_parts))) < 2:
+            return forward(*args, **kwargs)  # one part: the plain step, to the bit
+        self.num_calls, self.num_rows = self.num_calls + 1, tokens.shape[:-1].numel()
+        if self.split.kind == "loss":
+            return self._lazy(module, tokens)
+        if not any(each.requires_grad for each in (tokens, *module.parameters())):
+            return forward(*args, **kwargs)
+        if not self._is_checked and not self._check(module, forward, tokens):
+            return forward(*args, **kwargs)
+        return run_in_slices(module, forward, tokens, self.split.num_parts)
+
+    def run_with(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As `run`, with the arguments of the forward as they are."""
+        return self.run(module, forward, args, kwargs)
+
+    def _lazy(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        assert isinstance(module, nn.Linear)
+        return LazyLogits.of(HeadCall(module, hidden, self.split.num_parts, self._note_whole))
+
+    def _note_whole(self, why: str) -> None:
+        self.num_whole += 1
+        text = f"its output is computed in full, as {why} reads it: that step takes the memory of the whole output"
+        self._log(text, about="whole output")
+
+    def _check(self, module: nn.Module, forward: Callable[..., Any], tokens: Tensor) -> bool:
+        """Whether the module treats every token alike: the proof, and once real values are there, these too."""
+        why = why_not_row_wise(module, forward, tokens.shape[-1], tokens.dtype, tokens.dim())
+        has_values = type(tokens) in _compat.PLAIN_TYPES and not tokens.is_meta
+        if not why and has_values and not values_agree(module, forward, tokens):
+            why = "its output for some tokens changes when others are left out"
+        if why:
+            self._refused = why
+            self._log(f"it does not treat every token alike: {why}")
+        self._is_checked = has_values
+        return not why
+
+    def _log(self, why: str, about: str = "") -> None:
+        """Log `why` once, or the first of several reasons `about` the same."""
+        if (about or why) not in self._logged and not self._is_quiet:
+            self._logged.add(about or why)
+            logger.warning("%s is not run in parts: %s", self.split.path or "the model", why)
+
+
+def why_not_head(module: nn.Module) -> str:
+    """Why a module cannot have a lazy output; empty if it can."""
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}, not a plain nn.Linear"
+    if any(_compat.is_sharded(parameter) for parameter in module.parameters()):
+        return "its weight is sharded"
+    return ""
+
+
+def check_splits(model: nn.Module, splits: Sequence[Split]) -> dict[str, nn.Module]:
+    """The modules that are to be split, by path. Raises `PlanError` if the model has no such module."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for split in splits:
+        if split.path not in modules:
+            raise PlanError(f"the plan splits {split.path!r}, and this model has no such module: it is for another")
+        why = why_not_head(modules[split.path]) if split.kind == "loss" else ""
+        if why:
+            raise PlanError(f"the plan splits {split.path} as the layer before the loss, and {why}")
+    return {split.path: modules[split.path] for split in splits}
+
+
+@contextlib.contextmanager
+def splitting(model: nn.Module, splits: Sequence[Split], *, is_quiet: bool = False) -> Iterator[list[SplitForward]]:
+    """A context in which the modules run in parts, for a trace. It does not check that they treat tokens alike."""
+    modules = check_splits(model, splits)
+    before: list[tuple[nn.Module, Any]] = []
+    made: list[SplitForward] = []
+    try:
+        for split in splits:
+            module, runner = modules[split.path], SplitForward(split, is_checked=True, is_quiet=is_quiet)
+            own = vars(module).get("forward")
+            before.append((module, own))
+            plain = own or types.MethodType(type(module).forward, module)
+            module.forward = types.MethodType(_forward(runner, plain), module)
+            made.append(runner)
+        yield made
+    finally:
+        for module, own in reversed(before):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _forward(runner: SplitForward, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return runner.run(self, plain, args, kwargs)
+
+    return forward

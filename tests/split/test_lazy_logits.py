@@ -1,0 +1,128 @@
+"""The lazy tensor: what it knows without values, and that everything else sees the values of the plain step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.plans import Split
+from lowtide.split.lazy_logits import LazyLogits
+from lowtide.split.split_forward import splitting
+
+
+@pytest.fixture
+def head() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 11)
+
+
+HIDDEN = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def lazy_output(head: nn.Linear, hidden: Tensor = HIDDEN) -> Any:
+    with splitting(nn.Sequential(head), [Split("0", 3)]):
+        return head(hidden)
+
+
+def test_shapes_and_types_are_known_without_values(head: nn.Linear) -> None:
+    logits = lazy_output(head)
+    assert isinstance(logits, LazyLogits) and isinstance(logits, Tensor)
+    assert (logits.shape, logits.dtype, logits.device.type, logits.ndim) == ((2, 5, 11), torch.float32, "cpu", 3)
+    assert logits.size(-1) == 11 and len(logits) == 2 and logits.numel() == 110 and logits.requires_grad
+    assert "not computed" in repr(logits)
+    assert logits.double().dtype is torch.float64 and logits[:, :-1].shape == (2, 4, 11)
+    assert logits.to(torch.bfloat16).view(10, 11).dtype is torch.bfloat16
+    assert not logits.is_computed
+
+
+READS = {
+    "argmax": lambda z: z.argmax(-1),
+    "mask": lambda z: z[torch.tensor([[True, False, True, True, False]] * 2)],
+    "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
+    "topk": lambda z: z.topk(2).values,
+    "stack": lambda z: torch.stack([z, z]),
+    "mixed dimensions": lambda z: z.view(2, 55),
+    "softmax over tokens": lambda z: z.softmax(1),
+    "copy": lambda z: copy.deepcopy(z.detach()),
+    "einsum": lambda z: torch.einsum("btv,btv->bt", z, z),
+    "std": lambda z: z.std(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_anything_else_sees_the_plain_values(name: str, head: nn.Linear) -> None:
+    logits = lazy_output(head)
+    found = READS[name](logits)
+    assert type(found) is Tensor
+    assert torch.equal(found, READS[name](head(HIDDEN)))
+    assert logits.is_computed or name in ("numpy", "copy")
+
+
+def test_gradients_flow_through_computed_logits(head: nn.Linear) -> None:
+    found = torch.autograd.grad(lazy_output(head).std(), list(head.parameters()))
+    assert all(map(torch.equal, found, torch.autograd.grad(head(HIDDEN).std(), list(head.parameters()))))
+
+
+def test_what_is_changed_in_place_is_seen_by_views_and_not_by_copies(head: nn.Linear) -> None:
+    def changed(logits: Tensor) -> list[Tensor]:
+        view, copied = logits[:, 1:], logits * 1.0
+        logits.div_(2)
+        logits[0] = 0.0
+        return [logits + 0, view + 0, copied + 0]
+
+    assert all(map(torch.equal, changed(lazy_output(head)), changed(head(HIDDEN))))
+
+
+def test_autograd_functions_of_others_get_values_and_give_gradients(head: nn.Linear) -> None:
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            ctx.save_for_backward(logits)
+            return (logits * logits).sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient * ctx.saved_tensors[0]
+
+    hidden = HIDDEN.clone().requires_grad_()
+    wanted = [hidden, *head.parameters()]
+    found = torch.autograd.grad(Squares.apply(lazy_output(head, hidden).float() / 3), wanted)
+    plain = torch.autograd.grad(Squares.apply(head(hidden).float() / 3), wanted)
+    assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(found, plain, strict=True))
+
+
+def test_reading_the_logits_is_logged_once(head: nn.Linear, caplog: pytest.LogCaptureFixture) -> None:
+    with splitting(nn.Sequential(head), [Split("0", 3)]) as (runner,):
+        for read in (torch.argmax, torch.argmax, torch.std):
+            read(head(HIDDEN), -1)
+    assert runner.num_whole == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "0 is not run in parts: its output is computed in full, as argmax reads it: that step takes the memory of the "
+        "whole output"
+    ]
+
+
+def test_a_loss_and_logits_returned_beside_it_hold_no_cycle(head: nn.Linear) -> None:
+    hidden = HIDDEN.clone().requires_grad_()
+    reference = weakref.ref(hidden)
+    logits = lazy_output(head, hidden)
+    loss = F.cross_entropy(logits.view(-1, 11), torch.zeros(10, dtype=torch.long))
+    gc.disable()
+    try:
+        loss.backward()
+        del loss, logits, hidden
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_without_gradients_the_layer_runs_as_it_is(head: nn.Linear) -> None:
+    with torch.no_grad(), splitting(nn.Sequential(head), [Split("0", 3)]):
+        assert type(head(HIDDEN)) is Tensor
