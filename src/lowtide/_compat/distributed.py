@@ -1,0 +1,102 @@
+"""`torch.distributed`: what its public API does not tell about process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._compat.internals import required
+
+_LONGEST = timedelta(minutes=30)  # torch's own default for gloo
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return after how long a collective of a process group gives up; the longest, if its backends differ.
+
+    Relies on `ProcessGroup._device_types`, `_get_backend` and `_timeout` of a backend's options; obsolete with a public
+    way to read a group's time-out.
+    """
+    timeouts = []
+    for device in getattr(group, "_device_types", ()):
+        try:
+            timeouts.append(group._get_backend(torch.device(device)).options._timeout)
+        except (AttributeError, RuntimeError):  # a backend without options, or for a device that is not there
+            continue
+    return max(timeouts, default=_LONGEST)
+
+
+def is_distributed_type(kind: type) -> bool:
+    """Return whether this is a tensor subclass of torch.distributed: a DTensor, or the result of a collective.
+
+    Goes by the name of its module; obsolete when `AsyncCollectiveTensor` is public.
+    """
+    return kind.__module__.startswith("torch.distributed")
+
+
+def gathered_units(model: nn.Module) -> list[Any]:
+    """List the modules of a model that `fully_shard` (FSDP2) was called on.
+
+    Reads `sys.modules`, as importing torch.distributed.fsdp takes long; obsolete when it does not.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def gathered_parameters(model: nn.Module) -> list[list[Tensor]]:
+    """List, for each group of parameters that FSDP2 gathers at once, the tensors that are allocated for it.
+
+    There are none before the first forward. Relies on `FSDPModule._get_fsdp_state`, `_fsdp_param_groups` and the
+    `all_gather_outputs` of their parameters; obsolete when FSDP frees tensors and does not resize their storages.
+    """
+    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
+    groups = list({id(group): group for group in groups}.values())
+    return [[tensor for each in group.fsdp_params for tensor in each.all_gather_outputs] for group in groups]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+@contextlib.contextmanager
+def fake_process_group(world: int) -> Iterator[None]:
+    """Initialise torch.distributed as rank 0 of `world` ranks that do not exist: collectives return at once.
+
+    Relies on torch.testing's `FakeStore` and the backend "fake"; obsolete when both are documented.
+    """
+    store = required("torch.testing._internal.distributed.fake_pg.FakeStore", "jobs cannot be simulated")
+    torch.distributed.init_process_group("fake", store=store(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def pipeline_stages(schedule: Any) -> list[Any]:
+    """List the stages of a schedule of torch.distributed.pipelining that this rank runs.
+
+    Relies on `_stage` and `_stages` of schedules; obsolete when a schedule lists its stages.
+    """
+    return list(getattr(schedule, "_stages", ())) or [schedule._stage]
+
+
+def pipeline_actions(schedule: Any) -> list[tuple[int, str]]:
+    """List what this rank runs in one step: the number of a stage, and "F", "B", "I" or "W" for the kind of pass.
+
+    Relies on `pipeline_order` and the fields of its actions; obsolete when schedules have a public iterator.
+    """
+    order = schedule.pipeline_order
+    if order is None:
+        return []
+    rank = schedule.rank if hasattr(schedule, "rank") else schedule._stage.group_rank
+    actions = [action for action in order[rank] if action is not None]
+    parts = [part for action in actions for part in (action.sub_actions or (action,))]
+    kinds = ((part.stage_index, part.computation_type.value) for part in parts)
+    return [(stage, kind) for stage, kind in kinds if kind in ("F", "B", "I", "W")]

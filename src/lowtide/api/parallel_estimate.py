@@ -1,0 +1,226 @@
+"""`lowtide.estimate_parallel`: what each rank of a large job takes, predicted on a machine with no accelerator.
+
+For each layout (how many ways of FSDP, tensor and data parallelism), the model is built and parallelised for a job of
+that many ranks which does not exist (`tracing.simulated_rank`), and the step of one rank is simulated. The result is a
+table: peak and floor per rank, and for a budget the predicted slowdown of the plan that holds it.
+
+Pipelines are not simulated. All numbers are predicted; docs/distributed.md compares them with real runs of 2 and 4
+ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Plan
+from lowtide.solvers.eager_search import EagerSearch
+from lowtide.solvers.solve import solve
+from lowtide.tracing.model_blocks import find_regions
+from lowtide.tracing.simulated_rank import simulated_job, trace_simulated
+from lowtide.tracing.step_checks import one_at_a_time
+from lowtide.units import format_bytes, format_seconds, parse_bytes
+
+DIMENSIONS = ("ddp", "fsdp", "tp", "cp")  # names of mesh dimensions; the last two need a `make` that takes the mesh
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """Predicted memory and time of one rank of a job. `layout` has the size of each dimension of its mesh.
+
+    `peak_bytes` is the peak of the plain step, `floor_bytes` the smallest peak of any plan, `static_bytes` what is
+    allocated during the whole step. `plan` is the plan for the budget, None without a budget or if none holds it.
+    """
+
+    layout: dict[str, int]
+    peak_bytes: int
+    floor_bytes: int
+    static_bytes: int
+    graph: StepGraph
+    plan: Plan | None = None
+
+    @property
+    def name(self) -> str:
+        """The layout as it is written for `--parallel`."""
+        return ",".join(f"{name}={size}" for name, size in self.layout.items())
+
+
+@dataclass(frozen=True)
+class ParallelEstimate:
+    """One row per layout. `budget_bytes` is the budget that plans were made for, None without one."""
+
+    world: int
+    rows: tuple[RankEstimate, ...]
+    budget_bytes: int | None = None
+
+    @property
+    def best(self) -> RankEstimate | None:
+        """The layout whose planned step is predicted to be fastest per rank; None if no plan holds the budget."""
+        planned = [row for row in self.rows if row.plan is not None]
+        return min(planned, key=lambda row: row.graph.step_s + row.plan.extra_s, default=None)  # type: ignore[union-attr]
+
+    def __str__(self) -> str:
+        head = ["layout", "static", "plain peak", "floor", "plain step"]
+        if self.budget_bytes is not None:
+            head += [f"peak in {format_bytes(self.budget_bytes)}", "slower by"]
+        table = [head, *(self._cells(row) for row in self.rows)]
+        widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        title = f"{self.world} ranks, per rank; everything predicted, nothing allocated"
+        return "\n".join([title, *(line.rstrip() for line in lines)])
+
+    def _cells(self, row: RankEstimate) -> list[str]:
+        sizes = (row.static_bytes, row.peak_bytes, row.floor_bytes)
+        cells = [row.name, *map(format_bytes, sizes), format_seconds(row.graph.step_s)]
+        if self.budget_bytes is None:
+            return cells
+        if row.plan is None:
+            return [*cells, "does not fit", "-"]
+        return [*cells, format_bytes(row.plan.peak_bytes), f"{100 * row.plan.slowdown:.1f} %"]
+
+
+@one_at_a_time
+def estimate_parallel(
+    make: Callable[..., Any],
+    *,
+    world: int,
+    parallel: str | Mapping[str, int] | Iterable[str | Mapping[str, int]] | None = None,
+    budget: int | str | None = None,
+    device: str | None = None,
+    network_bytes_per_s: float = 200e9,
+    time_limit_s: float = 10.0,
+) -> ParallelEstimate:
+    """Predict memory and time of one rank of a job of `world` ranks, for one or several layouts. Nothing is allocated.
+
+    - `make(mesh)` builds the model, parallelises it over the dimensions of the mesh (`parallelize_module`,
+      `fully_shard`) and returns `(model, loss_fn, args)` or `(model, loss_fn, args, optimizer)`. It is called on the
+      meta device. A `make` without parameters returns the plain model: its repeated blocks are then sharded by FSDP.
+    - `parallel` is a layout such as `"fsdp=8,tp=8"`, or several. What is missing to `world` is data parallelism
+      (`ddp`). By default: FSDP over all ranks, and over fewer of them with copies.
+    - `device` names the hardware (`"H100"`). Without `budget`, no plans are made.
+
+    >>> import torch, lowtide
+    >>> def make():
+    ...     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    ...     return model, lambda x: model(x).square().mean(), torch.randn(32, 64)
+    >>> small = lowtide.estimate_parallel(make, world=64, parallel="fsdp=64").rows[0]
+    >>> small.graph.static_bytes["parameters"] * 64 == 4 * (64 * 64 + 64) * 4
+    True
+    """
+    takes_mesh = bool(inspect.signature(make).parameters)
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    rows = []
+    for layout in _layouts(world, parallel, takes_mesh):
+        with simulated_job(layout) as mesh:
+            with torch.device("meta"):
+                model, loss_fn, args, optimizer = _parts(make(mesh) if takes_mesh else make())
+                if not takes_mesh:
+                    _shard(model, optimizer, mesh, layout)
+            buckets = 0
+            if layout.get("ddp", 1) > 1 and "fsdp" not in layout:
+                buckets = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+            graph = trace_simulated(
+                model,
+                loss_fn,
+                args,
+                optimizer=optimizer,
+                device=device,
+                network_bytes_per_s=network_bytes_per_s,
+                unseen_bytes=buckets,
+            )
+        rows.append(_row(layout, graph, budget_bytes, time_limit_s))
+    return ParallelEstimate(world, tuple(rows), budget_bytes)
+
+
+def _row(layout: dict[str, int], graph: StepGraph, budget_bytes: int | None, time_limit_s: float) -> RankEstimate:
+    plan = None
+    if budget_bytes is not None:
+        try:
+            plan = solve(graph, budget_bytes, time_limit_s=time_limit_s)
+        except InfeasibleBudgetError:
+            plan = None
+    floor_bytes = EagerSearch(graph).floor.peak_bytes
+    static_bytes = sum(graph.static_bytes.values())
+    return RankEstimate(layout, graph.plain_peak_bytes, floor_bytes, static_bytes, graph, plan)
+
+
+def _parts(made: Any) -> tuple[nn.Module, Any, tuple[Any, ...], Any]:
+    if isinstance(made, Mapping):
+        made = (made["model"], made["loss_fn"], made["batch"], made.get("optimizer"))
+    if not isinstance(made, tuple | list) or len(made) not in (3, 4):
+        raise TypeError("make() returns (model, loss_fn, args) or (model, loss_fn, args, optimizer)")
+    model, loss_fn, args, optimizer = (*made, None)[:4]
+    return model, loss_fn, args if isinstance(args, tuple) else (args,), optimizer
+
+
+def _layouts(world: int, parallel: Any, takes_mesh: bool) -> list[dict[str, int]]:
+    if world < 1:
+        raise ValueError(f"world is a number of ranks, 1 or more, not {world}")
+    if parallel is None:
+        sizes = [size for size in _divisors(world) if size == world or size in (8, 64)]
+        return [_layout(world, {"fsdp": size}, takes_mesh) for size in sizes]
+    given = [parallel] if isinstance(parallel, str | Mapping) else list(parallel)
+    return [_layout(world, each, takes_mesh) for each in given]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _layout(world: int, given: str | Mapping[str, int], takes_mesh: bool) -> dict[str, int]:
+    """The sizes of the mesh's dimensions, the outermost first. Raises `ValueError` if they do not make up the world."""
+    sizes = dict(given) if isinstance(given, Mapping) else _parsed(given)
+    for name in sizes:
+        if name == "pp":
+            raise ValueError("pipelines are not simulated: plan each stage with lowtide.fit_pipeline")
+        if name not in DIMENSIONS:
+            raise ValueError(f"a dimension is called {', '.join(DIMENSIONS)}, not {name!r}")
+        if name in ("tp", "cp") and not takes_mesh:
+            raise ValueError(
+                f"{name} needs a make(mesh) that parallelises the model itself, by parallelize_module(model, "
+                f"mesh[{name!r}], ...): which layers are split, and how, is not known otherwise"
+            )
+    total = math.prod(sizes.values())
+    if total < 1 or world % total:
+        raise ValueError(f"{given} makes {total} ranks, which does not divide the world of {world}")
+    if total < world:
+        sizes["ddp"] = sizes.get("ddp", 1) * (world // total)
+    return {name: sizes[name] for name in DIMENSIONS if name in sizes}
+
+
+def _parsed(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not size.isdigit() or name in sizes:
+            raise ValueError(f"a layout is written as in 'fsdp=8,tp=8', not {text!r}")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _shard(model: nn.Module, optimizer: Any, mesh: Any, layout: dict[str, int]) -> None:
+    """Shard a plain model by FSDP: each of its repeated blocks, and the rest. The optimizer gets the new parameters."""
+    if "fsdp" not in layout:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    from torch.distributed.fsdp import fully_shard
+
+    part = mesh["ddp", "fsdp"] if "ddp" in layout else mesh["fsdp"]
+    try:
+        blocks = list(find_regions(model, None).values())
+    except ValueError:  # no repeated blocks
+        blocks = []
+    for block in blocks:
+        fully_shard(block, mesh=part)
+    fully_shard(model, mesh=part)
+    sharded = dict(model.named_parameters())
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [sharded[names[id(each)]] if id(each) in names else each for each in group["params"]]

@@ -1,0 +1,1 @@
+"""One plan on every rank of a distributed job, over torch.distributed."""

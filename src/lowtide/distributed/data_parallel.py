@@ -1,0 +1,83 @@
+"""DistributedDataParallel (DDP): the model inside, steps that settle it, and what it holds.
+
+A plan belongs to the module inside a DDP wrapper (`unwrapped`), so that its names are the same with and without DDP.
+The step that is traced and measured is the whole one, through the wrapper.
+
+- In its first two forwards DDP arranges its buckets, with ops of its own that later steps do not have. A trace
+  therefore runs `num_settling_steps` first. This state is in DDP's C++ reducer and cannot be restored; it does not
+  change results.
+- Fake tensors cannot pass through the reducer, which holds the real parameters. In fake traces the wrapper calls its
+  module directly (`bypassed`), and the bytes of its buckets are added (`bucket_bytes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_NUM_SETTLING_STEPS = 2  # the first records the order of gradients, the second rebuilds the buckets by it
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside DDP wrappers; anything else as it is."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """The DDP wrappers around a model, around parts of it, and around a model that it is a part of.
+
+    They are looked up among all objects of the process: a wrapper is not reachable from the module inside it, and
+    `loss_fn` may hold it anywhere.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return []
+    parts = set(model.modules())
+    found = [item for item in gc.get_objects() if type(item) is DistributedDataParallel]
+    return [wrapper for wrapper in found if not parts.isdisjoint(wrapper.module.modules())]
+
+
+def num_settling_steps(wrappers: list[DistributedDataParallel]) -> int:
+    """How many steps to run before one is like the next."""
+    return _NUM_SETTLING_STEPS if wrappers else 0
+
+
+def gradients_in_buckets(wrappers: list[DistributedDataParallel]) -> list[nn.Parameter]:
+    """The parameters whose gradients are views of buckets: that memory exists before the backward."""
+    return [
+        parameter
+        for wrapper in wrappers
+        if wrapper.gradient_as_bucket_view
+        for parameter in wrapper.module.parameters()
+        if parameter.requires_grad
+    ]
+
+
+def bucket_bytes(wrappers: list[DistributedDataParallel]) -> int:
+    """Bytes of buckets that exist beside gradients: as many as the gradients have, unless these are views of them."""
+    parameters = {
+        id(parameter): parameter.nbytes
+        for wrapper in wrappers
+        if not wrapper.gradient_as_bucket_view
+        for parameter in wrapper.module.parameters()
+        if parameter.requires_grad
+    }
+    return sum(parameters.values())
+
+
+@contextlib.contextmanager
+def bypassed(wrappers: list[DistributedDataParallel]) -> Iterator[None]:
+    """A context in which the wrappers only call their modules, without collectives."""
+    for wrapper in wrappers:
+        vars(wrapper)["forward"] = wrapper.module
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            vars(wrapper).pop("forward", None)

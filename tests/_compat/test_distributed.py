@@ -1,0 +1,45 @@
+"""Canaries for `_compat/distributed.py`: what is read of process groups, meshes and sharded modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lowtide import _compat
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A job of one process."""
+    seconds = timedelta(seconds=17)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=seconds)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_time_outs_of_groups(alone: None) -> None:
+    assert _compat.group_timeout(distributed.group.WORLD) == timedelta(seconds=17), "options of backends have changed"
+
+
+def test_gathered_parameters_of_fsdp(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert _compat.gathered_units(model) == [] and _compat.gathered_parameters(model) == []
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    assert _compat.gathered_units(model) == [model[0]]
+    model(torch.ones(2, 4)).sum().backward()
+    (tensors,) = _compat.gathered_parameters(model)
+    assert len(tensors) == 2 and not any(tensor.untyped_storage().nbytes() for tensor in tensors), (
+        "not freed by resizing"
+    )
+    assert _compat.is_distributed_type(DTensor) and not _compat.is_distributed_type(torch.Tensor)
+    (shard,) = _compat.inner_tensors(model[0].weight)
+    assert type(shard) is torch.Tensor and _compat.local_bytes(model[0].weight) == 64, (
+        "DTensor lists its parts otherwise"
+    )
