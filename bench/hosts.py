@@ -1,0 +1,363 @@
+"""What hosts do about memory, against a budget: `python bench/hosts.py llama lora unet`; `--small` tries it on the CPU.
+
+Each job runs whole training steps (forward, backward, gradient clipping, AdamW) in these ways:
+
+- plain;
+- the host's own checkpointing: every block, by torch's non-reentrant checkpoint;
+- the host's offloading: every saved tensor to pinned host memory and back (`torch.autograd.graph.save_on_cpu`, which is
+  TRL's `activation_offloading` without overlap), and checkpointing with the blocks' inputs offloaded;
+- lowtide with the measured peak of the host's checkpointing as its budget, without and with host memory.
+
+The machine may have no accelerate, TRL, PEFT or diffusers. The loops are therefore written here as the hosts run them:
+the Trainer's step in bfloat16 autocast with float32 weights, a LoRA on `q_proj` and `v_proj` of a frozen bfloat16
+model, and a UNet with the widths and depths of SDXL's. Peaks are the allocator's over a whole step; times are medians
+of steps of one process, way by way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from reporting import device_name, versions
+from torch import Tensor, nn
+from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.errors import LowtideError
+from lowtide.units import format_bytes
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class HostJob:
+    """A model, its loss, a batch and its optimizer; `blocks` are what the host checkpoints."""
+
+    title: str
+    model: nn.Module
+    loss_fn: Callable[[Any], Tensor]
+    batch: Any
+    optimizer: torch.optim.Optimizer
+    blocks: list[nn.Module]
+
+    def step(self) -> None:
+        """One training step, as the hosts run it."""
+        self.loss_fn(self.batch).backward()
+        nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+# The models.
+
+
+def _llama(small: bool, dtype: torch.dtype, **sizes: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if small:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}
+    config = LlamaConfig(
+        num_attention_heads=sizes["hidden_size"] // (16 if small else 64 if sizes["hidden_size"] == 2048 else 128),
+        num_key_value_heads=2 if small else 8,
+        tie_word_embeddings=True,
+        use_cache=False,
+        **sizes,
+    )
+    with torch.device(DEVICE):
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def llama(small: bool) -> HostJob:
+    """As `Trainer` with bf16=True: float32 weights, autocast, fused AdamW."""
+    model = _llama(
+        small, torch.float32, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, vocab_size=128256
+    )
+    ids = torch.randint(0, 256, (2, 64) if small else (4, 2048), device=DEVICE)
+
+    def loss_fn(ids: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            return model(input_ids=ids, labels=ids).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    title = f"Llama of {_millions(model)}M parameters, AdamW, bfloat16 autocast, {ids.numel()} tokens"
+    return HostJob(title, model, loss_fn, ids, optimizer, list(model.model.layers))
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a trained update of low rank, as PEFT's."""
+
+    def __init__(self, base: nn.Linear, rank: int = 16) -> None:
+        super().__init__()
+        self.base = base
+        options: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": torch.float32}
+        self.down, self.up = nn.Linear(base.in_features, rank, **options), nn.Linear(rank, base.out_features, **options)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x.float())).to(x.dtype) * 2.0
+
+
+def lora(small: bool) -> HostJob:
+    """As TRL's SFTTrainer with a LoRA of PEFT: a frozen base in bfloat16, adapters in float32."""
+    model = _llama(
+        small, torch.bfloat16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256
+    ).requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Lora(getattr(layer.self_attn, name)))
+    ids = torch.randint(0, 256, (2, 64) if small else (4, 2048), device=DEVICE)
+
+    def loss_fn(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    title = f"LoRA on a Llama of {_millions(model)}M parameters in bfloat16, {ids.numel()} tokens"
+    return HostJob(title, model, loss_fn, ids, optimizer, list(model.model.layers))
+
+
+class ResBlock(nn.Module):
+    def __init__(self, inner: int, outer: int, time: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(16, inner), nn.Conv2d(inner, outer, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(16, outer), nn.Conv2d(outer, outer, 3, padding=1)
+        self.time = nn.Linear(time, outer)
+        self.skip = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        h = self.conv1(silu(self.norm1(x))) + self.time(silu(time))[:, :, None, None]
+        return self.skip(x) + self.conv2(silu(self.norm2(h)))
+
+
+class TextBlock(nn.Module):
+    """Attention of an image to itself and to a text, and a gated MLP."""
+
+    def __init__(self, width: int, text: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.own, self.own_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.query, self.text, self.text_out = (
+            nn.Linear(width, width), nn.Linear(text, 2 * width), nn.Linear(width, width)
+        )  # fmt: skip
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        x = x + self.own_out(_attention(*self.own(self.norms[0](x)).chunk(3, -1)))
+        x = x + self.text_out(_attention(self.query(self.norms[1](x)), *self.text(text).chunk(2, -1)))
+        value, gate = self.up(self.norms[2](x)).chunk(2, -1)
+        return x + self.down(value * gelu(gate))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = max(1, q.shape[-1] // 64)
+    q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+class UNet(nn.Module):
+    """Three resolutions down and up, with skips; `depths` transformer blocks after each residual block."""
+
+    def __init__(self, widths: tuple[int, ...], depths: tuple[int, ...], text: int) -> None:
+        super().__init__()
+        time = 4 * widths[0]
+        self.first, self.last = nn.Conv2d(4, widths[0], 3, padding=1), nn.Conv2d(widths[0], 4, 3, padding=1)
+        self.embed = nn.Linear(widths[0], time)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        inner = widths[0]
+        for width, depth in zip(widths, depths, strict=True):
+            self.down.append(self._level(inner, width, time, depth, text))
+            inner = width
+        for number in reversed(range(len(widths))):
+            outer = widths[max(0, number - 1)]
+            self.up.append(self._level(2 * widths[number], outer, time, depths[number], text))
+
+    @staticmethod
+    def _level(inner: int, outer: int, time: int, depth: int, text: int) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                "residual": nn.ModuleList([ResBlock(inner, outer, time), ResBlock(outer, outer, time)]),
+                "text": nn.ModuleList(TextBlock(outer, text) for _ in range(2 * depth)),
+            }
+        )
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        x, time = self.first(x), self.embed(time)
+        skips = []
+        for number, level in enumerate(self.down):
+            x = self._run(level, x, time, text)
+            skips.append(x)
+            x = x if number == len(self.down) - 1 else nn.functional.avg_pool2d(x, 2)
+        for number, level in enumerate(self.up):
+            x = self._run(level, torch.cat([x, skips.pop()], 1), time, text)
+            x = x if number == len(self.up) - 1 else nn.functional.interpolate(x, scale_factor=2.0)
+        return self.last(x)
+
+    @staticmethod
+    def _run(level: Any, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        half = len(level["text"]) // 2
+        for number, residual in enumerate(level["residual"]):
+            x = residual(x, time)
+            shape = x.shape
+            rows = x.flatten(2).transpose(1, 2)
+            for block in level["text"][number * half : (number + 1) * half]:
+                rows = block(rows, text)
+            x = rows.transpose(1, 2).reshape(shape)
+        return x
+
+
+def unet(small: bool) -> HostJob:
+    """As diffusers' SDXL script with bf16: float32 weights, autocast, fused AdamW."""
+    with torch.device(DEVICE):
+        model = UNet((32, 64), (0, 1), 32) if small else UNet((320, 640, 1280), (0, 2, 10), 2048)
+        size, width, text = (16, 32, 32) if small else (128, 320, 2048)
+        num = 2 if small else 8
+        batch = torch.randn(num, 4, size, size), torch.randn(num, width), torch.randn(num, 77, text)
+
+    def loss_fn(batch: Any) -> Tensor:
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            return mse_loss(model(*batch).float(), batch[0])
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    blocks = [module for module in model.modules() if isinstance(module, ResBlock | TextBlock)]
+    title = f"UNet of {_millions(model)}M parameters, AdamW, bfloat16 autocast, {num} latents of {size} x {size}"
+    return HostJob(title, model, loss_fn, batch, optimizer, blocks)
+
+
+def _millions(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters()) // 10**6
+
+
+# The ways.
+
+
+@contextlib.contextmanager
+def checkpointed(job: HostJob, offload: bool = False) -> Any:
+    """Every block by torch's checkpoint, as the hosts' switches do; with `offload`, its inputs in host memory."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        saved = torch.autograd.graph.save_on_cpu(pin_memory=DEVICE.type == "cuda")
+        with saved if offload else contextlib.nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    for block in job.blocks:
+        block.forward = partial(run, type(block).forward.__get__(block))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in job.blocks:
+            del block.forward
+
+
+@contextlib.contextmanager
+def offloaded(job: HostJob) -> Any:
+    """Every saved tensor of the forward in host memory."""
+    plain = job.loss_fn
+
+    def loss_fn(batch: Any) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=DEVICE.type == "cuda"):
+            return plain(batch)
+
+    job.loss_fn = loss_fn
+    try:
+        yield
+    finally:
+        job.loss_fn = plain
+
+
+def measured(job: HostJob, limit_s: float = 25.0) -> tuple[int, float]:
+    """The peak of a whole step, and the median of as many steps as fit into `limit_s`, 3 to 8."""
+    for _ in range(2):
+        job.step()
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    peak = lowtide.measure(job.step, device=DEVICE).total_peak_bytes
+    if DEVICE.type == "cpu":  # what was there before the step does not count there
+        states = [item for state in job.optimizer.state.values() for item in state.values()]
+        peak += sum(each.nbytes for each in (*job.model.parameters(), *job.model.buffers(), *states))
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 8 and sum(times) < limit_s):
+        times.append(lowtide.measure(job.step, device=DEVICE).seconds if DEVICE.type == "cuda" else _seconds(job.step))
+    return peak, statistics.median(times)
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def compare(make: Callable[[bool], HostJob], small: bool) -> list[str]:
+    """The table of one job."""
+    job = make(small)
+    lines = [f"### {job.title}", "", "| | peak | step | over plain |", "|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
+    plain_s = 0.0
+
+    def row(name: str, context: Any, note: str = "") -> int:
+        nonlocal plain_s
+        try:
+            with context:
+                peak, seconds = measured(job)
+        except torch.OutOfMemoryError:
+            job.optimizer.zero_grad(set_to_none=True)
+            lines.append(f"| {name} | out of memory | | |")
+            print(lines[-1], flush=True)
+            return 0
+        plain_s = plain_s or seconds
+        slower = f"{100 * (seconds / plain_s - 1):+.1f} %"
+        lines.append(f"| {name} | {format_bytes(peak)} | {1000 * seconds:.0f} ms | {slower} |{note}")
+        print(lines[-1], flush=True)
+        return peak
+
+    row("plain", contextlib.nullcontext())
+    budget = row("checkpointing, every block", checkpointed(job))
+    row("checkpointing, inputs of blocks offloaded", checkpointed(job, offload=True))
+    row("offloading, every saved tensor", offloaded(job))
+    for name, host in {
+        "lowtide, at the checkpointing's peak": 0,
+        "lowtide, the same with host memory": "64GiB",
+    }.items():
+        if not budget or (host and DEVICE.type == "cpu"):
+            continue
+        start = time.perf_counter()
+        try:
+            handle = lowtide.fit(
+                job.model, job.loss_fn, job.batch, budget=budget, optimizer=job.optimizer, host=host, tune_s=8.0
+            )
+        except LowtideError as error:
+            lines.append(f"| {name} | refused: {str(error).splitlines()[0]} | | |")
+            print(lines[-1], flush=True)
+            continue
+        with handle:
+            row(name, contextlib.nullcontext(), f" planned in {time.perf_counter() - start:.0f} s")
+    return lines
+
+
+def main() -> None:
+    jobs = {"llama": llama, "lora": lora, "unet": unet}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(jobs)}; all by default")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{device_name(DEVICE.type)}, {versions()}\n")
+    for name in options.jobs or jobs:
+        compare(jobs[name], options.small)
+        print(flush=True)
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

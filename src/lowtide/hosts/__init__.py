@@ -1,0 +1,40 @@
+"""Adapters to the frameworks that people train with: one module per framework, with one line for the user to add.
+
+    trainer = transformers.Trainer(..., callbacks=[lowtide.hosts.transformers.Budget("20GiB")])
+
+A module is imported when it is first used, so that `import lowtide` needs none of the frameworks and stays light. The
+modules use public names of lowtide only. `planning` holds what they share: example batches from a data loader,
+gradients that accumulation keeps, and the files and metrics of a fitted plan.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_PACKAGES = {
+    "accelerate": "accelerate",
+    "axolotl": "axolotl",
+    "diffusers": "diffusers",
+    "lightning": "lightning",
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+}  # the package that each module needs
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _PACKAGES:
+        raise AttributeError(f"lowtide.hosts has {', '.join(_PACKAGES)}, not {name!r}")
+    try:
+        return importlib.import_module(f"lowtide.hosts.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] in (*_PACKAGES, "pytorch_lightning"):
+            raise ModuleNotFoundError(
+                f"lowtide.hosts.{name} needs {error.name}, which is not installed: pip install {error.name}",
+                name=error.name,
+            ) from error
+        raise
+
+
+def __dir__() -> list[str]:
+    return sorted(_PACKAGES)

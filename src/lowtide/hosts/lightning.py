@@ -1,0 +1,174 @@
+"""`Budget`: a callback for Lightning's `Trainer`.
+
+    lightning.Trainer(callbacks=[lowtide.hosts.lightning.Budget("20GiB")])
+
+When training starts, the callback plans with `lowtide.fit`: from batches of the training data loader, with the module's
+`training_step` and the precision of the trainer, and with the optimizer from `configure_optimizers`. Calls of
+`self.log` in `training_step` do nothing while the callback plans, as Lightning allows them in its own loop only.
+
+Each batch is looked at before its step (`handle.cover`), so a batch that is larger than those planned for gets a plan,
+also if `training_step` calls parts of the module and not its `forward`. Validation runs as without the callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import lowtide
+from lowtide.errors import LowtideError
+from lowtide.hosts import planning
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import CombinedLoader
+except ModuleNotFoundError as error:  # the package of the same classes with the older name
+    if error.name is None or not error.name.startswith("lightning"):
+        raise
+    from pytorch_lightning import Callback
+    from pytorch_lightning.utilities import CombinedLoader
+
+
+class LightningBudget(planning.BudgetOptions, Callback):
+    """Trains within `budget` bytes of device memory: parameters, gradients, optimizer state and activations.
+
+    `largest` is a length that batches will reach, or a function that makes the largest batch; `probe` is a number of
+    batches to read at the start, of which the largest are planned for. Otherwise the first batch is planned for, and
+    larger ones when they appear. `host`, `lossy`, `split`, `tune_s` and `time_limit_s` are those of `lowtide.fit`.
+
+    `handle` is the handle of `fit` while training, and after it. `lowtide/peak_gib` and `lowtide/slowdown` are logged.
+    The plan, its report and the file from which a resumed training reads the plan are in `<default_root_dir>/lowtide`.
+    Manual optimization is refused, as its `training_step` contains the backwards.
+    """
+
+    _step: _TrainingStep | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Plan for the training that starts. Raises `InfeasibleBudgetError` if no plan meets the budget."""
+        self._take_off()
+        _refuse(trainer, pl_module)
+        self._step = _TrainingStep(trainer, pl_module)
+        loaders = trainer.train_dataloader
+        if isinstance(loaders, dict | list | tuple) or isinstance(loaders, CombinedLoader):
+            combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "min_size")
+            loaders = _Batches(combined)
+        batches = [self._step.prepared(batch) for batch in self._examples.of(loaders)]
+        folder = Path(trainer.default_root_dir) / planning.FOLDER
+        # Lightning clears gradients between forward and backward, so those of the step before are there in a forward.
+        with self._step.without_logging(), planning.accumulating(pl_module, 2):
+            self.handle = lowtide.fit(
+                pl_module,
+                self._step,
+                *batches[0],
+                more_batches=batches[1:],
+                budget=self.budget,
+                optimizer=trainer.optimizers[0],
+                cache=planning.cache_in(folder, trainer.world_size),
+                **self._options,
+            )
+        self.handle.see_inputs()
+        if trainer.is_global_zero:
+            planning.save(self.handle, folder)
+        planning.forget_peaks(trainer.strategy.root_device)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Plan for the batch, if it is larger than any before."""
+        if self._step is not None:
+            with self._step.without_logging():
+                self.handle.cover(self._step, batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the metrics of the plan."""
+        if self.handle is not None:
+            pl_module.log_dict(planning.metrics(self.handle, trainer.strategy.root_device))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the plan off the module."""
+        self._take_off()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the plan off the module."""
+        self._take_off()
+
+    def _take_off(self) -> None:
+        self._step = None
+        super()._take_off()
+
+
+Budget = LightningBudget
+
+
+class _Batches:
+    """The batches of a `CombinedLoader`, without the numbers that it returns with them."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, _, _ in self._loader)
+
+
+class _TrainingStep:
+    """The loss of one training step, computed as the trainer does. `hidden_from_replay`: its trainer is not copied."""
+
+    hidden_from_replay = True
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer, self._module = trainer, module
+
+    def prepared(self, batch: Any) -> tuple[Any]:
+        """The argument of a call: a batch as the training loop passes it to `training_step`."""
+        strategy, module = self._trainer.strategy, self._module
+        batch = module._on_before_batch_transfer(self._trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+        return (strategy.batch_to_device(batch, dataloader_idx=0),)
+
+    def __call__(self, batch: Any) -> Tensor:
+        inputs = (batch, 0) if _takes_index(self._module.training_step) else (batch,)
+        output = self._trainer.strategy.training_step(*inputs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise LowtideError(
+                "training_step returned no loss for the first batch: a plan needs a step with a backward"
+            )
+        return loss / self._trainer.accumulate_grad_batches
+
+    @contextmanager
+    def without_logging(self) -> Iterator[None]:
+        """A context in which `self.log` and `self.log_dict` of the module do nothing."""
+        own = vars(self._module)
+        before = {name: own[name] for name in ("log", "log_dict") if name in own}
+        own.update(log=_do_nothing, log_dict=_do_nothing)
+        try:
+            yield
+        finally:
+            for name in ("log", "log_dict"):
+                own.pop(name, None)
+            own.update(before)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of `self.log`."""
+
+
+def _takes_index(training_step: Callable[..., Any]) -> bool:
+    code = getattr(training_step, "__code__", None)
+    return code is None or "batch_idx" in code.co_varnames[: code.co_argcount]
+
+
+def _refuse(trainer: Any, module: Any) -> None:
+    """Raise, with what to do, if the trainer does something that a plan cannot be made for."""
+    if not module.automatic_optimization:
+        raise LowtideError(
+            "Budget cannot plan for manual optimization, whose training_step contains the backwards: call "
+            "lowtide.fit(module, loss_fn, batch, budget=..., optimizer=...) for the part that computes the loss"
+        )
+    name = type(trainer.strategy).__name__
+    if "DeepSpeed" in name or "FSDP" in name or "ModelParallel" in name:
+        raise LowtideError(
+            f"Budget cannot plan for {name}, which shards the module before training starts: make a plan with "
+            "lowtide.plan, and call lowtide.apply(module, plan) in configure_model"
+        )

@@ -1,0 +1,248 @@
+"""What the adapters share: example batches, gradients kept by accumulation, files and metrics of a fitted plan.
+
+A plan is made from batches that the host's own data loader gives. Reading them must not change the training that
+follows, so random states are put back (`undisturbed`), and a data set that can be read only once is refused.
+`Examples` picks the batches: the first one, the largest of several (`probe=`), or one that the user describes
+(`largest=`). Batches that are larger still are planned for when they appear, as always under `lowtide.fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from lowtide.errors import LowtideError
+from lowtide.units import check_bytes
+
+FOLDER = "lowtide"  # inside the host's output folder
+REPORT_S = 2.0  # for the curve of the report, at the start of each training
+_MOST_EXAMPLES = 4  # traced on fake tensors each: more of them seldom change which one has the highest peak
+_MOST_NESTED = 4  # samplers inside of samplers
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Which batches a plan is made for.
+
+    `largest` is a length that batches reach, or a function that makes the largest batch as the data loader would.
+    `probe` is a number of batches to read, of which the largest are planned for. With neither, it is the first batch.
+    """
+
+    largest: int | Callable[[], Any] | None = None
+    probe: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.largest, bool) or not (self.largest is None or callable(self.largest) or self._is_length()):
+            raise TypeError(
+                "largest is a length that batches reach, such as 4096, or a function that makes the largest batch, not "
+                f"{self.largest!r:.80}"
+            )
+        if not isinstance(self.probe, int) or self.probe < 0:
+            raise ValueError(f"probe is a number of batches to look at, such as 64, not {self.probe!r:.80}")
+
+    def _is_length(self) -> bool:
+        return isinstance(self.largest, int) and self.largest > 0
+
+    def of(self, loader: Iterable[Any]) -> list[Any]:
+        """The batches of `loader` to plan for, the largest first. Random states are as before."""
+        with undisturbed(loader):
+            if callable(self.largest):
+                return [self.largest()]
+            batches = list(islice(_readable(loader), max(1, self.probe)))
+        if not batches:
+            raise LowtideError("the data loader gave no batch to plan for: is the data set empty?")
+        chosen = largest_of(batches)
+        return [lengthened(chosen[0], self.largest)] if isinstance(self.largest, int) else chosen
+
+
+class BudgetOptions:
+    """The options of a callback that plans when training begins, and the handle of its plan."""
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        largest: int | Callable[[], Any] | None = None,
+        probe: int = 0,
+        host: int | str = 0,
+        lossy: Any = None,
+        split: bool = False,
+        tune_s: float = 10.0,
+        time_limit_s: float = 10.0,
+    ) -> None:
+        check_bytes(budget)
+        self.budget = budget
+        self.handle: Any = None
+        self._examples = Examples(largest, probe)
+        self._options: dict[str, Any] = {"host": host, "lossy": lossy, "split": split, "tune_s": tune_s}
+        self._options["time_limit_s"] = time_limit_s
+
+    def _take_off(self) -> None:
+        if self.handle is not None and not self.handle.is_removed:
+            self.handle.remove()
+
+
+def largest_of(batches: list[Any]) -> list[Any]:
+    """The batches that no other one covers in every dimension, the one with the most elements first; at most four."""
+    by_size = sorted(batches, key=lambda batch: -sum(tensor.numel() for tensor in tensors_of(batch)))
+    chosen: list[Any] = []
+    for batch in by_size:
+        if not any(_covers(other, batch) for other in chosen):
+            chosen.append(batch)
+    return chosen[:_MOST_EXAMPLES]
+
+
+def _covers(planned: Any, seen: Any) -> bool:
+    pairs = list(zip(tensors_of(planned), tensors_of(seen), strict=False))
+    return len(tensors_of(planned)) == len(tensors_of(seen)) and all(
+        one.ndim == other.ndim and all(have >= size for have, size in zip(one.shape, other.shape, strict=True))
+        for one, other in pairs
+    )
+
+
+def lengthened(batch: Any, length: int) -> Any:
+    """A batch in which the second dimension, the one of a sequence, is `length` long: its values are repeated.
+
+    >>> lengthened({"input_ids": torch.tensor([[5, 6, 7]])}, 5)
+    {'input_ids': tensor([[5, 6, 7, 5, 6]])}
+    """
+    longest = max((tensor.shape[1] for tensor in tensors_of(batch) if tensor.ndim > 1), default=0)
+    if not longest:
+        raise LowtideError(
+            "largest= is a length, and no tensor of the batch has a second dimension to lengthen: give a function that "
+            "makes the largest batch"
+        )
+
+    def repeated(tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != longest:
+            return tensor
+        times = [1] * tensor.ndim
+        times[1] = -(-length // longest)
+        return tensor.repeat(times)[:, :length].contiguous()
+
+    return batch if length <= longest else mapped(repeated, batch)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors in a batch of nested mappings and sequences, in order."""
+    found: list[Tensor] = []
+    mapped(found.append, batch)
+    return found
+
+
+def mapped(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """A batch with `function` applied to its tensors; containers are new, other items the same."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        items = {key: mapped(function, value) for key, value in batch.items()}
+        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(function, item) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(function, item) for item in batch)
+    return batch
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on `device`."""
+    return mapped(lambda tensor: tensor.to(device), batch)
+
+
+def _readable(loader: Iterable[Any]) -> Iterable[Any]:
+    """The iterable to read example batches from. Raises if reading would take them away from the training."""
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate's own iterator counts its batches
+    data = getattr(loader, "dataset", loader)
+    is_stream = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    if is_stream and iter(data) is iter(data):
+        raise LowtideError(
+            f"{type(data).__name__} can be read only once, so that a batch to plan for would be missing from the "
+            "training: give largest=, a function that makes the largest batch"
+        )
+    return loader
+
+
+@contextlib.contextmanager
+def undisturbed(loader: Any) -> Iterator[None]:
+    """A context after which random states, also of the loader's own samplers, are as before."""
+    generators = _generators(loader)
+    states = [generator.get_state() for generator in generators]
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The random generators of a data loader and of the samplers inside it."""
+    found: dict[int, torch.Generator] = {}
+    level = [loader]
+    for _ in range(_MOST_NESTED):
+        items = [getattr(part, name, None) for part in level for name in ("generator", "synchronized_generator")]
+        found |= {id(item): item for item in items if isinstance(item, torch.Generator)}
+        names = ("base_dataloader", "sampler", "batch_sampler")
+        level = [part for item in level for name in names if (part := getattr(item, name, None)) is not None]
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module, num_steps: int) -> Iterator[None]:
+    """A context in which trainable parameters have gradients, as in all but the first of `num_steps` backwards.
+
+    With one step per update nothing is done. Gradients that exist already stay; others are gone afterwards.
+    """
+    without = [p for p in model.parameters() if p.requires_grad and p.grad is None] if num_steps > 1 else []
+    for parameter in without:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter in without:
+            parameter.grad = None
+
+
+def cache_in(folder: Path, num_processes: int = 1) -> Path | None:
+    """The file in which `fit` remembers its plan; None with several processes, which have to run the same steps."""
+    if num_processes > 1:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "fit.json"
+
+
+def save(handle: Any, folder: Path) -> None:
+    """Write the plan and its report to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(handle.plan.to_json(graph=False), encoding="utf-8")
+    handle.report(folder / "report.html", time_limit_s=REPORT_S)
+
+
+def metrics(handle: Any, device: torch.device) -> dict[str, float]:
+    """What to log: the peak so far on an accelerator, as fitted on the CPU; and how much slower than plain steps."""
+    peak = handle.measured_peak_bytes or handle.plan.peak_bytes
+    if device.type != "cpu":
+        peak = torch.accelerator.max_memory_allocated(device)
+    slowdown = handle.plan.slowdown if handle.measured_slowdown is None else handle.measured_slowdown
+    return {"lowtide/peak_gib": peak / 2**30, "lowtide/slowdown": slowdown}
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Reset the allocator's peak, so that the steps which `fit` tried do not count as those of the training."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)

@@ -1,0 +1,229 @@
+"""`Budget`: a callback for transformers' `Trainer`, and for the trainers of TRL that are built on it.
+
+    Trainer(model, args, train_dataset=data, callbacks=[lowtide.hosts.transformers.Budget("20GiB")])
+
+When training begins, the callback plans with `lowtide.fit`: from batches of the trainer's own data loader, with its
+`compute_loss`, and with the optimizer that it made, whose state counts before it exists. With gradient accumulation the
+gradients count too, as they are there in every later step. When training ends the plan is taken off. Evaluation,
+prediction and `generate()` build no autograd graph and run as without the callback.
+
+`on_train_begin` runs once more if `auto_find_batch_size` starts over, or if `train()` is called again: the old plan is
+taken off first. The plan, the report and the file from which a resumed training reads the plan are in
+`<output_dir>/lowtide`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import InfeasibleBudgetError, LowtideError
+from lowtide.hosts import planning
+
+logger = logging.getLogger("lowtide")
+
+
+class Budget(planning.BudgetOptions, transformers.TrainerCallback):
+    """Trains within `budget` bytes of device memory: parameters, gradients, optimizer state and activations.
+
+    `largest` is a length that batches will reach, or a function that makes the largest batch; `probe` is a number of
+    batches to read at the start, of which the largest are planned for. Otherwise the first batch is planned for, and
+    larger ones when they appear. `host`, `lossy`, `split`, `tune_s` and `time_limit_s` are those of `lowtide.fit`.
+
+    `handle` is the handle of `fit` while training, and after it. The metrics `lowtide/peak_gib` and `lowtide/slowdown`
+    are logged with the losses.
+
+    The model's own gradient checkpointing is switched off, as both at once would recompute everything twice.
+    `torch_compile`, `activation_offloading`, DeepSpeed and `nn.DataParallel` are refused.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Remove the hook that TRL sets on the embeddings for its checkpointing: the next one would hide it."""
+        if args.gradient_checkpointing and hasattr(model, "disable_input_require_grads"):
+            model.disable_input_require_grads()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Plan for the training that begins. Raises `InfeasibleBudgetError` if no plan meets the budget."""
+        trainer = _trainer_of(self)
+        self._take_off()
+        _refuse(trainer)
+        _take_over_checkpointing(trainer.model)
+        handler = trainer.callback_handler
+        # First in the list, so that metrics added in `on_log` reach the callbacks that report them. It is a new list,
+        # as the handler is going through the old one.
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
+        try:
+            self._fit(trainer)
+        except InfeasibleBudgetError as error:
+            if not args.auto_find_batch_size:
+                raise
+            # The trainer tries a smaller batch if the message of a RuntimeError has these words.
+            raise RuntimeError(f"{error}\nauto_find_batch_size takes this for: CUDA out of memory.") from error
+
+    def _fit(self, trainer: Any) -> None:
+        args, folder = trainer.args, Path(trainer.args.output_dir) / planning.FOLDER
+        trainer.model_wrapped.train()  # as every training step does
+        examples = self._examples.of(trainer.get_train_dataloader())
+        trainer.accelerator._dataloaders.pop()  # the loader that was made for the examples
+        step = _Step(trainer)
+        batches = [step.prepared(batch) for batch in examples]
+        with planning.accumulating(trainer.model, args.gradient_accumulation_steps), step.unchanged_trainer():
+            self.handle = lowtide.fit(
+                trainer.model,
+                step,
+                *batches[0],
+                more_batches=batches[1:],
+                budget=self.budget,
+                optimizer=trainer.optimizer,
+                cache=planning.cache_in(folder, args.world_size),
+                **self._options,
+            )
+        self.handle.see_inputs()
+        if trainer.is_world_process_zero():
+            planning.save(self.handle, folder)
+        planning.forget_peaks(args.device)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add the metrics of the plan to those of training steps."""
+        if self.handle is None or self.handle.is_removed or logs is None or "loss" not in logs:
+            return
+        own = planning.metrics(self.handle, args.device)
+        logs.update(own)
+        if state.log_history:  # a copy of the logs, made before this call
+            state.log_history[-1].update(own)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the plan off the model."""
+        self._take_off()
+
+
+class _Step:
+    """The loss of one training step, computed as the trainer does. `hidden_from_replay`: its trainer is not copied."""
+
+    hidden_from_replay = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def prepared(self, batch: Any) -> tuple[Any, Tensor | int | None]:
+        """The arguments of a call: a batch on the device, and the number of items that the loss is divided by."""
+        trainer = self._trainer
+        (batch,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+        return trainer._prepare_inputs(batch), num_items
+
+    def __call__(self, batch: Any, num_items: Tensor | int | None) -> Tensor:
+        trainer = self._trainer
+        with trainer.compute_loss_context_manager():
+            # A copy: trainers take the labels out of the batch, and add options to it.
+            loss = trainer.compute_loss(trainer.model_wrapped, dict(batch), num_items_in_batch=num_items)
+        return loss / trainer.args.gradient_accumulation_steps
+
+    @contextmanager
+    def unchanged_trainer(self) -> Iterator[None]:
+        """A context after which the trainer's own numbers and lists, such as TRL's metrics, are as before."""
+        attributes = vars(self._trainer)
+        before = {name: value for name, value in attributes.items() if isinstance(value, _NUMBERS)}
+        lists = {name: _copied(value) for name, value in attributes.items() if isinstance(value, dict | list)}
+        try:
+            yield
+        finally:
+            attributes.update(before)
+            for name, content in lists.items():
+                _put_back(attributes[name], content)
+
+
+_NUMBERS = (int, float, str, type(None))
+
+
+def _copied(container: Any) -> Any:
+    """A copy of a container, and of the dicts and lists directly inside and below."""
+    if isinstance(container, dict):
+        return {key: _copied(value) for key, value in container.items()}
+    return [_copied(value) for value in container] if isinstance(container, list) else container
+
+
+def _put_back(container: Any, content: Any) -> None:
+    """Give a dict or list its content back, in place, as callbacks may refer to it."""
+    if isinstance(container, dict):
+        for key in container.keys() - content.keys():
+            del container[key]
+        for key, value in content.items():
+            if isinstance(value, dict | list):
+                _put_back(container[key], value)
+            else:
+                container[key] = value
+    elif container != content:
+        container[:] = content
+
+
+def _trainer_of(callback: transformers.TrainerCallback) -> Any:
+    """The trainer that is calling `callback`: it passes its model and loader on, and not itself, which has the loss."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, transformers.Trainer) and callback in caller.callback_handler.callbacks:
+            return caller
+        frame = frame.f_back
+    raise LowtideError(
+        "Budget plans when a transformers.Trainer calls it, and no Trainer does: for a loop of your own, call "
+        "lowtide.fit(model, loss_fn, batch, budget=..., optimizer=...)"
+    )
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise, with what to do, if the trainer does something that a plan cannot be made for."""
+    args, cure = trainer.args, ""
+    if args.torch_compile:
+        cure = "torch_compile=True: leave it off, or train lowtide.compile(model, budget=...) without this callback"
+    elif getattr(args, "activation_offloading", False):
+        cure = (
+            "activation_offloading=True moves activations a second time: set activation_offloading=False, and "
+            'Budget(..., host="64GiB") to let the plan offload'
+        )
+    elif trainer.is_deepspeed_enabled:
+        cure = "DeepSpeed: plan with lowtide.plan, and call lowtide.apply(model, plan) before the Trainer is made"
+    elif isinstance(trainer.model_wrapped, nn.DataParallel):
+        cure = (
+            "nn.DataParallel, which copies the model for every step: start one process per device (torchrun or "
+            "accelerate launch), or make one device visible (CUDA_VISIBLE_DEVICES=0)"
+        )
+    elif type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs:
+        cure = (
+            f"{type(trainer).__name__}, which makes its batches itself while training: call lowtide.fit(model, "
+            "loss_fn, batch, budget=...) with a batch of its largest size before"
+        )
+    elif any(getattr(config, "alora_invocation_tokens", None) for config in _adapters(trainer.model)):
+        cure = (
+            "aLoRA, whose hooks are gone when a region is recomputed in the backward: train a LoRA without "
+            "alora_invocation_tokens, or leave this callback out"
+        )
+    if cure:
+        raise LowtideError(f"Budget cannot plan for {cure}")
+
+
+def _adapters(model: Any) -> list[Any]:
+    """The configs of PEFT's adapters on a model."""
+    configs = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []
+
+
+def _take_over_checkpointing(model: Any) -> None:
+    """Switch the model's own gradient checkpointing off, and the hook by which it makes embeddings need gradients."""
+    if not any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        return
+    # The second name is that of transformers before 5.23.
+    (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
+    if hasattr(model, "disable_input_require_grads"):
+        model.disable_input_require_grads()
+    logger.warning(
+        "gradient_checkpointing=True is taken over: the plan decides what is recomputed, and the model's own "
+        "checkpointing is off while it trains. Set gradient_checkpointing=False to train without this message."
+    )
