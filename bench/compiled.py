@@ -1,13 +1,13 @@
 """Compiled training under a budget against what people use today: same model, same run, measured peaks and times.
 
-    python bench/compiled.py [--out FOLDER] [--few] [--budgets N] [models ...]
+    python bench/compiled.py [--device cuda] [--families gpt llama ...] [--seconds S] [--out FOLDER]
 
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
-compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at various values with both of its
-runtime estimators; torch's checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak
-of each peer, with and without host memory, and at budgets between the floor and the plain peak, ten in all. Plain
-steps, all peers and all of ours run in turns, and it is the ratio to the plain steps of the same round that counts:
-clocks drift. Needs a GPU, to itself.
+compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at 0.9, 0.6, 0.3 and 0.05; torch's
+checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak of each peer, without and
+with host memory. All run in turns, and it is the ratio to the plain steps of the same round that counts: clocks drift.
+`--seconds` is the time for each family; what comes late is named and left out. On the CPU the families are tiny and the
+table shows only that the script works.
 """
 
 from __future__ import annotations
@@ -22,102 +22,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import families
 import torch
 import zoo
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.api.compile import explain_compiled
 from lowtide.tracing.model_blocks import find_regions
 
 GIB = 2**30
-
-
-class Blocks(nn.Module):
-    """A stack of transformer blocks on hidden states."""
-
-    def __init__(self, layers: int, width: int, heads: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(zoo.Block(width, heads, 0.0) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
-
-
-def stack(layers: int, width: int, tokens: int) -> zoo.Job:
-    model = Blocks(layers, width, width // 128)
-    return zoo.Job(model, model, (torch.randn(tokens // 2048, 2048, width),), "layers.*")
-
-
-def llama() -> zoo.Job:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(32000, (1, 8192))
-    return zoo.Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), "model.layers.*")
-
-
-def vit() -> zoo.Job:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, num_labels=1000
-    )
-    model = transformers.ViTForImageClassification(config)
-    images, labels = torch.randn(128, 3, 224, 224), torch.randint(1000, (128,))
-    return zoo.Job(
-        model,
-        lambda images, labels: model(pixel_values=images, labels=labels).loss,
-        (images, labels),
-        list(find_regions(model, None)),
-    )
-
-
-MODELS: dict[str, tuple[str, Callable[[], zoo.Job]]] = {
-    "A": ("16 blocks of width 2048, 16k tokens", lambda: stack(16, 2048, 16384)),
-    "B": ("8 blocks of width 4096, 8k tokens", lambda: stack(8, 4096, 8192)),
-    "C": ("Hugging Face Llama, 16 layers of width 2048, 8k context", llama),
-    "D": ("Hugging Face ViT-L, 128 images", vit),
-}
-FLOPS_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-PROFILE_BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
-SHARES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
-NUM_BUDGETS = 10
+FAMILIES = ("gpt", "llama", "qwen2", "vit", "convnext", "whisper", "t5", "mixtral")
+FRACTIONS = (0.9, 0.6, 0.3, 0.05)
+CHECKPOINT = "checkpoint per block"
 DEAR = 0.02  # what a peer costs, of the plain step, from which ours is said as a share of it
 HOST = 64 * GIB
-_ROUNDS_SHARE = 0.3  # of the time that there is, for timing what has been compiled
-
-
-def on_gpu(make: Callable[[], zoo.Job]) -> zoo.Job:
-    with torch.device("cuda"):
-        job = make()
-    job.model.to(device="cuda", dtype=torch.bfloat16).train()
-    job.batch = tuple(item.to("cuda", torch.bfloat16 if item.is_floating_point() else item.dtype) for item in job.batch)
-    return job
+_ROUNDS_SHARE = 0.25  # of the time that there is, for timing what has been compiled
+_MOST_STEPS = 40  # until ours has settled
 
 
 class Regional:
     """A way to compile the blocks of a job, which can be put on and taken off; its code stays compiled meanwhile."""
 
-    def __init__(
-        self, job: zoo.Job, fraction: float = 1.0, estimator: str = "flops", checkpointed: bool = False
-    ) -> None:
+    def __init__(self, job: zoo.Job, fraction: float = 1.0, checkpointed: bool = False) -> None:
         self.job, self._checkpointed = job, checkpointed
-        self._patch = {"activation_memory_budget": fraction, "activation_memory_budget_runtime_estimator": estimator}
+        self._patch = {"activation_memory_budget": fraction}
         self.blocks = list(find_regions(job.model, job.blocks).values())
 
     def backend(self, module: Any, inputs: Any) -> Any:
@@ -131,14 +61,21 @@ class Regional:
     def __enter__(self) -> None:
         for block in self.blocks:
             if self._checkpointed:
-                run = functools.partial(checkpoint, type(block).forward, block, use_reentrant=False)
-                block.forward = run  # type: ignore[method-assign]
+                block.forward = _checkpointed(block)  # type: ignore[method-assign]
             block.compile(backend=self.backend)
 
     def __exit__(self, *exception: object) -> None:
         for block in self.blocks:
             block._compiled_call_impl = None
             block.__dict__.pop("forward", None)
+
+    def settle(self, deadline: float) -> float:
+        """Run steps until everything is compiled; seconds that took."""
+        start = time.perf_counter()
+        with self:
+            for _ in range(2):
+                step(self.job)
+        return time.perf_counter() - start
 
 
 class Ours(Regional):
@@ -147,26 +84,55 @@ class Ours(Regional):
     def __init__(self, job: zoo.Job, budget: int, host: int) -> None:
         super().__init__(job)
         lowtide.compile(job.model, budget=budget, host=host, regional=True)
-        self._compiled = [block._compiled_call_impl for block in self.blocks]
-        (self._hook,) = job.model._forward_pre_hooks.items()
-        with_kwargs = job.model._forward_pre_hooks_with_kwargs
-        self._flags = dict(with_kwargs)
-        self.__exit__()
+        self.handle = lowtide.handle_of(job.model)
+        self._modules = [module for module in job.model.modules() if module._compiled_call_impl is not None]
+        self._calls = [module._compiled_call_impl for module in self._modules]
 
     def __enter__(self) -> None:
-        for block, compiled in zip(self.blocks, self._compiled, strict=True):
-            block._compiled_call_impl = compiled
-        self.job.model._forward_pre_hooks[self._hook[0]] = self._hook[1]
-        self.job.model._forward_pre_hooks_with_kwargs.update(self._flags)
+        self.handle.session.enable(True)  # compiling for the next budget has removed the handle
+        for module, call in zip(self._modules, self._calls, strict=True):
+            module._compiled_call_impl = call
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self.job.model._forward_pre_hooks.clear()
+        for module in self._modules:
+            module._compiled_call_impl = None
+
+    def settle(self, deadline: float) -> float:
+        start = time.perf_counter()
+        with self:
+            for _ in range(_MOST_STEPS):
+                step(self.job)
+                sequence = self.handle.session.current
+                if (sequence is not None and sequence.is_settled) or time.monotonic() > deadline:
+                    break
+            step(self.job)  # raises if no choice holds
+        return time.perf_counter() - start
+
+
+def _checkpointed(block: nn.Module) -> Callable[..., Any]:
+    """The forward of a block inside of a checkpoint: a function of ours, so that Dynamo traces the checkpoint too."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+
+    return forward
 
 
 def step(job: zoo.Job) -> None:
     job.step()
     job.model.zero_grad(set_to_none=True)
+
+
+def peak_of(contestant: Regional, device: str) -> int:
+    job = contestant.job
+    with contestant:
+        step(job)
+        if device == "cpu":
+            held = sum(each.nbytes for each in (*job.model.parameters(), *job.model.buffers(), *job.batch))
+            return held + lowtide.measure(lambda: step(job), device="cpu").peak_bytes
+        torch.cuda.reset_peak_memory_stats()
+        step(job)
+        return torch.cuda.max_memory_allocated()
 
 
 @dataclass(frozen=True)
@@ -177,34 +143,16 @@ class Found:
     over: float
 
 
-def settle(contestant: Regional, num_steps: int) -> float:
-    """Steps until everything is compiled; seconds that took."""
-    start = time.perf_counter()
-    with contestant:
-        for _ in range(num_steps):
-            step(contestant.job)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak_of(contestant: Regional) -> int:
-    with contestant:
-        step(contestant.job)
-        torch.cuda.reset_peak_memory_stats()
-        step(contestant.job)
-        return torch.cuda.max_memory_allocated()
-
-
-def in_turns(contestants: list[Regional], rounds: int, deadline: float) -> list[Found]:
+def in_turns(contestants: list[Regional], options: argparse.Namespace, deadline: float) -> list[Found]:
     """Some steps of each contestant that has settled, then again, and so on: clocks drift. The first is plain."""
     times: list[list[float]] = [[] for _ in contestants]
-    for number in range(rounds):
+    for number in range(options.rounds):
         if number and time.monotonic() > deadline:
             break
         for found, contestant in zip(times, contestants, strict=True):
             with contestant:
                 step(contestant.job)
-                found.append(timed(functools.partial(step, contestant.job), "cuda", NUM_IN_A_ROW))
+                found.append(timed(functools.partial(step, contestant.job), options.device, NUM_IN_A_ROW))
     return [Found(statistics.median(found), median_over(found, times[0])) for found in times]
 
 
@@ -220,42 +168,35 @@ class Peer:
 
 @dataclass(frozen=True)
 class Target:
-    """A budget for ours: the peak of a peer, or one between."""
+    """A budget for ours: the peak of a peer."""
 
     label: str
     budget: int
-    peer: Peer | None = None
+    peer: Peer
     host: int = 0
 
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
-    title, make = MODELS[name]
     start = time.monotonic()
-    job = on_gpu(make)
-    page.add("", f"## {name}: {title}", "")
-    if options.cold:
-        settle(Ours(job, int(options.cold * GIB), 0), 8)
-        page.add(f"From nothing, with {options.cold} GiB: {_took(explain_compiled(job.model))}")
-        return
-    peers, alike = _peers(job, options.few)
-    ours: list[tuple[Target, Ours, str]] = []
-    for target in _targets(name, peers, options.budgets):
-        if time.monotonic() > start + (1 - _ROUNDS_SHARE) * options.seconds:
+    job = families.make(name, options.device)
+    page.add("", f"## {name}", "")
+    last_compile = start + (1 - _ROUNDS_SHARE) * options.seconds
+    peers, alike = _peers(job, options.device, last_compile)
+    ours: list[tuple[Target, Ours, float]] = []
+    for target in _targets(peers, options):
+        if time.monotonic() > last_compile:
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: no time left", "")
             continue
         try:
             each = Ours(job, target.budget, target.host)
-            settle(each, 8)
+            ours.append((target, each, each.settle(last_compile)))
         except lowtide.InfeasibleBudgetError as error:
-            page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: {str(error).splitlines()[0]}", "")
+            page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: **refused** ({str(error).splitlines()[0]})", "")
             continue
-        explained = explain_compiled(job.model)
         if options.explain:
-            print(explained, flush=True)
-        ours.append((target, each, _took(explained)))
-    found = in_turns(
-        [*(peer.contestant for peer in peers), *(each for _, each, _ in ours)], options.rounds, start + options.seconds
-    )
+            print(each.handle.session.describe(), flush=True)
+    contestants = [*(peer.contestant for peer in peers), *(each for _, each, _ in ours)]
+    found = in_turns(contestants, options, start + options.seconds)
     by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
     page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer in peers:
@@ -267,31 +208,24 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     page.add("", *alike)
     page.add(
         "",
-        "| lowtide.compile | budget GiB | theirs | ours ms | ours | of theirs | peak GiB | compiling, planning |",
-        "|" + "---|" * 8,
+        "| lowtide.compile at the peak of | budget GiB | theirs | ours ms | ours | of theirs | peak GiB "
+        "| settled s | compiling, planning |",
+        "|" + "---|" * 9,
     )
-    for (target, contestant, took), each in zip(ours, found[len(peers) :], strict=True):
-        theirs = None if target.peer is None else by_peer[target.peer.label].over
-        page.add(_row(target, theirs, each, peak_of(contestant), took))
+    for (target, contestant, settled_s), each in zip(ours, found[len(peers) :], strict=True):
+        theirs = by_peer[target.peer.label].over
+        page.add(_row(target, theirs, each, peak_of(contestant, options.device), settled_s, contestant))
     torch._dynamo.reset()
 
 
-def _took(explained: str) -> str:
-    """What compiling and planning took, in words."""
-    (took,) = (line.split("took")[1].strip() for line in explained.splitlines() if line.startswith("  took"))
-    return took
-
-
-def _peers(job: zoo.Job, few: bool) -> tuple[list[Peer], list[str]]:
+def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list[str]]:
     """Every peer, the plain one first; those that do what another did before are only named."""
-    flops, profile = (FLOPS_BUDGETS, PROFILE_BUDGETS) if not few else (FLOPS_BUDGETS[::3], (0.5,))
-    contestants = {"torch.compile": Regional(job), "checkpoint per block": Regional(job, checkpointed=True)}
-    contestants |= {f"activation_memory_budget {f} (flops)": Regional(job, f) for f in flops}
-    contestants |= {f"activation_memory_budget {f} (profile)": Regional(job, f, "profile") for f in profile}
+    contestants = {"torch.compile": Regional(job), CHECKPOINT: Regional(job, checkpointed=True)}
+    contestants |= {f"activation_memory_budget {fraction}": Regional(job, fraction) for fraction in FRACTIONS}
     found: dict[int, Peer] = {}
     alike: list[str] = []
     for label, contestant in contestants.items():
-        settled_s, peak = settle(contestant, 2), peak_of(contestant)
+        settled_s, peak = contestant.settle(deadline), peak_of(contestant, device)
         if peak in found:
             alike.append(f"{label} has the same peak as {found[peak].label}.")
         else:
@@ -299,67 +233,56 @@ def _peers(job: zoo.Job, few: bool) -> tuple[list[Peer], list[str]]:
     return list(found.values()), alike
 
 
-def _targets(name: str, peers: list[Peer], num_budgets: int) -> list[Target]:
-    """The peaks of peers, and as many budgets between as to make `num_budgets`, from large to small; then the peaks of
-    peers with host memory, where it helps most first.
-    """
-    top, floor = peers[0].peak_bytes, peers[1].peak_bytes
-    at_peers = [Target(f"at the peak of: {peer.label}", peer.peak_bytes, peer) for peer in peers[1:]]
-    between = [Target("10 GiB", 10 * GIB)] if name == "B" else []
-    between += [
-        Target(f"{int(100 * share)} % of the way from a checkpoint per block", int(floor + (top - floor) * share))
-        for share in SHARES
-    ]
-    targets = [*at_peers, *between][: max(num_budgets, len(at_peers))]
-    with_host = [replace(target, label=f"{target.label}, host", host=HOST) for target in at_peers]
-    return [*sorted(targets, key=lambda target: -target.budget), *sorted(with_host, key=lambda target: target.budget)]
+def _targets(peers: list[Peer], options: argparse.Namespace) -> list[Target]:
+    """The peaks of peers, that of a checkpoint per block first, then the same with host memory."""
+    targets = [Target(peer.label, peer.peak_bytes, peer) for peer in peers[1:]]
+    if options.device == "cpu" or options.no_host:
+        return targets
+    return [*targets, *(replace(target, label=f"{target.label}, host", host=HOST) for target in targets)]
 
 
 def _over(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def _row(target: Target, theirs: float | None, ours: Found, peak: int, took: str) -> str:
+def _row(target: Target, theirs: float, ours: Found, peak: int, settled_s: float, contestant: Ours) -> str:
     """A row of the table of ours."""
-    share = "" if theirs is None or theirs < DEAR else f"{100 * ours.over / theirs:.0f} %"
+    share = "" if theirs < DEAR else f"{100 * ours.over / theirs:.0f} %"
+    behind = " **behind**" if ours.over > theirs + DEAR else ""
     return (
-        f"| {target.label} | {target.budget / GIB:.3f} | {'' if theirs is None else _over(theirs)} "
-        f"| {1e3 * ours.seconds:.1f} | {_over(ours.over)} | {share} "
-        f"| {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} | {took} |"
+        f"| {target.label} | {target.budget / GIB:.3f} | {_over(theirs)} | {1e3 * ours.seconds:.1f} "
+        f"| {_over(ours.over)}{behind} | {share} | {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} "
+        f"| {settled_s:.1f} | {contestant.handle.session.watch} |"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--few", action="store_true", help="fewer values of peers")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="for each model; what comes late is left out"
-    )
-    parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="how many, with those of peers")
-    parser.add_argument("--explain", action="store_true")
-    parser.add_argument(
-        "--cold",
-        type=float,
-        help="only compile for so many GiB, and tell what that took (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1: all of it)",
-    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(families.FAMILIES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each family")
+    parser.add_argument("--no-host", action="store_true", help="leave out budgets with host memory")
+    parser.add_argument("--explain", action="store_true", help="print what ours saves in each call")
     parser.add_argument("--suffix", default="", help="of the name of the file with results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     page = Page(
         options.out,
-        f"compiled-cuda{options.suffix}.md",
-        f"# Compiled training under a budget, {device_name('cuda')}",
+        f"compiled-{options.device}{options.suffix}.md",
+        f"# Compiled training under a budget, {device_name(options.device)}",
         "",
-        f"{versions()}, bf16, forward and backward. Budgets are peaks of the whole step; ours are measured too.",
+        f"{versions()}, forward and backward. Budgets are peaks of the whole step; ours are measured too.",
     )
-    for name in options.names:
-        compare(name, options, page)
+    for name in options.families:
+        try:
+            compare(name, options, page)
+        except torch.OutOfMemoryError as error:
+            page.add(f"{name}: {str(error).splitlines()[0]}", "")
         gc.collect()
-        torch.cuda.empty_cache()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

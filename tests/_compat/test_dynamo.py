@@ -5,6 +5,7 @@ Compilation itself is tested in tests/compiled; the names that it needs are in t
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -50,3 +51,38 @@ def test_modules_are_compiled_and_uncompiled() -> None:
     assert torch.equal(model(x), expected) and len(graphs) == 1, "_compiled_call_impl no longer replaces the call"
     dynamo.uncompile(model)
     assert torch.equal(model(x), expected) and len(graphs) == 1, "_compiled_call_impl = None no longer undoes it"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_functions_that_dynamo_stops_compiling_are_reported() -> None:
+    reports: list[tuple[str, str]] = []
+    traced: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        traced.append(dynamo.traced_functions())
+        return graph.forward
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    watch = dynamo.LimitWatch(lambda function, limit: reports.append((function, limit)))
+    watch.attach()
+    try:
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for num in (2, 3):
+                torch.compile(doubled, backend=backend, dynamic=False)(torch.ones(num))
+    finally:
+        logging.getLogger(watch._LOGGER).removeHandler(watch)
+        torch._dynamo.reset()
+    ((function, limit),) = reports
+    assert limit == "recompile_limit" and function in traced[0], "the message of convert_frame.py has changed"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrappers_of_modules() -> None:
+    model = nn.Linear(2, 2)
+    assert dynamo.uncompiled_module(torch.compile(model, backend="eager")) is model is dynamo.uncompiled_module(model)
+    with dynamo.without_bucket_graphs():
+        assert torch._dynamo.config.optimize_ddp, "no model runs inside of DistributedDataParallel"
+    assert hasattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module")

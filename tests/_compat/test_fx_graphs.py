@@ -40,7 +40,7 @@ class Seen:
         return self.forward, backward
 
     def backend(self, graph: Any, inputs: list[Any]) -> Any:
-        self.graph, self.inputs, self.fakes = graph, inputs, fx_graphs.fake_inputs(graph, inputs)
+        self.graph, self.inputs, self.fakes = graph, inputs, fx_graphs.FakeInputs(graph, inputs).again()
         return dynamo.compile_without_kernels(graph, inputs, self.partition, {})
 
 

@@ -30,6 +30,7 @@ from kernelless import (
     session_of,
     squeeze,
 )
+from lowtide import _compat
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend
 from lowtide.compiled.other_memory import FirstForward
@@ -63,6 +64,7 @@ def test_accumulation_evaluation_and_several_forwards_per_backward() -> None:
     model = stack()
     plain = compiled_plainly(copy.deepcopy(model), regional=True)
     ours = tight(model)
+    squeeze(ours, floor_of(ours) * 5 // 4)  # two forwards wait for one backward
 
     def loop(model: nn.Module) -> Tensor:
         for _ in range(2):
@@ -351,6 +353,16 @@ def test_other_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(lowtide.LowtideError, match="regional=True"):
         lowtide.compile(stack(), budget=1, host="1GiB", regional=False)
+
+
+def test_cuda_graphs_are_refused_and_left_out_of_autotuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(_compat, "compile_with_inductor", lambda *args: given.append(args[-1]) or (lambda *a: a))
+    for options in ({"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}):
+        with pytest.raises(lowtide.LowtideError, match="keep the memory of a step in pools of their own"):
+            lowtide.compile(stack(), budget=1, **options)
+    backend.inductor_compiler({}, "max-autotune")(None, None, None)
+    assert given[-1]["max_autotune"] and not given[-1]["triton.cudagraphs"]
 
 
 @pytest.mark.parametrize("regional", [True, False])

@@ -107,3 +107,22 @@ def test_a_forward_of_ones_own_is_left_alone() -> None:
     with placeholders(model.blocks):
         assert vars(model.blocks[1])["forward"] is own
     assert vars(model.blocks[1])["forward"] is own
+
+
+class Shuffled(Stack):
+    """Blocks that are called in another order than they are named in, one of them twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (1, 0, 1):
+            x = self.blocks[index](x)
+        return x.sum(0)
+
+
+def test_blocks_called_in_any_order_and_several_times() -> None:
+    batch = torch.randn(4, 6, 8)
+    shuffled, _ = around(Shuffled(mlp(), mlp()), batch, shortened=True)
+    straight, _ = around(Shuffled(mlp(), mlp()), batch, shortened=False)
+    assert shuffled is not None and straight is not None
+    assert shuffled.forward_bytes == straight.forward_bytes and shuffled.between_bytes == straight.between_bytes
+    assert len(shuffled.forward_bytes) == len(shuffled.backward_bytes) == 3
+    assert list(shuffled.forward_bytes) == sorted(shuffled.forward_bytes), "inputs of blocks add up"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compiled.session import Session
+from lowtide.compiled.step_profile import CallProfile, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.solvers.shared_budget import SharedBudget, Variant
@@ -31,7 +33,7 @@ class FakeGraph:
     def __init__(self, number: int) -> None:
         self.number, self.variants, self.device, self.step = number, VARIANTS, torch.device("cpu"), None
         self.step_s, self.handed_out_bytes, self.static_bytes, self.batch_bytes = 10.0, 0, 0, 0
-        self.forward_s = 1.0
+        self.forward_s, self.torch_ways = 1.0, {}
 
 
 class VariantsOnly(VariantChooser):
@@ -322,3 +324,65 @@ def test_nothing_is_left_in_the_store_however_many_calls_a_step_makes(num_calls:
         first, second = steps.step(graph), steps.step(graph, num_calls)
         (first + second).backward()
         assert steps.held_bytes == 0
+
+
+class TimedMeter(StepMeter):
+    """Measures peaks as predicted, and the seconds that `seconds` gives for each variant and moved byte."""
+
+    def __init__(self, seconds: Callable[[Variant], float], moved_byte_s: float = 0.0) -> None:
+        super().__init__()
+        self.session: Session | None = None
+        self._seconds, self._moved_byte_s = seconds, moved_byte_s
+
+    def reset(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return self.profile().peak_bytes
+
+    def profile(self) -> StepProfile:
+        choice, held, calls = self.session._sequence.choice, BASE, []
+        for variant, moved in zip(choice.variants, choice.moved, strict=True):
+            calls.append(CallProfile(held, held + variant.saved_bytes, held + variant.saved_bytes, 0, 0.0))
+            held += variant.saved_bytes - sum(moved)
+        seconds = sum(map(self._seconds, choice.variants)) + self._moved_byte_s * sum(map(sum, choice.moved))
+        return StepProfile(tuple(calls), held, BASE, seconds)
+
+
+def settled(session: Session, graph: FakeGraph) -> VariantChoice:
+    session.first_variant(graph)
+    session.is_compiling()
+    for _ in range(30):
+        x = torch.ones(1, requires_grad=True)
+        for _ in range(3):
+            run = session.next_run(graph)
+            x = x * 2
+            run.end((x,))
+        x.backward()
+    assert session.current is not None and session.current.is_settled
+    return session.current.choice
+
+
+@pytest.mark.parametrize("torch_s", [0.5, 50.0])
+def test_what_torchs_partitioner_does_is_timed_beside_ours(torch_s: float) -> None:
+    """Predicted to be slower, and kept if it is measured to be faster."""
+    graph = FakeGraph(7)
+    graph.torch_ways = {0.9: replace(VARIANTS[1], fraction=0.9), 0.5: Variant((2,), 21, (), 0, 0, 20.0, 0.5)}
+    meter = TimedMeter(lambda variant: torch_s if variant.fraction else 1 + variant.extra_s)
+    meter.session = Session(BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
+    choice = settled(meter.session, graph)
+    assert {variant.fraction for variant in choice.variants} == ({0.5} if torch_s < 1 else {None})
+    timed = [each.variants[0].fraction for each, _ in meter.session.current.timed]
+    assert timed.count(0.5) >= 3 and len(timed) - timed.count(0.5) >= 3
+
+
+@pytest.mark.parametrize("moved_byte_s", [0.0, 1.0])
+def test_moves_are_taken_back_if_they_are_measured_to_be_slower(moved_byte_s: float) -> None:
+    graph = FakeGraph(7)
+    graph.variants = (Variant(None, 40, (30,), 0, 0, 0.0), Variant((), 10, (), 0, 0, 5.0))
+    meter = TimedMeter(lambda variant: 1 + variant.extra_s, moved_byte_s)
+    chooser = linked(host_bytes=1000, link_bytes_per_s=100.0)
+    meter.session = Session(BASE + 100, chooser=chooser, num_blocks=3, meter_of=lambda _: meter)
+    choice = settled(meter.session, graph)
+    assert any(choice.moved) == (moved_byte_s == 0.0)
+    assert any(any(each.moved) for each, _ in meter.session.current.timed)

@@ -7,6 +7,10 @@ the change of torch that would make it obsolete.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -51,14 +55,16 @@ def compile_without_kernels(
     return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(module, inputs)
 
 
-def torch_partition(joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
+def torch_partition(joint: Any, inputs: Any, *, fraction: float | None = None, **facts: Any) -> tuple[Any, Any]:
     """Split a joint graph into forward and backward by torch's own partitioner, which follows the tags on its nodes.
 
-    Obsolete likewise.
+    With `fraction`, as under `torch._functorch.config.activation_memory_budget = fraction`. Obsolete likewise.
     """
-    return required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)(
-        joint, inputs, **facts
-    )
+    partition = required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)
+    if fraction is None:
+        return cast(tuple[Any, Any], partition(joint, inputs, **facts))
+    with required("torch._functorch.config", _COMPILE).patch(activation_memory_budget=fraction):
+        return cast(tuple[Any, Any], partition(joint, inputs, **facts))
 
 
 def _as_partitioner(partition: Callable[..., Any]) -> Any:
@@ -78,32 +84,107 @@ def _as_partitioner(partition: Callable[..., Any]) -> Any:
     return Partitioner()
 
 
-def compile_module(module: nn.Module, **options: Any) -> None:
-    """Call `module.compile()`, and make it work for classes whose forward is torch's own, such as nn.Sequential.
+# An entry of this dict makes Dynamo call a module's `__call__` rather than inline its `forward`. The key is no hook's.
+_CALLED_BY_DYNAMO = "_forward_pre_hooks_with_kwargs", "lowtide.compile"
 
-    Dynamo does not begin a graph in torch's own code, and `Module.compile` would silently do nothing. Obsolete when it
-    adds a frame of its own, as `torch.compile(module)` does.
+
+def compile_module(
+    module: nn.Module, enter: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call, **options: Any
+) -> None:
+    """Call `module.compile()` so that it also works for classes of torch's own and inside of another `torch.compile`.
+
+    `enter` wraps the compiled call. The result runs outside of any other compiled code: where an outer `torch.compile`
+    meets the module, its graph ends, and continues after it. Dynamo does not begin a graph in torch's own code, such as
+    nn.Sequential, and would inline the forward of a compiled module into an outer graph. Obsolete when `Module.compile`
+    adds a frame of its own, as `torch.compile(module)` does, and has an option for outer graphs.
     """
-    if not type(module).forward.__module__.startswith("torch.nn."):
-        module.compile(**options)
-        return
     call = module._call_impl
+    if type(module).forward.__module__.startswith("torch.nn."):
+        inner = call
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
 
-    module._compiled_call_impl = torch.compile(run, **options)
+    reason = "lowtide.compile compiles this module within a memory budget, as a graph of its own"
+    compiled = enter(torch.compile(call, **options))
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # `disable` would look through the compiled function itself
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compiler.disable(run, reason=reason)
+    attribute, key = _CALLED_BY_DYNAMO
+    getattr(module, attribute)[key] = False
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo `module.compile()`. Obsolete when `nn.Module` has a method for it."""
+    """Undo `compile_module`. Obsolete when `nn.Module` has a method for it."""
     module._compiled_call_impl = None
+    attribute, key = _CALLED_BY_DYNAMO
+    getattr(module, attribute).pop(key, None)
+
+
+def uncompiled_module(module: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile(module)`; other modules unchanged.
+
+    Obsolete when torch documents the attribute.
+    """
+    return cast(nn.Module, getattr(module, "_orig_mod", module))
+
+
+def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Context manager in which Dynamo does not split graphs at the buckets of the `DistributedDataParallel` around it.
+
+    A compiled block is smaller than the model anyway, and DDP's buckets are reduced while earlier blocks run. Relies on
+    `DistributedDataParallel._get_active_ddp_module`. Obsolete when `torch.compile` has an option for it.
+    """
+    active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
+    if active is None or active() is None:
+        return contextlib.nullcontext()
+    patch = required("torch._dynamo.config", _COMPILE).patch(optimize_ddp=False)
+    return cast(contextlib.AbstractContextManager[Any], patch)
+
+
+class LimitWatch(logging.Handler):
+    """Calls `report(function, limit)` when Dynamo stops compiling a function and runs it eagerly from then on.
+
+    `function` is its name and file, as in `traced_functions`. Relies on the logger and the message of torch's
+    convert_frame.py. Obsolete when torch has a callback for it.
+    """
+
+    _LOGGER = "torch._dynamo.convert_frame"
+    _MESSAGE = re.compile(r"hit config\.(\w+).*?function: ('.*?' \(.*?\))\n", re.DOTALL)
+
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def attach(self) -> None:
+        """Start to watch; has no effect when called again."""
+        logging.getLogger(self._LOGGER).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = self._MESSAGE.search(record.getMessage())
+        if found is not None:
+            limit, function = found.groups()
+            self._report(function, limit)
+
+
+def traced_functions() -> set[str]:
+    """Return the functions whose code Dynamo traced for the graph being compiled: `'name' (file:line)`.
+
+    Obsolete when Dynamo passes the traced code to backends.
+    """
+    context = required("torch._guards.TracingContext", _COMPILE).try_get()
+    codes = getattr(context, "traced_code", None) or ()
+    return {f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})" for code in codes}
 
 
 class TracingContext:
     """Dynamo's state while it compiles a graph, re-entered to compile the same graph again later.
 
-    Obsolete when a backend can recompile its graph through public API.
+    Every use gets a copy: the backward is compiled later and reads the state of its own forward. Without its reference
+    to DDP's buckets, which are counted for the first compile only. Obsolete when a backend can recompile its graph
+    through public API.
     """
 
     def __init__(self) -> None:
@@ -112,7 +193,9 @@ class TracingContext:
     def __enter__(self) -> None:
         self._entered = None
         if self._context is not None and required("torch._guards.TracingContext", _COMPILE).try_get() is None:
-            self._entered = required("torch._guards.tracing", _COMPILE)(self._context)
+            again = copy.copy(self._context)
+            again.ddp_optimizer_ctx, again.fakify_first_call = None, False
+            self._entered = required("torch._guards.tracing", _COMPILE)(again)
             self._entered.__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -30,6 +30,15 @@ def set_tag(node: Any, policy: CheckpointPolicy) -> None:
     node.meta.setdefault(PARTITIONER_TAG, policy)
 
 
+def is_tagged_recomputed(node: Any) -> bool:
+    """Return whether a checkpoint of the user has tagged a node to be recomputed.
+
+    Obsolete when the tag is documented.
+    """
+    recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get(PARTITIONER_TAG) in recomputed
+
+
 def copied_module(module: Any) -> Any:
     """Copy a graph module: the graph is copied, its tensors are shared.
 
@@ -68,14 +77,30 @@ def static_inputs(module: Any) -> list[bool]:
     return is_static
 
 
-def fake_inputs(module: Any, inputs: list[Any]) -> list[Any]:
-    """Return the fake tensors that Dynamo traced one of its graphs with; `inputs` if one of them is unknown.
+class FakeInputs:
+    """The fake tensors that Dynamo traced one of its graphs with, for compiling it again; `inputs` if one is unknown.
 
-    Obsolete when Dynamo passes fake inputs to backends.
+    A float argument is a tensor of one element, whose fake tensor knows its symbolic number. AOTAutograd converts fake
+    tensors to a fake mode of its own, which loses the number, so `again()` converts these. Obsolete when Dynamo passes
+    fake inputs to backends.
     """
-    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    fakes = [node.meta.get("example_value") for node in nodes]
-    return inputs if any(fake is None for fake in fakes) else fakes
+
+    def __init__(self, module: Any, inputs: list[Any]) -> None:
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        fakes = [node.meta.get("example_value") for node in nodes]
+        self._inputs = inputs if any(fake is None for fake in fakes) else fakes
+        self._numbers = [(each, getattr(each, "item_memo", None)) for each in self._inputs]
+
+    def again(self) -> list[Any]:
+        """The inputs for another compile, to be called inside of a `TracingContext`."""
+        context = required("torch._guards.TracingContext", "joint graphs cannot be read").try_get()
+        return [fake if number is None else _with_number(fake, number, context) for fake, number in self._numbers]
+
+
+def _with_number(fake: Any, number: Any, context: Any) -> Any:
+    converted = fake if context is None or context.fake_mode is None else context.fake_mode.from_tensor(fake)
+    converted.item_memo = number
+    return converted
 
 
 def is_tensor_value(value: Any) -> bool:

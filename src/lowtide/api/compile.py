@@ -14,16 +14,19 @@ import functools
 import itertools
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import _compat
-from lowtide.compiled.backend import SESSIONS, check_options, inductor_compiler, planned_graph
+from lowtide.compiled.backend import check_on_over, check_options, inductor_compiler
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import NOTHING_YET, Session
+from lowtide.compiled.session_calls import SESSIONS, SessionCall, shared_backend, watch_sessions
+from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.errors import LowtideError
 from lowtide.tracing import step_checks as checks
@@ -40,40 +43,54 @@ def compile(
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
+    split: bool = False,
     regional: bool | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
     options: Mapping[str, Any] | None = None,
+    on_over: Literal["raise", "warn"] = "raise",
 ) -> nn.Module:
     """Compile a model in place with inductor, so that a training step's peak stays within `budget` bytes. Returns it.
 
     With `regional=True`, the default for models with repeated blocks, each repeated block is compiled as one graph,
     which all equal blocks share: the step is as fast as with the whole model compiled, and compiling takes seconds. The
     rest of the model runs uncompiled. Up to `host` bytes that blocks save may be moved to host memory, copied while
-    other blocks run. `mode`, `dynamic`, `fullgraph` and `options` are those of `torch.compile`.
+    other blocks run. With `split=True` the output layer and the loss, which run uncompiled, run a few rows at a time
+    where the logits would take much of the budget; gradients may then differ in the last bits. `mode`, `dynamic`,
+    `fullgraph` and `options` are those of `torch.compile`.
 
     Planning happens in the first forward. On an accelerator the peak of the next step is measured, which resets torch's
-    peak statistics; if it is over the budget, or far below it, other variants are compiled. `lowtide.handle_of(model)`
-    returns the handle. A second call replaces what the first one did.
+    peak statistics; if it is over the budget, or far below it, other variants are compiled. If nothing fits, a forward
+    raises `InfeasibleBudgetError`, and the model runs uncompiled from then on; with `on_over="warn"` it warns once and
+    the step runs with the smallest peak found. `lowtide.handle_of(model)` returns the handle. A second call replaces
+    what the first one did.
     """
     checks.module(model)
     check_bytes(budget)  # raise for a malformed budget now, not in the first forward
     check_options({} if options is None else options, own=())
+    check_on_over(on_over)
     optimizer = plain_optimizer(optimizer, model)
+    given, model = model, _inner(model)
     blocks = _blocks(model, regional)
     host_bytes = _host_bytes(host, blocks)
-    chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model))
-    session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)))
-    run = functools.partial(planned_graph, session, inductor_compiler(options or {}, mode, dynamic))
+    if not isinstance(split, bool):
+        raise TypeError(f"split is True or False, not {split!r:.80}")
+    chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model) + _bucket_bytes(given))
+    session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)
+    backend = shared_backend(inductor_compiler(options or {}, mode, dynamic), (options or {}, mode, dynamic))
     if model in _by_model:
         _by_model.pop(model).remove()
+    names = {module: name for name, module in model.named_modules()}
+    head = SplitHead.on(model, blocks, session) if split else None
     for module in blocks or [model]:
-        _compat.compile_module(module, backend=run, dynamic=dynamic, fullgraph=fullgraph)
+        enter = functools.partial(SessionCall, session, (names[module], type(module).__name__))
+        _compat.compile_module(module, enter, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     first = FirstForward(chooser, blocks, session.watch).attach(model) if blocks else None
-    _by_model[model] = CompiledHandle(session, blocks or [model], first)
-    SESSIONS.add(session)
-    return model
+    _by_model[model] = CompiledHandle(session, blocks or [model], first, head)
+    session.release, session.model = _by_model[model].remove, weakref.ref(model)
+    watch_sessions(session)
+    return given
 
 
 def explain_compiled(model: nn.Module | None = None) -> str:
@@ -84,14 +101,41 @@ def explain_compiled(model: nn.Module | None = None) -> str:
         sessions = [handle.session]
     elif model is not None:
         parameters = list(model.parameters())
-        sessions = [each for each in sessions if any(graph.has_run_with(parameters) for graph in each.graphs)]
+        sessions = [each for each in sessions if each.has_run_with(parameters)]
     return "\n\n".join(session.describe() for session in sessions) or NOTHING_YET
 
 
 def handle_on(module: nn.Module) -> CompiledHandle | None:
     """The handle that `compile` put on this module; None if there is none, or if it was removed."""
-    handle = _by_model.get(module)
+    handle = _by_model.get(_inner(module))
     return None if handle is None or handle.is_removed else handle
+
+
+def backend_handles(model: nn.Module) -> list[CompiledHandle]:
+    """The handles of what `torch.compile(backend="lowtide")` compiled with parameters of this model."""
+    parameters = list(model.parameters())
+    sessions = sorted(SESSIONS, key=lambda session: session.number)
+    sessions = [session for session in sessions if session.options is not None and session.has_run_with(parameters)]
+    for session in sessions:
+        if session.handle is None:
+            session.handle = CompiledHandle(session, [], None)
+    return [session.handle for session in sessions if not session.handle.is_removed]
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside of `DistributedDataParallel` and `torch.compile`, which call it with the caller's arguments."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else _compat.uncompiled_module(model)
+        if inner is model:
+            return model
+        model = inner
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """Bytes of the buckets that `DistributedDataParallel` copies gradients to."""
+    wrappers = (module for module in model.modules() if isinstance(module, DistributedDataParallel))
+    copying = (wrapper for wrapper in wrappers if not wrapper.gradient_as_bucket_view)
+    return sum(each.nbytes for wrapper in copying for each in wrapper.parameters() if each.requires_grad)
 
 
 def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:

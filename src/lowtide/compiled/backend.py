@@ -1,9 +1,9 @@
 """The Dynamo backend "lowtide": inductor, with saved and recomputed values chosen within a memory budget.
 
 `torch.compile(model, backend="lowtide", options={"budget": "12GiB"})` reaches `backend` by the package's entry point.
-`lowtide.compile` (`api.compile`) uses the same pieces with a session of its own. Dynamo calls the backend once for each
-graph; the graphs of one `torch.compile` call share a `Session`, found by the identity of the options dict, which Dynamo
-passes unchanged. Each graph becomes a `PlannedGraph`, which inductor compiles.
+Dynamo calls it once for each graph; the graphs of one `torch.compile` call share a `Session`, found by the identity of
+the options dict, which Dynamo passes unchanged. Each graph becomes a `PlannedGraph`, which inductor compiles.
+`lowtide.compile` (`api.compile`) has a session for each model, and a backend that models share (`session_calls`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 from lowtide import _compat
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.session import Session
+from lowtide.compiled.session_calls import watch_sessions
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.errors import LowtideError
 from lowtide.tracing.untraced_memory import plain_optimizer
 from lowtide.units import check_bytes, check_seconds
 
-_OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s")
-SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+_OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s", "on_over")
+_CUDA_GRAPHS = "triton.cudagraphs"
 # By id(options). A session keeps its options alive, and is itself kept alive by its graphs.
 _by_options: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
@@ -33,13 +34,14 @@ def backend(
     """Compile one graph of Dynamo's with inductor, within the budget that its model's graphs share.
 
     `options` are `budget` (bytes, `"12GiB"`, `"80%"`), `optimizer`, `mode` (as in `torch.compile`), `time_limit_s` for
-    solving, and inductor's own. An error in them is raised by the compiled graph's first call.
+    solving, `on_over` ("raise" or "warn"), and inductor's own. An error in them is raised by the compiled graph's
+    first call.
     """
     try:
         session, compiler = _session_of(options), inductor_compiler(options or {}, mode)
     except (LowtideError, TypeError, ValueError) as error:
         return functools.partial(_refuse, error)  # raised here, Dynamo would wrap it in its own exception
-    return planned_graph(session, compiler, module, inputs)
+    return PlannedGraph(lambda: session, module, inputs, compiler)
 
 
 def _session_of(options: Mapping[str, Any] | None) -> Session:
@@ -56,11 +58,19 @@ def _session_of(options: Mapping[str, Any] | None) -> Session:
         time_limit_s = options.get("time_limit_s", 10.0)
         check_seconds(time_limit_s, "time_limit_s")
         chooser = VariantChooser(plain_optimizer(options.get("optimizer")), time_limit_s=time_limit_s)
-        session = Session(options["budget"], chooser=chooser)
+        on_over = options.get("on_over", "raise")
+        check_on_over(on_over)
+        session = Session(options["budget"], chooser=chooser, on_over=on_over)
         session.options = options
         _by_options[id(options)] = session
-        SESSIONS.add(session)
+        watch_sessions(session)
     return session
+
+
+def check_on_over(on_over: object) -> None:
+    """Raise unless `on_over` says what happens when a step is over its budget."""
+    if on_over not in ("raise", "warn"):
+        raise ValueError(f"on_over is 'raise' or 'warn', not {on_over!r:.80}")
 
 
 def _check_mapping(options: object) -> None:
@@ -96,12 +106,15 @@ def inductor_compiler(
         patches = {**_compat.mode_options(wanted, dynamic), **inductors}
     except (RuntimeError, TypeError) as error:  # an unknown mode, or an unhashable one
         raise ValueError(f"mode is one of torch.compile's, such as 'max-autotune', not {wanted!r:.80}") from error
+    if patches.get(_CUDA_GRAPHS):
+        if wanted == "reduce-overhead" or inductors.get(_CUDA_GRAPHS):
+            raise LowtideError(
+                "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) keep the memory of a step "
+                "in pools of their own, which no budget can be held in. Leave them out, or capture the whole step of "
+                "an eager plan: lowtide.fit(...).capture(loss_fn, batch)"
+            )
+        patches[_CUDA_GRAPHS] = False  # part of mode="max-autotune"
     return lambda module, inputs, partition: _compat.compile_with_inductor(module, inputs, partition, patches)
-
-
-def planned_graph(session: Session, compiler: Callable[..., Any], module: Any, inputs: list[Any]) -> Any:
-    """The backend for one session: what Dynamo calls in place of the graph `module`."""
-    return PlannedGraph(session, module, inputs, compiler)
 
 
 def _refuse(error: Exception, *args: Any) -> Any:

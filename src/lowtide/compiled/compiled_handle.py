@@ -3,9 +3,7 @@
 `lowtide.handle_of(model)` returns it. The handle reads its numbers from the model's `Session`, which plans in the first
 step, so most of them are None or empty before that. It holds no reference to the model.
 
-The compiled engine measures peaks on accelerators only, and does not time a step without a plan, so `measured_slowdown`
-is always None. A step of several compiled graphs, as in regional mode, has no single graph, hence no `plan`; its report
-is a table of calls.
+A step of several compiled graphs, as in regional mode, is shown as one: the graphs of its calls are joined.
 """
 
 from __future__ import annotations
@@ -20,9 +18,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.backend import SESSIONS
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import NOTHING_YET, Session
+from lowtide.compiled.session_calls import SESSIONS
+from lowtide.compiled.split_head import SplitHead
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
 from lowtide.units import format_bytes, format_seconds
@@ -82,10 +81,14 @@ class CompiledHandle:
     Switch between steps: after a backward, before the next forward.
     """
 
-    measured_slowdown: float | None = None  # not measured by the compiled engine
-
-    def __init__(self, session: Session, modules: list[nn.Module], first: FirstForward | None) -> None:
-        self.session = session
+    def __init__(
+        self,
+        session: Session,
+        modules: list[nn.Module],
+        first: FirstForward | None,
+        head: SplitHead | None = None,
+    ) -> None:
+        self.session, self.split_head = session, head
         self.is_removed = False
         self._compiled = [weakref.ref(module) for module in modules]
         self._first = first
@@ -99,29 +102,51 @@ class CompiledHandle:
         if self.is_removed and enabled:
             raise LowtideError("this handle was removed: call lowtide.compile(model, ...) again")
         self.session.enable(enabled)
+        if self.split_head is not None:
+            self.split_head.enabled = enabled
 
     def remove(self) -> None:
-        """Let the model run uncompiled again. Graphs whose forward has run still run their backward."""
+        """Let the model run uncompiled again. Graphs whose forward has run still run their backward.
+
+        What `torch.compile(backend="lowtide")` returned stays compiled and saves what torch's own partitioner chooses.
+        """
         if self.is_removed:
             return
+        self.session.enable(False)
         for module in filter(None, (reference() for reference in self._compiled)):
             _compat.uncompile(module)
         if self._first is not None:
             self._first.remove()
+        if self.split_head is not None:
+            self.split_head.remove()
         SESSIONS.discard(self.session)
         self.is_removed = True
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of a step that is one compiled graph; None before the first step, and for several graphs."""
+        """The plan of the last step, with its graph; several compiled graphs are joined. None before the first step."""
         sequence = self.session.current
-        if sequence is None or len(sequence.numbers) > 1:
-            return None
-        return self.session.plan_of(sequence)
+        return None if sequence is None else self.session.plan_of(sequence)
+
+    @property
+    def measured_slowdown(self) -> float | None:
+        """Time over that of the same compile without a budget, as a share: measured on an accelerator, else None.
+
+        The step is timed as a whole; the time without a budget is that of calls which run torch's own choice. None
+        until each graph has run both.
+        """
+        sequence = self.session.current
+        return None if sequence is None else self.session.slowdown_of(sequence)
+
+    @property
+    def measured_step_s(self) -> float | None:
+        """Measured seconds of forward and backward under the present choice; None on the CPU, and before there are."""
+        sequence = self.session.current
+        return None if sequence is None else sequence.seconds_of(sequence.choice)
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """The peak of the last measured step that ran the present choice; None on the CPU, and before there is one."""
+        """The peak of the last measured step that ran the present choice; None before there is one."""
         sequence = self.session.current
         return sequence.peaks[-1] if sequence is not None and sequence.peaks else None
 
@@ -151,22 +176,23 @@ class CompiledHandle:
     ) -> Report:
         """Write a report, with the measured peak where there is one. A `LowtideError` before the first step.
 
-        A step that is one compiled graph is reported as by `Plan.report`. A step of several graphs is written as
-        Markdown (`.md`) only: what this handle prints, and a table of calls.
+        The formats are those of `Plan.report`. The page shows memory over the step, the trade-off with torch's
+        `activation_memory_budget` and checkpoints beside the plan, and layers; `.md` of a step of several compiled
+        graphs is what this handle prints and a table of calls.
         """
-        plan = self.plan
-        if plan is not None:
-            return plan.report(
-                path, measured_peak_bytes=self.measured_peak_bytes, frontier=frontier, time_limit_s=time_limit_s
-            )
-        if self.session.current is None:
+        plan, sequence = self.plan, self.session.current
+        if plan is None or sequence is None:
             raise LowtideError(f"no report: {self.session.describe()}")
-        if Path(path).suffix.lower() != ".md":
-            raise LowtideError(
-                f"a step of several compiled graphs is reported as Markdown, and {str(path)!r} does not end in .md. "
-                "Write a .md file, or compile the model as one graph: lowtide.compile(model, ..., regional=False)"
-            )
-        return self._write_calls(Path(path))
+        if Path(path).suffix.lower() == ".md" and len(sequence.numbers) > 1:
+            return self._write_calls(Path(path))
+        return plan.report(
+            path,
+            measured_peak_bytes=self.measured_peak_bytes,
+            measured_step_s=self.measured_step_s,
+            frontier=frontier,
+            references=self.session.references(sequence, plan),
+            time_limit_s=time_limit_s,
+        )
 
     def _write_calls(self, path: Path) -> Report:
         from lowtide.reports.report_text import Report

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.compiled.session import CompileWatch
+from lowtide.compiled.session_calls import without_warnings
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
@@ -138,16 +139,17 @@ _FORWARD, _REPLAY = 0, 1
 
 
 def other_memory_of(graph: StepGraph, paths: list[str]) -> OtherMemory | None:
-    """Memory outside of the blocks at `paths`, block inputs included; None unless each is called once, in this order.
+    """Memory outside of the blocks at `paths`, block inputs included, for each of their calls in the step's order.
 
-    The step is simulated with a checkpoint on each block, so that nothing saved inside of blocks is counted.
+    None unless every block is called. The step is simulated with a checkpoint on each call, so that nothing saved
+    inside of blocks is counted.
     """
-    calls = [call for path in paths for call in graph.calls_by_path.get(path, ())]
-    firsts = [graph.calls[call].first for call in calls]
-    if len(calls) != len(paths) or firsts != sorted(firsts):
+    if not all(graph.calls_by_path.get(path) for path in paths):
         return None
-    timeline = simulate(graph, Plan(regions=tuple(Recompute(path) for path in paths)))
-    spans = [(graph.calls[call].first, graph.calls[call].end) for call in calls]
+    calls = [(graph.calls[call], nth) for path in paths for nth, call in enumerate(graph.calls_by_path[path])]
+    calls.sort(key=lambda each: each[0].first)
+    timeline = simulate(graph, Plan(regions=tuple(Recompute(call.path, nth) for call, nth in calls)))
+    spans = [(call.first, call.end) for call, _ in calls]
     forward = [_start_bytes(timeline, _FORWARD, span) for span in spans]
     backward = [_start_bytes(timeline, _REPLAY, span) for span in spans]
     if None in forward or None in backward:
@@ -200,11 +202,12 @@ class FirstForward:
     def remove(self) -> None:
         self._handle.remove()
 
+    @_compat.disable_dynamo  # inside of another torch.compile
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._blocks:
+        if not torch.is_grad_enabled() or not self._blocks:
             return
         self.remove()
-        with self._watch.planning():
+        with self._watch.planning(), without_warnings():
             self._chooser.surroundings = _traced(model, self._blocks, args, kwargs, self._chooser.optimizer)
         self._blocks = []
 

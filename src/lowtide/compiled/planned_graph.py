@@ -1,8 +1,9 @@
 """One Dynamo graph, compiled in one or more variants that save different tensors for the backward.
 
 Dynamo compiles equal blocks once and calls the result for each of them. Here that result is a `PlannedGraph`. Whenever
-it is called it gets from its `Session` which variant to run, so that equal blocks can save more or less depending on
-their position in the step. A variant is compiled when it is first needed.
+it is called it gets from the `Session` of the model which variant to run, so that equal blocks can save more or less
+depending on their position in the step. A variant is compiled when it is first needed. Equal blocks of several models
+share a graph and its variants: the session is asked for in every call.
 
 - **Carrying out a choice.** `tag` marks every forward node of AOTAutograd's joint graph as saved or recomputed, and
   torch's own partitioner splits the graph accordingly.
@@ -15,22 +16,25 @@ their position in the step. A variant is compiled when it is first needed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide import _compat
+from lowtide.compiled.step_profile import BACKWARD, BACKWARD_END, FORWARD_END
 from lowtide.errors import CapacityError
 from lowtide.graph.arrays import recompute_s
 from lowtide.graph.step_graph import StepGraph
-from lowtide.solvers.shared_budget import Variant, variants_of
+from lowtide.solvers.shared_budget import Variant, variant_of, variants_of
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import KeptHere, KeptInStore, restore
 from lowtide.store.storage_units import is_left_alone
@@ -47,23 +51,55 @@ def tag(step: JointStep, keeps: Container[int]) -> None:
     Nodes inside a user's own checkpoint regions keep their marks. Views are not saved: they are made again from their
     base.
     """
-    recomputable = step.graph.needs.recomputable
+    needs = step.graph.needs
     for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):
-        is_saved = index in keeps or not recomputable[index]
+        is_saved = (index in keeps and not needs.is_rerun[index]) or not needs.recomputable[index]
         for each in (node, *parts):
             _compat.set_tag(each, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
     for view in step.views:
         _compat.set_tag(view, CheckpointPolicy.MUST_RECOMPUTE)
 
 
-class _BackwardHook:
-    """Prehook on the autograd nodes of one call. It is freed with them, so it also shows whether they are alive."""
+def tag_saved(step: JointStep) -> None:
+    """Mark the nodes that must not run again as saved, and leave the others to torch's partitioner."""
+    recomputable = step.graph.needs.recomputable
+    for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):
+        if not recomputable[index]:
+            for each in (node, *parts):
+                _compat.set_tag(each, CheckpointPolicy.MUST_SAVE)
 
-    def __init__(self, calls: StepCalls) -> None:
-        self._calls = calls
+
+def _kept(step: JointStep, forward: Any, facts: dict[str, Any]) -> tuple[int, ...]:
+    """The ops whose outputs a forward graph saves, and those that have to be saved as well."""
+    names = _compat.saved_names(forward, facts["num_fwd_outputs"])
+    needs = step.graph.needs
+    return needs.keeps_of(needs.derive(frozenset(step.makers[name] for name in names if name in step.makers)))
+
+
+Mark = Callable[[int], None]  # called with FORWARD_END, BACKWARD, BACKWARD_END
+
+
+class _BackwardHook:
+    """Hook before and after the autograd nodes of one call. It is freed with them, so it also shows if they live."""
+
+    def __init__(self, calls: StepCalls, mark: Mark | None, num_nodes: int) -> None:
+        self._calls, self._mark, self._num_left = calls, mark, num_nodes
+        self._has_begun = False
 
     def __call__(self, gradients: Any) -> None:
         self._calls.is_over = True
+        if self._mark is not None and not self._has_begun:
+            self._has_begun = True
+            self._mark(BACKWARD)
+
+    def after(self, *gradients: Any) -> None:
+        self._num_left -= 1
+        if self._mark is not None and self._num_left == 0:
+            self._mark(BACKWARD_END)
+
+    def __del__(self) -> None:
+        if not self._calls.is_over and self._mark is not None:
+            self._calls.on_dropped()
 
 
 @dataclass
@@ -77,10 +113,14 @@ class _Call:
 
 
 class StepCalls:
-    """The graph numbers of the calls made so far in this step. `is_over` is set when a backward begins."""
+    """The graph numbers of the calls made so far in this step. `is_over` is set when a backward begins.
+
+    `on_dropped` is called when a call that is measured has lost its autograd nodes before that.
+    """
 
     def __init__(self) -> None:
         self.is_over = False
+        self.on_dropped: Callable[[], None] = lambda: None
         self._calls: list[_Call] = []
 
     @property
@@ -90,16 +130,23 @@ class StepCalls:
             self._calls = [call for call in self._calls if call.is_alive]
         return tuple(call.number for call in self._calls)
 
-    def begin(self, number: int) -> Callable[[Any], None]:
-        """Record a call. Call the returned function with the graph's outputs when it has run."""
+    def begin(self, number: int, mark: Mark | None = None) -> Callable[[Any], None]:
+        """Record a call. Call the returned function with the graph's outputs when it has run.
+
+        `mark` is called when the forward has ended, and when the backward of the call begins and ends.
+        """
         call = _Call(number)
         self._calls.append(call)
 
         def end(outputs: Any) -> None:
-            hook = _BackwardHook(self)
-            nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor)}
-            for node in filter(None, nodes):
+            if mark is not None:
+                mark(FORWARD_END)
+            nodes = set(filter(None, (each.grad_fn for each in outputs if isinstance(each, Tensor))))
+            hook = _BackwardHook(self, mark, len(nodes))
+            for node in nodes:
                 node.register_prehook(hook)
+                if mark is not None:
+                    node.register_hook(hook.after)
             call.hook = weakref.ref(hook)
 
         return end
@@ -131,7 +178,11 @@ class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, restore)
 
 
-Keeps = tuple[int, ...] | None
+# Values of torch's `activation_memory_budget` whose choices are among the variants. More cost planning time.
+FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+# Torch's partitioner is asked for them if it took less than this for its own choice: not for graphs of many layers,
+# where it would take longer than compiling.
+_MOST_PARTITION_S = 0.5
 _numbers = itertools.count()
 _CPU = torch.device("cpu")
 
@@ -140,53 +191,57 @@ class PlannedGraph:
     """A graph and its compiled variants. `step` is None for a graph without a backward.
 
     `variants` go from torch's own choice of saved tensors to the smallest; `default` are the ops of the former.
+    `torch_ways` are what torch's partitioner chooses at various values of its `activation_memory_budget`.
     """
 
-    def __init__(self, session: Session, module: Any, inputs: list[Any], compiler: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        session_of: Callable[[], Session | None],
+        module: Any,
+        inputs: list[Any],
+        compiler: Callable[..., Any],
+    ) -> None:
         self.number = next(_numbers)
-        self.session = session
+        self._session_of = session_of
+        self.functions = _compat.traced_functions()
         self.step: StepGraph | None = None
         self.variants: tuple[Variant, ...] = ()
+        self.torch_ways: dict[float, Variant] = {}
         self.default: tuple[int, ...] = ()
         self._module, self._compiler = _compat.copied_module(module), compiler
         # Fake tensors: this object outlives the step, and must not keep its tensors.
-        self._inputs = _compat.fake_inputs(module, inputs)
+        self._inputs = _compat.FakeInputs(module, inputs)
         self._is_static = _compat.static_inputs(module)
         tensors = [each if isinstance(each, Tensor) else None for each in inputs]
         self.device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), _CPU)
         sizes = [0 if each is None else each.nbytes for each in tensors]
         self.static_bytes = sum(itertools.compress(sizes, self._is_static))  # parameters and buffers
         self.batch_bytes = sum(sizes) - self.static_bytes
-        self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
         self._context = _compat.TracingContext()
-        self._compiled: dict[Keeps, Callable[..., Any]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._plain: Callable[..., Any] | None = None
-        with session.watch.compiling():
+        with self._compiling():
             first = compiler(module, inputs, self._first_partition)
         if self.step is None:
             self._plain = first  # a forward without a backward
         else:
-            self._compiled[self._first_keeps] = first
+            self._compiled[self._first.key] = first
 
     def __call__(self, *args: Any) -> Any:
+        session = self._session_of()
+        if session is not None:
+            session.num_graph_calls += 1
         if self._plain is not None:
             return self._plain(*args)
-        for arg in args:
-            if isinstance(arg, nn.Parameter) and id(arg) not in self._seen:
-                self._seen[id(arg)] = weakref.ref(arg)
-        run = self.session.next_run(self)
-        keeps = run.variant.keeps
-        if keeps not in self._compiled:
-            self._compiled[keeps] = self._compile(keeps)
+        if session is None or any(map(_compat.is_fake, args)):  # DDP's own compiler looks at the strides of outputs
+            return self._variant(self._first)(*args)
+        session.see(args)
+        run = session.next_run(self)
+        compiled = self._variant(run.variant)
         with run.context:
-            outputs = self._compiled[keeps](*args)
+            outputs = compiled(*args)
         run.end(outputs)
         return outputs
-
-    def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether one of these parameters was ever an input."""
-        known = ((self._seen.get(id(each)), each) for each in parameters)
-        return any(reference is not None and reference() is each for reference, each in known)
 
     @property
     def forward_s(self) -> float:
@@ -211,35 +266,66 @@ class PlannedGraph:
 
     # Compiling.
 
-    def _compile(self, keeps: Keeps) -> Callable[..., Any]:
-        """Compile another variant, which saves the outputs of the ops `keeps`; None: torch's own choice."""
+    def _variant(self, variant: Variant) -> Callable[..., Any]:
+        """The compiled code of a variant, compiled when it is first needed."""
+        if variant.key not in self._compiled:
+            self._compiled[variant.key] = self._compile(variant)
+        return self._compiled[variant.key]
 
+    def _compile(self, variant: Variant) -> Callable[..., Any]:
         def partition(joint: Any, inputs: Any, **facts: Any) -> Any:
-            if keeps is not None:
-                tag(self._read(joint), frozenset(keeps))
+            if variant.keeps is not None:
+                return self._split(self._read(joint), variant, joint, inputs, facts)
             return _compat.torch_partition(joint, inputs, **facts)
 
-        self.session.is_compiling()
-        with self._context, self.session.watch.compiling():
-            return self._compiler(_compat.copied_module(self._module), self._inputs, partition)
+        with self._context, self._compiling():
+            return self._compiler(_compat.copied_module(self._module), self._inputs.again(), partition)
+
+    def _split(self, read: JointStep, variant: Variant, joint: Any, inputs: Any, facts: dict[str, Any]) -> Any:
+        """Split a joint graph into forward and backward as a variant says."""
+        if variant.fraction is not None:
+            tag_saved(read)
+            return _compat.torch_partition(joint, inputs, fraction=variant.fraction, **facts)
+        tag(read, frozenset(variant.keeps or ()))
+        return _compat.torch_partition(joint, inputs, **facts)
+
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        session = self._session_of()
+        return contextlib.nullcontext() if session is None else session.compiling()
 
     def _first_partition(self, joint: Any, inputs: Any, **facts: Any) -> Any:
         """Read the joint graph and torch's own choice of saved values, then partition as the session chooses."""
+        start = time.perf_counter()
         forward, backward = _compat.torch_partition(_compat.copied_module(joint), inputs, **facts)
-        self.session.is_compiling()
-        with self.session.watch.planning():
+        partition_s = time.perf_counter() - start
+        session = self._session_of()
+        with contextlib.nullcontext() if session is None else session.watch.planning():
             read = self._read(joint)
-            names = _compat.saved_names(forward, facts["num_fwd_outputs"])
-            needs = read.graph.needs
-            saved = frozenset(read.makers[name] for name in names if name in read.makers)
-            self.default = needs.keeps_of(needs.derive(saved))
-            self.step = read.graph
-            self.variants = variants_of(read.graph, self.default)
-            self._first_keeps = self.session.first_variant(self).keeps
-            if self._first_keeps is None:
-                return forward, backward
-            tag(read, frozenset(self._first_keeps))
-        return _compat.torch_partition(joint, inputs, **facts)
+            self.step, self.default = read.graph, _kept(read, forward, facts)
+            if partition_s <= _MOST_PARTITION_S:
+                self.torch_ways = self._torch_ways(joint, inputs, facts)
+            self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
+            self._first = self.variants[0] if session is None else session.first_variant(self)
+        if self._first.keeps is None:
+            return forward, backward
+        return self._split(read, self._first, joint, inputs, facts)
+
+    def _torch_ways(self, joint: Any, inputs: Any, facts: dict[str, Any]) -> dict[float, Variant]:
+        """What torch's own partitioner saves at each fraction; equal choices once, with the largest fraction."""
+        found: dict[tuple[int, ...], tuple[float, Variant]] = {}
+        assert self.step is not None
+        needs = self.step.needs
+        default_s = needs.seconds_of(needs.derive(frozenset(self.default)))
+        for fraction in FRACTIONS:
+            copied = _compat.copied_module(joint)
+            read = self._read(copied)
+            tag_saved(read)
+            forward, _ = _compat.torch_partition(copied, inputs, fraction=fraction, **facts)
+            keeps = _kept(read, forward, facts)
+            if keeps != self.default and keeps not in found:
+                variant = variant_of(self.step, keeps, keeps, default_s)
+                found[keeps] = fraction, replace(variant, fraction=fraction)
+        return dict(found.values())
 
     def _read(self, joint: Any) -> JointStep:
         hardware = present_device(self.device)

@@ -7,30 +7,35 @@ session is created by `lowtide.compile` or, with `torch.compile(backend="lowtide
 
 - **First step.** The session assumes that the step has as many calls as the model has blocks.
 - **Later steps.** The order of a step's calls is known: a `CallSequence`. Batches of several shapes have one each.
-- **Correction.** On an accelerator, the peak of a step in which nothing was compiled is compared with the prediction.
-  If the peak is over the budget, or low enough for a faster choice, variants are chosen again with the difference taken
-  into account, at most six times per sequence. Without an accelerator, peaks are predictions.
+- **Correction.** The peak of a step in which nothing was compiled is measured, call by call (`step_profile`). If it is
+  over the budget, or low enough for a faster choice, variants are chosen again with what was measured in place of
+  predictions, at most six times per sequence.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.planned_graph import BlockOffload, PlannedGraph, StepCalls
+from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
+from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.plans.step_plan import Plan
+from lowtide.plans.step_plan import Plan, Reference
 from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
@@ -67,58 +72,57 @@ class CompileWatch:
         return f"{format_seconds(self.compiling_s)} of compiling, {format_seconds(self.planning_s)} of planning"
 
 
-class PeakMeter(Protocol):
-    """Measures the peak of allocated bytes since the last `reset()`."""
-
-    def peak_bytes(self) -> int: ...
-    def reset(self) -> None: ...
-
-
-class AllocatorMeter:
-    """Peak from the CUDA allocator's statistics. `reset()` resets `torch.cuda.max_memory_allocated`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-
-def meter_of(device: torch.device) -> PeakMeter | None:
-    """The meter for a device; None on the CPU, where a peak can only be measured under a profiler."""
-    return AllocatorMeter(device) if device.type == "cuda" else None
-
+# Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
+MEASURES_CPU = True
 
 logger = logging.getLogger("lowtide")
 
 # Measured steps per sequence before the best choice so far is kept. A larger number costs a compile per correction.
 _MOST_CORRECTIONS = 6
+# Steps for which each candidate is timed; their median counts. A single step is off by a few per cent.
+_TIMED_STEPS = 3
+_MOST_TRIALS = 20  # measured steps in all, after which no further alternative is tried
+_MOST_UNMEASURED = 20  # steps that could not be measured, before predictions are taken for it
 _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
 # A faster choice is compiled only if it saves this share of the step's time.
 _WORTH_A_COMPILE = 0.005
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True)
+class OverBudget:
+    """The smallest peak of a step that does not fit its budget, and how it is known: "predicted" or "measured"."""
+
+    floor_bytes: int
+    how: str
+
+
 @dataclass
 class CallSequence:
     """The graph numbers of a step's calls, in order, and the variants chosen for them.
 
-    `measured` lists the choices that ran and their peaks. `is_settled` ends the corrections.
+    `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, `timed` their
+    seconds on an accelerator. When corrections have ended, `trials` are run; `is_settled` ends both.
     """
 
     numbers: tuple[int, ...]
     choice: VariantChoice
-    error: InfeasibleBudgetError | None = None
+    over: OverBudget | None = None
     is_settled: bool = False
+    num_unmeasured: int = 0
     measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
+    timed: list[tuple[VariantChoice, float]] = field(default_factory=list)
+    trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
 
     @property
     def peaks(self) -> list[int]:
         """Measured peaks of the present choice, in bytes."""
         return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
+
+    def seconds_of(self, choice: VariantChoice) -> float | None:
+        """Median measured seconds of forward and backward under a choice; None if it was not timed."""
+        found = [seconds for each, seconds in self.timed if each.is_like(choice)]
+        return median(found) if found else None
 
     def begins_with(self, numbers: tuple[int, ...]) -> bool:
         return self.numbers[: len(numbers)] == numbers
@@ -136,9 +140,10 @@ class GraphRun:
 class Session:
     """The compiled graphs of one model, planned together for one budget.
 
-    `num_blocks` is the number of calls that is assumed in the first step. While `enabled` is False every graph runs
-    the variant that torch's own partitioner chose, and nothing is measured. Run the steps of a session one after the
-    other, not in several threads at once.
+    `num_blocks` is the number of calls that is assumed in the first step. A step that does not fit the budget raises
+    `InfeasibleBudgetError` after `release()` was called, or with `on_over="warn"` warns once and runs the choice with
+    the smallest peak. While `enabled` is False every graph runs the variant that torch's own partitioner chose, and
+    nothing is measured. Run the steps of a session one after the other, not in several threads at once.
     """
 
     def __init__(
@@ -147,19 +152,31 @@ class Session:
         *,
         chooser: VariantChooser | None = None,
         num_blocks: int = 1,
-        meter_of: Callable[[torch.device], PeakMeter | None] = meter_of,
+        on_over: str = "raise",
+        meter_of: Callable[[torch.device], PeakMeter | None] | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.options: Any = None  # those of torch.compile, kept alive as the key of this session
+        self.handle: Any = None  # of a model compiled by the backend, made when it is asked for
         self.budget = budget
         self.chooser = chooser or VariantChooser()
         self.num_blocks = num_blocks
         self.watch = CompileWatch()
         self.enabled = True
-        self._meter_of = meter_of
+        self.on_over = on_over
+        self.release: Callable[[], None] = lambda: None
+        self.num_graph_calls = 0  # also of graphs without a backward
+        self.calling = ("", "")  # path and class of the module that runs now
+        self._called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
+        self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.has_warned_unplanned = self._has_warned = False
+        self.model: weakref.ref[nn.Module] | None = None  # if known, for the bytes of its gradients
+        self._meter_of = meter_of or functools.cache(self._meter_on)
+        self._marking: StepMeter | None = None  # records the present step
         # Dynamo owns the graphs and drops them when their code is evicted: only live graphs are planned.
         self._graphs: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
         self._calls = StepCalls()
+        self._calls.on_dropped = self._stop_marking
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
         self._sequence: CallSequence | None = None
         self._is_clean = False
@@ -179,27 +196,31 @@ class Session:
             return graph.variants[0]
         self._end_step()
         called = self._calls.numbers
-        left = max(1, self.num_blocks - len(called))
+        traced = self.chooser.surroundings
+        left = max(1, (self.num_blocks if traced is None else len(traced.forward_bytes)) - len(called))
+        # Calls after this one are assumed: the step may need more than this, so nothing is refused yet.
         self._sequence = self._planned((*called, *[graph.number] * left))
-        if self._meter is None:  # calls after this one are assumed: raise only if those made so far do not fit
-            self._sequence.error = self._known((*called, graph.number)).error
         return self._sequence.choice.variants[len(called)]
 
     def next_run(self, graph: PlannedGraph) -> GraphRun:
         """How to run the call of `graph` that begins now."""
+        if graph.number not in self._graphs:  # compiled for another model
+            with self.watch.planning():
+                self.first_variant(graph)
         if not self.enabled or _compat.is_replayed():
             # A checkpoint around the block drops its saved tensors, and compares those of the forward with those of the
             # replay: both must run the same variant.
             return GraphRun(graph.variants[0])
         self._end_step()
         called = self._calls.numbers
+        self._called_modules[len(called)] = self.calling
         sequence = self._sequence_of((*called, graph.number))
         if sequence is None:  # an unknown order of calls: the smallest variant, until the step has ended
-            return GraphRun(graph.variants[-1], end=self._calls.begin(graph.number))
-        if sequence.error is not None:
-            raise sequence.error.with_traceback(None)
+            return GraphRun(graph.variants[-1], end=self._calls.begin(graph.number, self._marker(len(called))))
+        if sequence.over is not None:
+            self._refuse(sequence.over)
         choice, position = sequence.choice, len(called)
-        variant, end = choice.variants[position], self._calls.begin(graph.number)
+        variant, end = choice.variants[position], self._calls.begin(graph.number, self._marker(position))
         if not any(choice.moved):
             return GraphRun(variant, end=end)
         store, is_last = self._store_for(choice), position == len(choice.variants) - 1
@@ -222,10 +243,31 @@ class Session:
     def is_compiling(self) -> None:
         """Ignore the peak of the current step: compiling allocates memory that the step does not need."""
         self._is_clean = False
+        self._stop_marking()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Context manager around code that compiles."""
+        self.is_compiling()
+        with self.watch.compiling():
+            yield
+        self.is_compiling()
+
+    def see(self, inputs: Iterable[Any]) -> None:
+        """Remember the parameters among the inputs of a graph, for `has_run_with`."""
+        for each in inputs:
+            if isinstance(each, nn.Parameter) and id(each) not in self._seen:
+                self._seen[id(each)] = weakref.ref(each)
+
+    def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one of these parameters was ever an input of a graph."""
+        known = ((self._seen.get(id(each)), each) for each in parameters)
+        return any(reference is not None and reference() is each for reference, each in known)
 
     def enable(self, enabled: bool) -> None:
         """Switch the plan on or off. The current step is not measured."""
         self.enabled, self._is_clean = enabled, False
+        self._stop_marking()
 
     @property
     def current(self) -> CallSequence | None:
@@ -255,7 +297,7 @@ class Session:
         """As `_planned`, for calls that were made. Without a meter, a predicted peak over the budget is an error."""
         sequence = self._planned(numbers)
         if not sequence.choice.is_within and self._meter is None:
-            sequence.error = self._infeasible(sequence.choice.peak_bytes, "predicted")
+            sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
         return sequence
 
     def _end_step(self) -> None:
@@ -272,7 +314,7 @@ class Session:
             self._sequence = self._sequences.get(called) or self._known(called)
             self._is_clean = False
         elif called not in self._sequences:  # the assumption was right
-            self._sequence.error = self._known(called).error if self._meter is None else None
+            self._sequence.over = self._known(called).over if self._meter is None else None
         self._sequences.pop(called, None)
         self._sequences[called] = self._sequence  # moved to the end: the most recently used
         self._measure(self._sequence)
@@ -286,49 +328,146 @@ class Session:
     def _meter(self) -> PeakMeter | None:
         return self._meter_of(self._device)
 
+    def _meter_on(self, device: torch.device) -> PeakMeter | None:
+        if device.type == "cuda":
+            return AllocatorMeter(device)
+        return ProfilerMeter(self._start_bytes) if MEASURES_CPU else None
+
+    def _start_bytes(self) -> int:
+        """Bytes on the CPU when a step begins."""
+        assert self._sequence is not None
+        instances = [self._graphs[number] for number in self._sequence.numbers]
+        model = None if self.model is None else self.model()
+        known = (reference() for reference in self._seen.values()) if model is None else model.parameters()
+        gradients = (each.grad for each in known if each is not None and each.grad is not None)
+        return self.chooser.start_bytes(instances) + sum(each.nbytes for each in gradients)
+
     def _measure(self, sequence: CallSequence) -> None:
-        meter = self._meter
+        self._marking, meter = None, self._meter
         if meter is None or all(each.is_settled for each in self._sequences.values()):
             self._is_clean = False
             return
         if self._is_clean and not sequence.is_settled:
-            self._judge(sequence, meter.peak_bytes())
-        meter.reset()
-        self._is_clean = True
+            measured = meter.peak_bytes()
+            if measured is not None:
+                self._judge(sequence, measured, meter.profile() if isinstance(meter, StepMeter) else None)
+            else:
+                sequence.num_unmeasured += 1
+                if sequence.num_unmeasured >= _MOST_UNMEASURED:  # a profiler of the user's is always active
+                    sequence.is_settled = True
+                    if not sequence.choice.is_within:
+                        sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
+        if sequence.over is None:
+            meter.reset()
+            self._is_clean = True
+            self._marking = meter if isinstance(meter, StepMeter) and not sequence.is_settled else None
 
-    def _judge(self, sequence: CallSequence, measured: int) -> None:
+    def _marker(self, position: int) -> Mark | None:
+        """Marks the begin of a call's forward; returns what marks the other points of the call. None: not measured."""
+        meter = self._marking
+        if meter is None:
+            return None
+        meter.mark(FORWARD, position)
+        return lambda kind: meter.mark(kind, position) if meter is self._marking else None
+
+    def _stop_marking(self) -> None:
+        """The present step cannot be measured."""
+        if self._marking is not None:
+            self._marking.cancel()
+            self._marking, self._is_clean = None, False
+
+    def _judge(self, sequence: CallSequence, measured: int, profile: StepProfile | None) -> None:
+        """Decide by a measured step which choice the sequence runs next."""
         before, budget = sequence.choice, self.budget_bytes
         sequence.measured.append((before, measured))
-        self.chooser.record_error(before, measured)
+        if profile is not None and profile.seconds is not None:
+            sequence.timed.append((before, profile.seconds))
         instances = [self._graphs[number] for number in sequence.numbers]
         with self.watch.planning():
-            now = self.chooser.choose(instances, budget)
-        step_s = sum(graph.step_s for graph in instances)
-        if measured <= budget and before.extra_s - now.extra_s < _WORTH_A_COMPILE * step_s:
-            now = before  # not worth another compile
-        sequence.is_settled = now.is_like(before) or len(sequence.measured) >= _MOST_CORRECTIONS
-        if sequence.is_settled:
-            held = [choice for choice, peak in sequence.measured if peak <= budget]
-            if held:
-                now = min(held, key=lambda choice: choice.extra_s)
+            if sequence.trials is None:
+                self._correct(sequence, instances, measured, profile)
             else:
-                sequence.error = self._infeasible(min(peak for _, peak in sequence.measured), "measured")
-        sequence.choice = now
+                self._try_next(sequence, instances, measured, profile)
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),
             format_bytes(before.peak_bytes),
             format_bytes(budget),
-            "" if now.is_like(before) else "; choosing again",
+            "" if sequence.choice.is_like(before) else "; choosing again",
         )
 
-    def _infeasible(self, floor: int, how: str) -> InfeasibleBudgetError:
+    def _correct(
+        self, sequence: CallSequence, instances: list[PlannedGraph], measured: int, profile: StepProfile | None
+    ) -> None:
+        """Choose again with what was measured, until a choice holds and none is predicted to be faster."""
+        before, budget = sequence.choice, self.budget_bytes
+        self.chooser.learn(instances, before, measured, profile, is_over=measured > budget)
+        now = self.chooser.choose(instances, budget)
+        step_s = sum(graph.step_s for graph in instances)
+        if measured <= budget and before.extra_s - now.extra_s < _WORTH_A_COMPILE * step_s:
+            now = before  # not worth another compile
+        is_last = len(sequence.measured) >= _MOST_CORRECTIONS
+        if not is_last and any(now.is_like(choice) for choice, peak in sequence.measured if peak > budget):
+            others = (each for each in self.chooser.last_resorts(instances))
+            now = next((each for each in others if not self._has_run(sequence, each)), now)
+        sequence.choice = now
+        if not is_last and not self._has_run(sequence, now):
+            return
+        held = [choice for choice, peak in sequence.measured if peak <= budget]
+        if not held:
+            sequence.choice, floor = min(sequence.measured, key=lambda each: each[1])
+            sequence.over, sequence.is_settled = OverBudget(floor, "measured"), True
+            return
+        sequence.choice = min(held, key=lambda choice: choice.extra_s)
+        is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
+        sequence.trials = self.chooser.alternatives(instances, sequence.choice, budget) if is_timed else []
+        sequence.is_settled = not sequence.trials
+
+    def _try_next(
+        self, sequence: CallSequence, instances: list[PlannedGraph], measured: int, profile: StepProfile | None
+    ) -> None:
+        """Time the present choice and the alternatives a few steps each, then keep the fastest that holds."""
+        assert sequence.trials is not None
+        num_timed = sum(choice.is_like(sequence.choice) for choice, _ in sequence.timed)
+        if measured > self.budget_bytes:
+            self.chooser.learn(instances, sequence.choice, measured, profile, is_over=True)
+        elif num_timed < _TIMED_STEPS:
+            return
+        held = [choice for choice, _ in sequence.timed if self._holds(sequence, choice)]
+        if measured > self.budget_bytes and len(sequence.measured) < _MOST_TRIALS:  # the same with a smaller peak
+            best = min(held, key=lambda choice: choice.extra_s)
+            again = self.chooser.alternatives(instances, best, self.budget_bytes)
+            sequence.trials = [each for each in again if not self._has_run(sequence, each)]
+        if sequence.trials:
+            sequence.choice = sequence.trials.pop(0)
+            return
+        sequence.is_settled = True
+        well_timed = [
+            choice for choice in held if sum(each.is_like(choice) for each, _ in sequence.timed) >= _TIMED_STEPS
+        ]
+        sequence.choice = min(well_timed or held, key=lambda choice: sequence.seconds_of(choice) or 0.0)
+
+    def _holds(self, sequence: CallSequence, choice: VariantChoice) -> bool:
+        return all(peak <= self.budget_bytes for each, peak in sequence.measured if each.is_like(choice))
+
+    @staticmethod
+    def _has_run(sequence: CallSequence, choice: VariantChoice) -> bool:
+        return any(each.is_like(choice) for each, _ in sequence.measured)
+
+    def _refuse(self, over: OverBudget) -> None:
+        """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
         lower = ", or compile with regional=False, which can go lower" if self.num_blocks > 1 else ""
-        return InfeasibleBudgetError(
-            f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(floor)} ({how}) that this compiled "
-            f"step needs at least. Raise the budget{', ' if lower else ' or '}make the batch smaller{lower}.",
-            floor,
+        message = (
+            f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(over.floor_bytes)} ({over.how}) that "
+            f"this compiled step needs at least. Raise the budget{', ' if lower else ' or '}make the batch "
+            f"smaller{lower}."
         )
+        if self.on_over == "raise":
+            self.release()
+            raise InfeasibleBudgetError(message, over.floor_bytes)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{message} The step goes on with that peak (on_over='warn').", stacklevel=2)
 
     # For people.
 
@@ -341,9 +480,39 @@ class Session:
         return parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
 
     def plan_of(self, sequence: CallSequence) -> Plan:
-        """The plan of a sequence that is one call."""
-        (number,) = sequence.numbers
-        return self.chooser.plan_of(self._graphs[number], sequence.choice, self.budget_bytes)
+        """The plan of a sequence, with its graph; several calls are joined."""
+        instances = self._instances(sequence)
+        if len(instances) == 1:
+            return self.chooser.plan_of(instances[0], sequence.choice, self.budget_bytes)
+        modules = [self._called_modules.get(position, ("", "")) for position in range(len(instances))]
+        names = dict.fromkeys(sequence.numbers)
+        for position, number in enumerate(sequence.numbers):
+            if not modules[position][0]:  # a part of the model between graph breaks
+                modules[position] = f"graph {list(names).index(number)}", "Graph"
+        return self.chooser.joined_plan(instances, modules, sequence.choice, self.budget_bytes)
+
+    def references(self, sequence: CallSequence, plan: Plan) -> tuple[Reference, ...]:
+        """Torch's own ways on the graph of `plan_of(sequence)`."""
+        return self.chooser.references(self._instances(sequence), plan)
+
+    def _instances(self, sequence: CallSequence) -> list[PlannedGraph]:
+        return [self._graphs[number] for number in sequence.numbers]
+
+    def slowdown_of(self, sequence: CallSequence) -> float | None:
+        """Measured seconds of a step over those with torch's own choices in all calls, as a share; None if unknown.
+
+        Known on an accelerator when every graph of the step has run torch's choice in some call.
+        """
+        step_s = sequence.seconds_of(sequence.choice)
+        if step_s is None:
+            return None
+        plain_s = step_s
+        for graph, variant in zip(self._instances(sequence), sequence.choice.variants, strict=True):
+            own_s, fastest_s = (self.chooser.seconds_of(graph, each) for each in (variant, graph.variants[0]))
+            if own_s is None or fastest_s is None:
+                return None
+            plain_s -= own_s - fastest_s
+        return step_s / plain_s - 1 if plain_s > 0 else None
 
     def store_stats(self) -> StoreStats | None:
         """Bytes moved to host memory and held there; None if no call ever moved any."""

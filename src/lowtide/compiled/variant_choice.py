@@ -5,8 +5,7 @@ by op (`solvers.compiled_search`). A step of several calls, such as one per bloc
 call gets one of its graph's variants, and may move saved tensors to host memory (`solvers.shared_budget`).
 
 Both need to know what else is in device memory meanwhile: parameters, the batch, optimizer state and, if a trace of the
-model is there, everything outside of the compiled blocks. `record_error` adds the difference between a measured and a
-predicted peak, by which later predictions are corrected.
+model is there, everything outside of the compiled blocks. `learn` replaces these predictions by what was measured.
 """
 
 from __future__ import annotations
@@ -16,14 +15,18 @@ from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import torch
 
+from lowtide.compiled.joined_steps import joined_step
 from lowtide.compiled.planned_graph import PlannedGraph
+from lowtide.compiled.step_profile import StepProfile
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.plans.step_plan import Plan
-from lowtide.simulator.timeline import simulate
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.step_plan import Plan, Reference
+from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.compiled_search import CompiledSearch
 from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, SharedChoice, Variant, variant_of
@@ -50,7 +53,7 @@ class VariantChoice:
     lower_bound_s: float
     is_within: bool = True
     in_flight_bytes: int = 0  # of the moved tensors, in each direction
-    peak_key: Any = None  # (graph number, keeps) of the call at the peak; None if it is outside of calls
+    peak_key: Any = None  # (graph number, variant's key) of the call at the peak; None if it is outside of calls
 
     def is_like(self, other: VariantChoice) -> bool:
         """Whether both run the same variants and move the same tensors."""
@@ -71,6 +74,10 @@ class VariantChooser:
     surroundings: OtherMemory | None = None
     model_bytes: int | None = None  # parameters and buffers; None: sum those of the graphs
     errors: dict[Any, int] = field(default_factory=dict)  # measured minus predicted bytes, by `peak_key`
+    _measured_around: dict[tuple[int, ...], OtherMemory] = field(default_factory=dict)
+    _transients: dict[int, dict[Any, tuple[int, int]]] = field(default_factory=dict)  # measured, by graph and variant
+    _seconds: dict[tuple[int, Any], list[float]] = field(default_factory=dict)  # measured, by graph and variant
+    _assumes_largest: bool = False
     _base_bytes: int | None = None
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -89,13 +96,98 @@ class VariantChooser:
             return self._single(instances[0], budget_bytes)
         return self._shared(instances, budget_bytes)
 
-    def record_error(self, choice: VariantChoice, measured_bytes: int) -> None:
-        """Correct later predictions by the peak measured in a step that ran `choice`."""
-        self.errors[choice.peak_key] = self._error_of(choice.peak_key) + measured_bytes - choice.peak_bytes
+    def learn(
+        self,
+        instances: list[PlannedGraph],
+        choice: VariantChoice,
+        measured_bytes: int,
+        profile: StepProfile | None = None,
+        *,
+        is_over: bool = False,
+    ) -> None:
+        """Correct later predictions by a step that ran `choice`: call by call, or else by its peak alone.
+
+        While a step is over the budget, the largest known error is assumed of what was not measured yet.
+        """
+        self._assumes_largest = is_over
+        self._learn_seconds(instances, choice, profile)
+        if profile is None or len(instances) == 1 or len(profile.calls) != len(instances) or any(choice.moved):
+            self.errors[choice.peak_key] = self._error_of(choice.peak_key) + measured_bytes - choice.peak_bytes
+            return
+        self.errors.clear()
+        held, forward, backward = 0, [], []
+        for graph, variant, call in zip(instances, choice.variants, profile.calls, strict=True):
+            forward.append(call.forward_start_bytes - held)
+            held += variant.saved_bytes
+            backward.append(call.backward_start_bytes - held)
+            needs = (
+                call.forward_peak_bytes - call.forward_start_bytes - variant.saved_bytes,
+                call.backward_peak_bytes - call.backward_start_bytes,
+            )
+            known = self._transients.setdefault(graph.number, {}).get(variant.key, needs)
+            self._transients[graph.number][variant.key] = (max(needs[0], known[0]), max(needs[1], known[1]))
+        numbers = tuple(graph.number for graph in instances)
+        self._measured_around[numbers] = OtherMemory(
+            tuple(forward), profile.between_bytes - held, tuple(backward), profile.elsewhere_bytes
+        )
+
+    def _learn_seconds(self, instances: list[PlannedGraph], choice: VariantChoice, profile: StepProfile | None) -> None:
+        for graph, variant, call in zip(instances, choice.variants, profile.calls if profile else (), strict=False):
+            if call.seconds is not None:
+                self._seconds.setdefault((graph.number, variant.key), []).append(call.seconds)
+
+    def seconds_of(self, graph: PlannedGraph, variant: Variant) -> float | None:
+        """Measured seconds of a call that runs a variant, in the median; None if none was timed."""
+        found = self._seconds.get((graph.number, variant.key))
+        return median(found) if found else None
 
     def _error_of(self, key: Any) -> int:
-        """Bytes to add to a prediction: measured for this key, else the smallest correction of any key."""
-        return self.errors.get(key, min(self.errors.values(), default=0))
+        """Bytes to add to a prediction: measured for this key, else the smallest (or largest) error of any key."""
+        other = max if self._assumes_largest else min
+        return self.errors.get(key, other(self.errors.values(), default=0))
+
+    def alternatives(
+        self, instances: list[PlannedGraph], choice: VariantChoice, budget_bytes: int
+    ) -> list[VariantChoice]:
+        """Other choices that may be faster than their predictions say, to be timed beside `choice`.
+
+        What torch's partitioner does with the largest `activation_memory_budget` that fits, in all calls alike, and
+        `choice` without moves to the host.
+        """
+        found = [each for each in self._torch_choices(instances) if each.peak_bytes <= budget_bytes][:1]
+        if any(choice.moved):
+            found.append(self._shared(instances, budget_bytes, has_host=False))
+        return [each for each in found if not each.is_like(choice)]
+
+    def last_resorts(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
+        """Choices that save least, whatever their predicted peaks: as torch's partitioner does, and as ours."""
+        if len(instances) == 1:
+            return []
+        return [
+            *self._torch_choices(instances)[-1:],
+            self._uniform([graph.variants[-1] for graph in instances], instances),
+        ]
+
+    def _torch_choices(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
+        """The choices of torch's partitioner at each fraction, from large to small."""
+        fractions = sorted({fraction for graph in instances for fraction in graph.torch_ways}, reverse=True)
+        return [self._uniform([_torch_way(graph, each) for graph in instances], instances) for each in fractions]
+
+    def _uniform(self, variants: list[Variant], instances: list[PlannedGraph]) -> VariantChoice:
+        """The choice of these variants, one per call."""
+        if len(instances) == 1:
+            assert instances[0].step is not None
+            step = replace(instances[0].step, other_bytes=self._base(instances))
+            cost = CompiledSearch(step, self.time_limit_s).cost(variants[0].keeps or instances[0].default)
+            peak_bytes, key = cost.peak_bytes + self._error_of(None), None
+        else:
+            corrected = [(self._as_measured(graph, each),) for graph, each in zip(instances, variants, strict=True)]
+            shared = SharedBudget(corrected, self._around_with_error(instances))
+            peak_bytes, position = shared.peak([0] * len(instances))
+            where = position.index
+            key = (instances[where].number, variants[where].key) if where >= 0 else None
+        extra_s = sum(variant.extra_s for variant in variants)
+        return VariantChoice(variants, ((),) * len(variants), peak_bytes, extra_s, 0.0, peak_key=key)
 
     # One graph.
 
@@ -103,11 +195,32 @@ class VariantChooser:
         """The plan, with its graph, for a step that is one call of `graph`: what reports are made of."""
         assert graph.step is not None
         step = replace(graph.step, other_bytes=self._base([graph]))
-        keeps = choice.variants[0].keeps
-        timeline = simulate(
-            step, Plan(engine="compiled", keeps=graph.default if keeps is None else keeps, budget_bytes=1)
-        )
+        timeline = _simulated(step, _saved([graph], choice.variants, [0]))
         return with_predictions(step, timeline, simulate(step), budget_bytes, choice.lower_bound_s)
+
+    def joined_plan(
+        self, instances: list[PlannedGraph], modules: list[tuple[str, str]], choice: VariantChoice, budget_bytes: int
+    ) -> Plan:
+        """The plan of a step of several calls, with its graph. `modules` are the paths and classes of what is called.
+
+        Memory outside of calls is set so that the plan has the peak of `choice`.
+        """
+        step, firsts = joined_step([graph.step for graph in instances if graph.step is not None], modules)
+        saved = _saved(instances, choice.variants, firsts)
+        inside = _simulated(step, saved).peak_bytes
+        step = replace(step, other_bytes=max(0, choice.peak_bytes - inside))
+        return with_predictions(step, _simulated(step, saved), simulate(step), budget_bytes, choice.lower_bound_s)
+
+    def references(self, instances: list[PlannedGraph], plan: Plan) -> tuple[Reference, ...]:
+        """What torch's partitioner does at each fraction, simulated on the graph of a plan of these calls."""
+        assert plan.graph is not None
+        firsts = [0, *accumulate(graph.step.num_forward for graph in instances if graph.step is not None)][:-1]
+        found = []
+        for fraction in sorted({each for graph in instances for each in graph.torch_ways}, reverse=True):
+            ways = [_torch_way(graph, fraction) for graph in instances]
+            timeline = _simulated(plan.graph, _saved(instances, ways, firsts))
+            found.append(Reference(f"activation_memory_budget {fraction:g}", timeline.peak_bytes, timeline.extra_s))
+        return tuple(found)
 
     def _single(self, graph: PlannedGraph, budget_bytes: int) -> VariantChoice:
         """The choice for a step that is one call of one graph."""
@@ -123,23 +236,28 @@ class VariantChooser:
             plan, is_within = search.plan(allowed), True
         except InfeasibleBudgetError:
             plan, is_within = search.plan(search.floor.peak_bytes), False
+        ways = [(search.cost(way.keeps or ()).peak_bytes, way) for way in graph.torch_ways.values()]
+        faster = [(way.extra_s, peak, way) for peak, way in ways if peak <= allowed]
         variant = variant_of(step, plan.keeps, plan.keeps, default.extra_s)
+        if faster and min(faster, key=lambda each: each[0])[0] < variant.extra_s:
+            extra_s, peak_bytes, way = min(faster, key=lambda each: each[0])
+            return VariantChoice([way], ((),), peak_bytes + error, extra_s, 0.0)
         bound_s = min(max(0.0, plan.lower_bound_s - default.extra_s), variant.extra_s)
         return VariantChoice([variant], ((),), plan.peak_bytes + error, variant.extra_s, bound_s, is_within)
 
     # Several calls.
 
-    def _shared(self, instances: list[PlannedGraph], budget_bytes: int) -> VariantChoice:
+    def _around_with_error(self, instances: list[PlannedGraph]) -> OtherMemory:
         around, error = self._around(instances), self._error_of(None)
-        around = replace(
-            around,
-            between_bytes=around.between_bytes + error,
-            elsewhere_bytes=around.elsewhere_bytes + error,
-        )
+        between, elsewhere = around.between_bytes + error, around.elsewhere_bytes + error
+        return replace(around, between_bytes=between, elsewhere_bytes=elsewhere)
+
+    def _shared(self, instances: list[PlannedGraph], budget_bytes: int, *, has_host: bool = True) -> VariantChoice:
+        around, has_host = self._around_with_error(instances), has_host and self.host_bytes > 0
         corrected = {graph: self._corrected(graph) for graph in dict.fromkeys(instances)}
         variants = [corrected[graph] for graph in instances]
-        shares = _SHARES if self.host_bytes else (0.0,)
-        link = self._link_bytes_per_s if self.host_bytes else 0.0
+        shares = _SHARES if has_host else (0.0,)
+        link = self._link_bytes_per_s if has_host else 0.0
         byte_s = 2 * _BESIDE_COPIES / link if link else 0.0
         budgets = [SharedBudget(variants, around, self._quotas(instances, share), byte_s) for share in shares]
         fitting: list[tuple[SharedBudget, SharedChoice]] = []
@@ -153,7 +271,7 @@ class VariantChooser:
             shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
         chosen = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
         where = shared.peak(best.chosen)[1].index
-        key = (instances[where].number, chosen[where].keeps) if where >= 0 else None
+        key = (instances[where].number, chosen[where].key) if where >= 0 else None
         whole_link = budgets[-1]  # the largest share of the link has the smallest bound
         return VariantChoice(
             chosen,
@@ -167,17 +285,39 @@ class VariantChooser:
         )
 
     def _corrected(self, graph: PlannedGraph) -> tuple[Variant, ...]:
-        """A graph's variants with measured corrections added to their memory, which may become negative."""
-        corrected = []
-        for variant in graph.variants:
-            error = self._error_of((graph.number, variant.keeps))
-            forward, backward = variant.forward_bytes + error, variant.backward_bytes + error
-            corrected.append(replace(variant, forward_bytes=forward, backward_bytes=backward))
-        return tuple(corrected)
+        """A graph's variants with measured numbers in place of predictions; bytes may become negative."""
+        return tuple(self._as_measured(graph, variant) for variant in graph.variants)
+
+    def _as_measured(self, graph: PlannedGraph, variant: Variant) -> Variant:
+        """A variant that has not run yet gets the error of the one that ran and whose saved bytes are nearest."""
+        error = self._error_of((graph.number, variant.key))
+        forward, backward = variant.forward_bytes + error, variant.backward_bytes + error
+        ran = self._transients.get(graph.number, {})
+        seen = [each for each in (*graph.variants, *graph.torch_ways.values()) if each.key in ran]
+        if seen:
+            near = min(seen, key=lambda each: (abs(each.saved_bytes - variant.saved_bytes), each.key != variant.key))
+            forward += ran[near.key][0] - near.forward_bytes
+            backward += ran[near.key][1] - near.backward_bytes
+        own_s, fastest_s = self.seconds_of(graph, variant), self.seconds_of(graph, graph.variants[0])
+        extra_s = variant.extra_s if own_s is None or fastest_s is None else max(0.0, own_s - fastest_s)
+        return replace(variant, forward_bytes=forward, backward_bytes=backward, extra_s=extra_s)
+
+    def start_bytes(self, instances: list[PlannedGraph]) -> int:
+        """Bytes in use when the first call of a step begins, without gradients of earlier steps."""
+        if len(instances) > 1 and self._is_traced(instances):
+            assert self.surroundings is not None
+            return self.surroundings.forward_bytes[0]
+        return self._base(instances)
+
+    def _is_traced(self, instances: list[PlannedGraph]) -> bool:
+        return self.surroundings is not None and len(self.surroundings.forward_bytes) == len(instances)
 
     def _around(self, instances: list[PlannedGraph]) -> OtherMemory:
-        """Memory outside of the calls: as traced, else parameters, all gradients and the outputs of earlier calls."""
-        if self.surroundings is not None and len(self.surroundings.forward_bytes) == len(instances):
+        """Memory outside of calls: as measured, as traced, or parameters, gradients and outputs of earlier calls."""
+        measured = self._measured_around.get(tuple(graph.number for graph in instances))
+        if measured is not None:
+            return measured
+        if self.surroundings is not None and self._is_traced(instances):
             return self.surroundings
         base = self._base(instances) + _gradient_bytes(instances)
         given = [0, *accumulate(graph.handed_out_bytes for graph in instances)]
@@ -211,6 +351,25 @@ class VariantChooser:
             present = present_state_bytes(self.optimizer, device)
             self._base_bytes = torch.cuda.memory_allocated(device) + max(0, states - present)
         return self._base_bytes
+
+
+def _simulated(step: StepGraph, saved: tuple[int, ...]) -> Timeline:
+    return simulate(step, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+
+
+def _saved(instances: list[PlannedGraph], variants: list[Variant], firsts: list[int]) -> tuple[int, ...]:
+    """The ops whose outputs are saved, numbered in the joined step."""
+    saved = (
+        graph.default if variant.keeps is None else variant.keeps
+        for graph, variant in zip(instances, variants, strict=True)
+    )
+    return tuple(first + op for first, ops in zip(firsts, saved, strict=True) for op in ops)
+
+
+def _torch_way(graph: PlannedGraph, fraction: float) -> Variant:
+    """What torch's partitioner does with a graph at a fraction: equal choices are listed at the largest one."""
+    larger = [each for each in graph.torch_ways if each >= fraction]
+    return graph.torch_ways[min(larger)] if larger else graph.variants[0]
 
 
 def _gradient_bytes(instances: Iterable[PlannedGraph]) -> int:

@@ -1,0 +1,204 @@
+"""Measured memory and time of a step's calls: `StepProfile`, and the meters that record it.
+
+The whole peak of a step says that a prediction was wrong, and not where. In the first steps of a model the session
+therefore marks where the forward and the backward of each call begin and end, and a `StepMeter` notes the peak between
+marks. On an accelerator it reads the allocator's counters, which takes microseconds, and times calls by events on the
+stream. On the CPU, whose allocator has no counters, it runs the step under torch.profiler; while a profiler of the
+user's is active, nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lowtide import _compat
+
+
+class PeakMeter(Protocol):
+    """Measures the peak of allocated bytes since the last `reset()`; None if it could not."""
+
+    def peak_bytes(self) -> int | None: ...
+    def reset(self) -> None: ...
+
+
+FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(4)
+
+
+@dataclass(frozen=True)
+class CallProfile:
+    """One call as measured: bytes when its forward and backward begin, and the most until the next mark.
+
+    `seconds` are those of forward and backward on the device; None on the CPU.
+    """
+
+    forward_start_bytes: int
+    forward_peak_bytes: int
+    backward_start_bytes: int
+    backward_peak_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The calls of a step in order, and the peak outside of them: between forward and backward, and after both."""
+
+    calls: tuple[CallProfile, ...]
+    between_bytes: int
+    elsewhere_bytes: int
+    seconds: float | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        inside = (max(call.forward_peak_bytes, call.backward_peak_bytes) for call in self.calls)
+        return max(self.between_bytes, self.elsewhere_bytes, *inside)
+
+
+@dataclass
+class _Mark:
+    kind: int
+    index: int
+    bytes: int = 0  # allocated at the mark
+    peak_bytes: int = 0  # most allocated between this mark and the next one
+    event: Any = None
+
+
+class StepMeter:
+    """Base of the meters that record marks. `mark` is called in the order of execution."""
+
+    def __init__(self) -> None:
+        self._marks: list[_Mark] = []
+
+    def mark(self, kind: int, index: int) -> None:
+        self._marks.append(_Mark(kind, index))
+
+    def cancel(self) -> None:
+        """Stop to measure this step."""
+        self._marks = []
+
+    def profile(self) -> StepProfile | None:
+        """What was measured since `reset()`; None if a mark is missing, as after a forward without a backward."""
+        return profile_of(self._marks)
+
+
+def profile_of(marks: list[_Mark]) -> StepProfile | None:
+    """The profile of a step from its marks; None if the forward and backward of each call are not among them once."""
+    calls: dict[int, dict[int, _Mark]] = {}
+    for mark in marks:
+        if mark.kind in calls.setdefault(mark.index, {}):
+            return None
+        calls[mark.index][mark.kind] = mark
+    if not calls or sorted(calls) != list(range(len(calls))) or any(len(kinds) < 4 for kinds in calls.values()):
+        return None
+    last_forward = calls[len(calls) - 1][FORWARD_END]
+    last_backward = max((kinds[BACKWARD_END] for kinds in calls.values()), key=marks.index)
+    peaks: dict[tuple[int, int], int] = {}
+    inside = (FORWARD, 0)
+    for mark in marks:
+        if mark.kind in (FORWARD, BACKWARD):
+            inside = (mark.kind, mark.index)
+        if mark is not last_forward and mark is not last_backward:  # code between calls counts with the call before
+            peaks[inside] = max(peaks.get(inside, 0), mark.peak_bytes)
+    measured = []
+    for index in range(len(calls)):
+        kinds = calls[index]
+        measured.append(
+            CallProfile(
+                kinds[FORWARD].bytes,
+                peaks[FORWARD, index],
+                kinds[BACKWARD].bytes,
+                peaks[BACKWARD, index],
+                _seconds(kinds[FORWARD], kinds[FORWARD_END], kinds[BACKWARD], kinds[BACKWARD_END]),
+            )
+        )
+    seconds = _seconds(calls[0][FORWARD], last_backward)
+    return StepProfile(tuple(measured), last_forward.peak_bytes, last_backward.peak_bytes, seconds)
+
+
+def _seconds(*marks: _Mark) -> float | None:
+    """Seconds on the device between the first and the second mark, the third and the fourth, and so on."""
+    if any(mark.event is None for mark in marks):
+        return None
+    marks[-1].event.synchronize()
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    return sum(first.event.elapsed_time(second.event) for first, second in pairs) / 1e3
+
+
+class AllocatorMeter(StepMeter):
+    """Peaks from the CUDA allocator's statistics, which it resets (`torch.cuda.max_memory_allocated`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._most = 0
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._marks, self._most = [], 0
+
+    def mark(self, kind: int, index: int) -> None:
+        self._close_part()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(_Mark(kind, index, torch.cuda.memory_allocated(self._device), event=event))
+
+    def peak_bytes(self) -> int | None:
+        self._close_part()
+        return self._most
+
+    def _close_part(self) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._most = max(self._most, peak)
+        if self._marks:
+            self._marks[-1].peak_bytes = max(self._marks[-1].peak_bytes, peak)
+
+
+class ProfilerMeter(StepMeter):
+    """Peaks on the CPU from torch.profiler's allocation events, from a step's first call to the end of its backward.
+
+    `start_bytes()` are allocated when the step begins: the profiler sees changes only.
+    """
+
+    def __init__(self, start_bytes: Callable[[], int]) -> None:
+        super().__init__()
+        self._start_bytes, self._trace = start_bytes, _compat.AllocationTrace()
+        self._backward = _compat.BackwardReturn(self._end)
+        self._base, self._peak = 0, None
+
+    _peak: int | None
+
+    def reset(self) -> None:
+        self._marks, self._peak = [], None
+        if self._trace.start():
+            self._base = self._start_bytes()
+            self._backward.install()
+
+    def mark(self, kind: int, index: int) -> None:
+        if self._trace.is_active:
+            self._trace.mark()
+            super().mark(kind, index)
+
+    def _end(self) -> None:
+        if not self._trace.is_active:
+            return
+        before, *parts = self._trace.stop()
+        if len(parts) != len(self._marks):
+            self._marks = []
+            return
+        self._peak = self._base + max(peak for peak, _ in (before, *parts))
+        starts = [end for _, end in (before, *parts)]
+        for mark, start, (peak, _) in zip(self._marks, starts, parts, strict=False):
+            mark.bytes, mark.peak_bytes = self._base + start, self._base + peak
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._peak = None
+        self._trace.cancel()
+        self._backward.remove()
+
+    def peak_bytes(self) -> int | None:
+        return self._peak

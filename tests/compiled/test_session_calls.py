@@ -1,0 +1,264 @@
+"""Budgets are never silently ignored: shared code, outer compiles, DDP, recompile limits, and after errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from compiled.test_backend import MLP, Mixed, Stack, rows, squared
+from kernelless import (
+    PLENTY,
+    Compiler,
+    assert_equal,
+    compiled_plainly,
+    floor_of,
+    left_behind,
+    running,
+    session_of,
+    squeeze,
+)
+from lowtide.api.compile import explain_compiled
+from lowtide.compiled import backend
+
+pytestmark = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
+]
+
+
+def stack() -> Stack:
+    return Stack(MLP(), MLP(), MLP())
+
+
+def refused(model: nn.Module) -> int:
+    """Steps until the budget is refused; the floor that the error names."""
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        for _ in range(3):
+            squared(model).backward()
+    return caught.value.floor_bytes
+
+
+# Errors.
+
+
+def test_after_an_infeasible_budget_the_model_runs_plainly_and_is_freed() -> None:
+    model = lowtide.compile(stack(), budget=1)
+    refused(model)
+    assert all(block._compiled_call_impl is None for block in model.blocks)
+    with pytest.raises(lowtide.LowtideError, match="no handle"):
+        lowtide.handle_of(model)
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    assert_equal(left_behind(plain, squared), left_behind(model, squared))
+    gone = [weakref.ref(each) for each in (model, *model.parameters())]
+    del model, plain
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+
+
+@pytest.mark.parametrize("make", [stack, Mixed], ids=["equal blocks", "two kinds of blocks"])
+@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+def test_the_floor_of_the_error_is_a_budget_that_fits(make: Callable[[], nn.Module], regional: bool) -> None:
+    floor = refused(lowtide.compile(make(), budget=1, regional=regional))
+    again = lowtide.compile(make(), budget=floor, regional=regional)
+    for _ in range(3):
+        squared(again).backward()
+    assert refused(lowtide.compile(make(), budget=floor - 1, regional=regional)) == floor
+
+
+def test_graph_breaks_raise_no_floor_from_a_part() -> None:
+    class Broken(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                torch._dynamo.graph_break()
+            return x
+
+    floor = refused(lowtide.compile(Broken(MLP(), MLP(), MLP()), budget=1, regional=False))
+    again = lowtide.compile(Broken(MLP(), MLP(), MLP()), budget=floor, regional=False)
+    for _ in range(3):
+        squared(again).backward()
+
+
+def test_over_the_budget_with_a_warning() -> None:
+    model = lowtide.compile(stack(), budget=1, on_over="warn")
+    expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), squared)
+    with pytest.warns(UserWarning, match=r"budget 1 B is below .*on_over='warn'") as caught:
+        for _ in range(4):
+            assert_equal(expected, left_behind(model, squared))
+    assert len(caught) == 1
+    assert running(model)[-1].keeps is not None
+    with pytest.raises(ValueError, match="on_over is 'raise' or 'warn', not 'log'"):
+        lowtide.compile(model, budget=1, on_over="log")  # type: ignore[arg-type]
+
+
+# Shared code.
+
+
+def test_twelve_models_compile_once(compiler: Compiler) -> None:
+    models = [lowtide.compile(stack(), budget=PLENTY) for _ in range(12)]
+    for model in models:
+        for _ in range(2):
+            squared(model).backward()
+        assert explain_compiled(model).startswith("3 calls of 2 compiled graphs")
+    assert len(compiler.splits) == 2, "blocks whose input needs a gradient, and the first"
+    squeeze(models[0], floor_of(models[0]))
+    squared(models[0]).backward()
+    squared(models[1]).backward()
+    assert any(variant.keeps is not None for variant in running(models[0]))
+    assert all(variant.keeps is None for variant in running(models[1])), "each by its own plan"
+
+
+def test_other_options_are_other_code(compiler: Compiler) -> None:
+    for options in ({}, {"max_autotune": False}, {"max_autotune": False}):
+        squared(lowtide.compile(stack(), budget=PLENTY, options=options)).backward()
+    assert len(compiler.splits) == 4
+
+
+def test_the_recompile_limit_is_said_once() -> None:
+    model = lowtide.compile(stack(), budget=PLENTY, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning) as caught:
+        for num in (8, 9, 10, 11):
+            model(rows(num)).sum().backward()
+    assert len(caught) == 1
+    assert "recompile_limit for 'forward'" in str(caught[0].message) and "dynamic=True" in str(caught[0].message)
+
+
+def test_the_recompile_limit_of_the_backend_is_said() -> None:
+    def step(budget: int) -> None:
+        model = torch.compile(Stack(MLP()), backend=backend.backend, options={"budget": budget})
+        squared(model).backward()
+        sessions.append(model)
+
+    sessions: list[Any] = []
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning, match="recompile_limit"):
+        for extra in range(3):
+            step(PLENTY + extra)
+
+
+def test_a_module_that_runs_eagerly_is_said_once() -> None:
+    model = lowtide.compile(stack(), budget=PLENTY)
+    with torch.compiler.set_stance("force_eager"), pytest.warns(UserWarning, match="fullgraph=True") as caught:
+        for _ in range(2):
+            squared(model).backward()
+    assert len(caught) == 1
+
+
+# Other compilers around it.
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["torch.compile last", "torch.compile first"])
+def test_inside_another_compile(is_first: bool) -> None:
+    class Headed(Stack):
+        def __init__(self) -> None:
+            super().__init__(MLP(), MLP(), MLP())
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(super().forward(x.sin())).cos()
+
+    model = Headed()
+    expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), squared)
+    if is_first:
+        outer = torch.compile(lowtide.compile(model, budget=PLENTY), backend="aot_eager")
+    else:
+        outer = lowtide.compile(torch.compile(model, backend="aot_eager"), budget=PLENTY)
+    for _ in range(2):
+        squared(outer).backward()
+    assert explain_compiled(outer).startswith("3 calls of 2 compiled graphs")
+    assert session_of(model).chooser.surroundings is not None
+    squeeze(model, floor_of(model))
+    actual = left_behind(model, lambda _: squared(outer))
+    for name, value in expected.items():
+        assert torch.allclose(value.float(), actual[name].float(), atol=1e-6), name
+    assert any(variant.keeps is not None for variant in running(model))
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def wide(model: nn.Module) -> Tensor:
+    return model(torch.randn(8, 256, generator=torch.Generator().manual_seed(3))).square().mean()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("num_buckets", [1, 3])
+def test_a_model_inside_data_parallel(num_buckets: int) -> None:
+    model = Stack(MLP(256), MLP(256), MLP(256))
+    expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), wide)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=25 if num_buckets == 1 else 1)
+    lowtide.compile(parallel, budget=PLENTY)
+    for _ in range(2):
+        assert_equal(expected, left_behind(model, lambda _: wide(parallel)))
+    assert explain_compiled(parallel).startswith("3 calls of 2 compiled graphs")
+    squeeze(model, floor_of(model))
+    assert_equal(expected, left_behind(model, lambda _: wide(parallel)))
+    assert any(variant.keeps is not None for variant in running(model))
+    assert session_of(model).chooser.surroundings is not None and lowtide.handle_of(parallel) is lowtide.handle_of(
+        model
+    )
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("num_buckets", [1, 3])
+@pytest.mark.filterwarnings("ignore")  # what Dynamo has to say on DDP's forward
+def test_the_backend_on_data_parallel(num_buckets: int) -> None:
+    model = Stack(MLP(256), MLP(256), MLP(256))
+    expected = left_behind(copy.deepcopy(model), wide)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=25 if num_buckets == 1 else 1)
+    options = {"budget": PLENTY}
+    compiled_model = torch.compile(parallel, backend=backend.backend, options=options)
+    for _ in range(2):
+        wide(compiled_model).backward()
+    session = backend._by_options[id(options)]
+    session._end_step()
+    assert session.current is not None and len(session.current.numbers) >= num_buckets
+    instances = [session._graphs[number] for number in session.current.numbers]
+    session.budget = session.chooser.choose(instances, 0).peak_bytes
+    session._sequence = session._known(session.current.numbers)
+    session._sequences = {session._sequence.numbers: session._sequence}
+    actual = left_behind(model, lambda _: wide(compiled_model))
+    for name, value in expected.items():
+        assert torch.allclose(value.float(), actual[name].float(), atol=1e-6), name
+    assert any(variant.keeps is not None for variant in session.current.choice.variants)
+    assert explain_compiled(parallel) == session.describe()
+
+
+# Arguments.
+
+
+def test_numbers_that_differ_from_block_to_block() -> None:
+    class Scaled(MLP):
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return super().forward(x) * scale
+
+    class Scales(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for index, block in enumerate(self.blocks):
+                x = block(x, 1.0 + index)
+            return x
+
+    model = Scales(*(Scaled() for _ in range(4)))
+    expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), squared)
+    lowtide.compile(model, budget=PLENTY)
+    for _ in range(2):
+        assert_equal(expected, left_behind(model, squared))
+    squeeze(model, floor_of(model))
+    with warnings.catch_warnings():
+        assert_equal(expected, left_behind(model, squared))
+    assert any(variant.keeps is not None for variant in running(model))

@@ -1,0 +1,212 @@
+"""Peaks on the CPU are measured under torch.profiler: budgets hold, or the step is refused with a measured floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile
+
+import lowtide
+from compiled.test_backend import MLP, Mixed, Stack, Twice, rows, squared
+from kernelless import PLENTY, session_of
+from lowtide._compat.profiler import cpu_allocation_totals
+from lowtide.compiled import session
+from lowtide.compiled.step_profile import (
+    BACKWARD,
+    BACKWARD_END,
+    FORWARD,
+    FORWARD_END,
+    AllocatorMeter,
+    _Mark,
+    profile_of,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("compiler", "measured"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
+]
+
+
+@pytest.fixture
+def measured(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MEASURES_CPU", True)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.convolution(x.T[None])).relu()[0].T
+
+
+def large_loss(model: nn.Module) -> Tensor:
+    """A loss outside of the model whose values are larger than what the blocks save."""
+    wide = model(rows(1024)).repeat(1, 16).sigmoid()
+    return (wide.exp() * wide.sin()).mean()
+
+
+def plain_loss(model: nn.Module) -> Tensor:
+    return model(rows(1024)).square().mean()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], bool]] = {
+    "layer norm": (lambda: Stack(*(MLP() for _ in range(4))), plain_loss, True),
+    "layer norm, whole": (lambda: Stack(*(MLP() for _ in range(4))), plain_loss, False),
+    "batch norm": (lambda: Stack(*(Convolved() for _ in range(4))), plain_loss, True),
+    "batch norm, whole": (lambda: Stack(*(Convolved() for _ in range(4))), plain_loss, False),
+    "two kinds of blocks": (Mixed, plain_loss, True),
+    "called twice": (lambda: Twice(MLP(), MLP()), plain_loss, True),
+    "loss outside": (lambda: Stack(*(MLP() for _ in range(4))), large_loss, True),
+}
+
+
+def peak_bytes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
+    """Measured from outside: what the model holds, the batch, and what a step allocates."""
+    model.zero_grad()
+    held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    return held + max(cpu_allocation_totals(lambda: loss(model).backward()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_budgets_hold_or_are_refused(name: str) -> None:
+    make, loss, regional = CASES[name]
+    model = lowtide.compile(make(), budget=PLENTY, regional=regional)
+    for _ in range(3):
+        model.zero_grad()
+        loss(model).backward()
+    plain = peak_bytes(model, loss)
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(plain, rel=0.02)
+    lowtide.compile(model, budget=1, regional=regional)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="measured") as caught:
+        for _ in range(20):
+            model.zero_grad()
+            loss(model).backward()
+    floor = caught.value.floor_bytes
+    assert floor < plain
+    for budget in (floor, (floor + plain) // 2):
+        lowtide.compile(model, budget=budget, regional=regional)
+        for _ in range(14):
+            model.zero_grad()
+            loss(model).backward()
+        handle = lowtide.handle_of(model)
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
+        assert peak_bytes(model, loss) <= 1.02 * budget
+
+
+def test_a_profiler_of_the_users_is_left_alone() -> None:
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    squared(model).backward()
+    with profile() as profiler:
+        for _ in range(2):
+            squared(model).backward()
+    assert profiler.key_averages()
+    loss = squared(model)
+    assert torch.autograd._engine_run_backward is not torch.autograd.graph._engine_run_backward, "measures"
+    del loss
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+    with profile() as profiler:
+        squared(model).backward()
+    assert not session_of(model).current.is_settled
+    for _ in range(3):
+        squared(model).backward()
+    assert session_of(model).current.is_settled
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+
+
+def test_an_error_in_a_measured_step_leaves_nothing_behind() -> None:
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    squared(model).backward()
+    loss = squared(model)
+    loss.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    del loss
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+    with profile():
+        torch.ones(2)
+    for _ in range(3):
+        squared(model).backward()
+    assert lowtide.handle_of(model).measured_peak_bytes is not None
+
+
+def marks(*points: tuple[int, int, int, int]) -> list[_Mark]:
+    return [_Mark(kind, index, size, peak) for kind, index, size, peak in points]
+
+
+def test_a_profile_from_marks() -> None:
+    """Code between calls counts with the call before it; the loss and what follows the backward are told apart."""
+    points = [(FORWARD, 0, 10, 30), (FORWARD_END, 0, 20, 25), (FORWARD, 1, 20, 40), (FORWARD_END, 1, 35, 90)]
+    points += [(BACKWARD, 1, 36, 70), (BACKWARD_END, 1, 25, 26), (BACKWARD, 0, 24, 50), (BACKWARD_END, 0, 11, 60)]
+    profile = profile_of(marks(*points))
+    assert profile is not None and profile.peak_bytes == 90
+    assert (profile.between_bytes, profile.elsewhere_bytes, profile.seconds) == (90, 60, None)
+    first, second = profile.calls
+    assert (first.forward_start_bytes, first.forward_peak_bytes) == (10, 30)
+    assert (first.backward_start_bytes, first.backward_peak_bytes) == (24, 50)
+    assert (second.forward_peak_bytes, second.backward_peak_bytes) == (40, 70)
+    assert profile_of(marks(*points[:-1])) is None, "a backward that did not end"
+    assert profile_of(marks(*points, points[0])) is None, "a forward without its backward in between"
+    assert profile_of([]) is None
+
+
+class Allocator:
+    """The counters of the CUDA allocator, and a clock that goes on by a second at each event."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = self.clock = 0
+        counters = {
+            "memory_allocated": lambda device: self.now,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.now),
+            "current_stream": lambda device: None,
+            "Event": lambda enable_timing: Event(self),
+        }
+        for name, counter in counters.items():
+            monkeypatch.setattr(torch.cuda, name, counter)
+
+    def allocate(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class Event:
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+
+    def record(self, stream: object) -> None:
+        self._allocator.clock += 1
+        self.time = self._allocator.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1000.0 * (other.time - self.time)
+
+
+def test_the_allocators_counters_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    meter = AllocatorMeter(torch.device("cuda"))
+    allocator.allocate(10)
+    meter.reset()
+    for kind, change in ((FORWARD, 20), (FORWARD_END, 50), (BACKWARD, 30), (BACKWARD_END, 5)):
+        meter.mark(kind, 0)
+        allocator.allocate(change)
+        allocator.allocate(3 - change)
+    assert meter.peak_bytes() == 10 + 3 + 50
+    profile = meter.profile()
+    assert profile is not None and profile.peak_bytes == meter.peak_bytes()
+    (call,) = profile.calls
+    assert (call.forward_start_bytes, call.forward_peak_bytes) == (10, 30)
+    assert (call.backward_start_bytes, call.backward_peak_bytes) == (16, 46)
+    assert (profile.between_bytes, profile.elsewhere_bytes) == (63, 24)
+    assert call.seconds == 2.0 and profile.seconds == 3.0
+    meter.cancel()
+    assert meter.profile() is None
