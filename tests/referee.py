@@ -163,7 +163,7 @@ class _Regions:
         path, ops = self.graph.calls[region].path, range(self.graph.calls[region].first, self.graph.calls[region].end)
         if self.graph.calls[region].kind == "Segment":
             return sum(self.captured_bytes(member) for member in self._members(region))
-        total = self._random_bytes(region)
+        total = 0
         for index, value in enumerate(self.graph.values):
             if value.kind == "buffer":
                 is_own = path == "" or value.name.startswith(path + ".")
@@ -173,22 +173,12 @@ class _Regions:
         return total
 
     def put_back_bytes(self, region: int) -> int:
-        """The present random states, and the present values of the buffers that a replay writes."""
+        """The present values of the buffers that a replay writes."""
         if self.graph.calls[region].kind == "Segment":
             return max(self.put_back_bytes(member) for member in self._members(region))  # one after the other
         ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
         written = {value for op in ops for value in op.mutates if self.graph.values[value].kind == "buffer"}
-        return self._random_bytes(region) + sum(self.graph.values[value].bytes for value in written)
-
-    def passing_bytes(self, region: int) -> int:
-        """Random states are looked at by each call as it runs; where it draws nothing they go with its end."""
-        sizes = [self.graph.hardware.region_bytes - self._random_bytes(member) for member in self._members(region)]
-        return max(sizes)  # one after the other
-
-    def _random_bytes(self, region: int) -> int:
-        """Random states are captured by a call that draws from them."""
-        ops = self.graph.ops[self.graph.calls[region].first : self.graph.calls[region].end]
-        return self.graph.hardware.region_bytes if any("random" in op.flags for op in ops) else 0
+        return sum(self.graph.values[value].bytes for value in written)
 
     def _members(self, region: int) -> list[int]:
         """The calls of a segment, or the call itself."""
@@ -596,22 +586,12 @@ class _Step:
             for region, kept in self.regions.kept_ops.items():
                 if home == FORWARD and op in kept:
                     self.hold((value, home), ("keep", region))
-        self.record(self.graph.ops[op].workspace_bytes + self.passing_bytes(op, home))
+        self.record(self.graph.ops[op].workspace_bytes)
         self.clock_s += self.graph.ops[op].seconds
         self.device_busy_s += self.graph.ops[op].seconds
         self.row.append((0.0, self.graph.ops[op].seconds, "sync" in self.graph.ops[op].flags))
         if "sync" in self.graph.ops[op].flags:
             self.host_clock_s = max(self.host_clock_s, self.clock_s)
-
-    def passing_bytes(self, op: int, home: int) -> int:
-        """Random states that regions hold while they run, though they draw nothing; and replays that retain outputs."""
-        if op >= self.graph.num_forward:
-            return 0
-        regions = [r for r in self.regions.planned if home == FORWARD or (r != home and home in self.regions._up(r))]
-        running = [r for r in regions if self.graph.calls[r].first <= op < self.graph.calls[r].end]
-        if home != FORWARD and self.regions.kept_ops[home]:
-            running.append(home)
-        return sum(self.regions.passing_bytes(region) for region in running)
 
     def is_readable(self, value: int, op: int, home: int) -> bool:
         if self.is_static(value):

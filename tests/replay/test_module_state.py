@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.policies import RecomputeAll
+from lowtide.replay import module_state
 
 
 class Stateful(nn.Module):
@@ -458,3 +460,55 @@ def test_a_name_added_as_a_forward_is_removed_is_hidden_from_the_replay() -> Non
     block.scale = 2.0
     (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, expected) and block.scale == 2.0
+
+
+def test_a_call_of_a_batch_norm_copies_its_statistics_and_searches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics change with every call; which tensors are copied is known from the calls before."""
+    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)) for _ in range(2)))
+    plain = copy.deepcopy(model)
+    searched: list[Any] = []
+    reachable = module_state.reachable
+    monkeypatch.setattr(module_state, "reachable", lambda values: searched.append(0) or reachable(values))
+    with lowtide.apply(model, RecomputeAll()):
+        for step in range(5):
+            x = torch.randn(3, 2, 4)
+            model(x).square().sum().backward()
+            plain(x).square().sum().backward()
+            assert searched or step
+            assert not (searched and step >= 3)
+            searched.clear()
+        for each in (model, plain):  # another tensor: nothing is taken for known
+            each[0][1].running_mean = torch.ones(2)
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert searched
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_list_that_is_emptied_between_the_steps() -> None:
+    """It is as before the last call, and the small buffer beside it is copied again."""
+
+    class Logged(Stateful):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+            self.log: list[int] = []
+
+        def change(self, h: Tensor) -> Tensor:
+            self.log.append(len(self.log))
+            return h * self.scale
+
+    model = nn.Sequential(Logged())
+    plain = copy.deepcopy(model)
+    with lowtide.apply(model, RecomputeAll()):
+        for _ in range(4):
+            x = torch.randn(3, 8)
+            for each in (model, plain):
+                each(x).sum().backward()
+                assert each[0].log == [0]
+                each[0].log.clear()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.plans import Move, Plan, Recompute
+from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -368,7 +369,7 @@ def num_ops_of(path: str) -> int:
     return len(ops_of(nn.Sequential(Everything()), path))
 
 
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("precision", sweep([None, torch.bfloat16], keep=1))
 def test_each_op_of_everything(precision: torch.dtype | None) -> None:
     check_each_op(nn.Sequential(Everything()), "0", precision)
 

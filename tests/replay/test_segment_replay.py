@@ -157,7 +157,7 @@ class Gelu(nn.Module):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("inner", [False, True])
 def test_predicted_peaks_are_the_measured_ones(dropout: float, inner: bool) -> None:
-    """To the byte: random states are held by layers that draw random numbers, and by no others."""
+    """To the byte, also where layers draw random numbers: their random states are no tensors."""
     model, x = Loop(16, functools.partial(Gelu, dropout)), torch.randn(256, 64)
     graph = lowtide.trace(model, lambda x: model(x).sum(), x, mode="real")
     model.zero_grad(set_to_none=True)
@@ -181,11 +181,11 @@ def test_frozen_layers_at_the_start_of_a_segment_are_part_of_it(num_frozen: int)
         assert peak_bytes(model, x) == lowtide.simulator.simulate(graph, plan).peak_bytes - there
 
 
-def test_a_region_holds_one_copy_of_the_random_state() -> None:
-    """Also at the end of its forward, where it is found out whether it drew random numbers."""
+def test_random_states_take_no_memory_of_tensors() -> None:
+    """torch allocates one copy when it is asked for the state; it is freed at once."""
     x = torch.randn(4, requires_grad=True)
     state_bytes = torch.get_rng_state().nbytes
-    for layer, num_copies in ((nn.Tanh(), 0), (nn.Dropout(0.5), 1)):
+    for layer in (nn.Tanh(), nn.Dropout(0.5)):
         model = nn.Sequential(layer)
         outputs: list[Tensor] = []
 
@@ -195,7 +195,7 @@ def test_a_region_holds_one_copy_of_the_random_state() -> None:
         with lowtide.apply(model, Plan(regions=(Recompute("0"),))):
             measured = lowtide.measure(forward, device="cpu")
             assert measured.peak_bytes < 2 * state_bytes
-            assert measured.left_bytes // state_bytes == num_copies
+            assert measured.left_bytes < state_bytes
 
 
 def test_a_segment_is_replayed_up_to_the_input_of_its_last_region() -> None:

@@ -3,7 +3,7 @@
 A forward depends on state of the process and of its thread: the states of random generators, autocast, the default
 dtype and the default device. `region` captures them in an `Environment` before each forward and restores them for the
 replay; afterwards the values of the backward are set again. A generator that counts an offset (CUDA's) is captured as
-seed and offset, others as a copy of their state. If the forward drew no random numbers, no states are kept.
+seed and offset, others as the bytes of their state. If the forward drew no random numbers, no states are kept.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowtide import _compat
 from lowtide.replay.object_state import nothing
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the device types for which autocast is on, and to which dtype
 Modes = tuple[torch.dtype, torch.device | None, Autocast]  # default dtype, default device
-State = Tensor | tuple[int, int]  # of a generator: a copy, or seed and offset
+State = bytes | tuple[int, int]  # of a generator: all of it, or seed and offset
 
 
 class Environment:
@@ -44,14 +43,17 @@ class Environment:
 
         A replay of code that drew no random numbers in the forward draws none either, and needs no states.
         """
-        states, self._states = self._states, None
-        assert states is not None
-        if _compat.num_dispatch_modes():
-            with _compat.without_modes():
-                self._states = _kept_if_drawn(self._generators, states)
-        else:
-            self._states = _kept_if_drawn(self._generators, states)
+        if self._states == list(map(_state_of, self._generators)):
+            self._states = None
         return self._states is not None
+
+    def is_current(self, devices: Iterable[torch.device], generators: Sequence[torch.Generator]) -> bool:
+        """Return whether an `Environment` that is made now, with these arguments, would be the same."""
+        return (
+            modes_now() == self._modes
+            and _generators(devices, generators) == self._generators
+            and self._states == list(map(_state_of, self._generators))
+        )
 
     def restore(self, *, is_watched: bool = False) -> Callable[[], None]:
         """Bring back what was around the forward; call the result to have all as it is now.
@@ -134,56 +136,31 @@ class RandomStates:
         return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
 
     def are_current(self) -> bool:
-        return all(map(_is_same, map(_state_of, self._generators), self._states))
+        return self._states == list(map(_state_of, self._generators))
 
 
 def _state_of(generator: torch.Generator) -> State:
     if generator is torch.default_generator or generator.device.type != "cuda":
-        if not _compat.num_dispatch_modes():
-            return generator.get_state()
-        with _compat.without_modes():  # a fake tensor is no state
-            return generator.get_state()
+        return _whole_state_of(generator)
     if torch.cuda.is_current_stream_capturing():
         # Whole states then count from the start of the graph, and setting one leads the kernels captured next to these
         # numbers (torch 2.11); offsets are refused.
-        return generator.get_state()
+        return _whole_state_of(generator)
     return generator.initial_seed(), generator.get_offset()
 
 
-def _is_same(one: State, other: State) -> bool:
-    if isinstance(one, tuple) or isinstance(other, tuple):
-        return one == other
+def _whole_state_of(generator: torch.Generator) -> bytes:
     if not _compat.num_dispatch_modes():
-        return one.numpy().tobytes() == other.numpy().tobytes()  # half the time of `torch.equal`
-    with _compat.without_modes():
-        return torch.equal(one, other)
-
-
-def _kept_if_drawn(generators: Sequence[torch.Generator], states: list[State]) -> list[State] | None:
-    """Return `states` if a generator has another state by now, else None. The list `states` is emptied.
-
-    At most one copy of each state is allocated at a time: the captured one is freed before the present one is read, and
-    allocated again if it is needed. With two, every region would allocate another copy at the end of its forward, where
-    the memory of the step may be at its peak.
-    """
-    captured = list(map(_content_of, states))
-    states.clear()
-    if list(map(_content_of, map(_state_of, generators))) == captured:
-        return None
-    return [
-        content if isinstance(content, tuple) else torch.frombuffer(bytearray(content), dtype=torch.uint8).clone()
-        for content in captured
-    ]
-
-
-def _content_of(state: State) -> bytes | tuple[int, int]:
-    return state if isinstance(state, tuple) else state.numpy().tobytes()
+        return generator.get_state().numpy().tobytes()
+    with _compat.without_modes():  # a fake tensor is no state
+        return generator.get_state().numpy().tobytes()
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:
     for generator, state in zip(generators, states, strict=True):
-        if isinstance(state, Tensor):
-            generator.set_state(state)
+        if isinstance(state, bytes):
+            with _compat.without_modes():
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
             continue
         seed, offset = state
         if generator.initial_seed() != seed:

@@ -5,9 +5,13 @@ kernels that are not deterministic a near tie may go to another expert. The grad
 function, and with `grouped_mm` no shape would show it. So the forward keeps one small copy of each integer output, and
 replays return these copies. Everything derived from them is then the same too.
 
+Results of collectives that reduce or exchange tensors between ranks (tensor and expert parallelism) are kept in the
+same way: a replay does not communicate, and does not wait for other ranks. Such a collective has two ops. The first
+starts it, and in a replay returns an empty tensor; the second, `wait_tensor`, returns the result of the forward.
+
 The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores the
 position in that log at which it begins, so that its own replay and the outer one read the same entries. Only modules
-whose own ops return indices run under a dispatch mode, and only inside of regions.
+whose own ops have such outputs run under a dispatch mode, and only inside of regions.
 """
 
 from __future__ import annotations
@@ -16,19 +20,26 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.graph.step_graph import KEPT_COLLECTIVES
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.divergence import ReplayError
-from lowtide.replay.op_facts import facts_of
+from lowtide.replay.op_facts import OpFacts, facts_of
 
 
 class IndexChoice(NamedTuple):
-    """The output of one op: its parts, None for floating-point ones, and a function that rebuilds it from parts."""
+    """The output of one op: its parts, None for floating-point ones, and a function that rebuilds it from parts.
+
+    `num_saves` is the number of tensors that the region had saved before.
+    """
 
     op: Any
     parts: list[Tensor | None]
     build: Callable[[list[Any]], Any]
+    num_saves: int
 
 
 IndexChoiceLog = list[IndexChoice]
@@ -37,11 +48,13 @@ IndexChoiceLog = list[IndexChoice]
 class _Cursor:
     """A thread's position in a log. A forward appends to the log at its end; a replay only reads it."""
 
-    __slots__ = ("is_choosing", "is_replay", "log", "position")
+    __slots__ = ("frame", "is_choosing", "is_replay", "log", "pending", "position")
 
     def __init__(self, log: IndexChoiceLog, position: int, *, is_replay: bool) -> None:
         self.log, self.position, self.is_replay = log, position, is_replay
+        self.frame: Any = None  # of the region whose forward this is
         self.is_choosing = False  # whether the dispatch mode is already in force
+        self.pending: dict[int, _compat.StorageReference] = {}  # results of collectives that were not waited for
 
 
 class _CurrentLog(threading.local):
@@ -61,7 +74,19 @@ def recording(log: IndexChoiceLog, forward: Callable[..., Any], /, *args: Any, *
     """Run the forward of a region and append its index choices to `log`."""
     if _now.cursor is not None:  # the outer region records
         return forward(*args, **kwargs)
-    return _at(_Cursor(log, 0, is_replay=False), forward, args, kwargs)
+    cursor = _Cursor(log, 0, is_replay=False)
+    hooks = _compat.current_hooks()
+    cursor.frame = None if hooks is None else hooks[0]
+    output = _at(cursor, forward, args, kwargs)
+    # A replay ends with the region's last saved tensor, and does not reach collectives after it.
+    num_saves = _num_saves(cursor)
+    while log and log[-1].num_saves == num_saves >= 0 and _kind(log[-1].op) != "index":
+        log.pop()
+    return output
+
+
+def _num_saves(cursor: _Cursor) -> int:
+    return getattr(cursor.frame, "num_own_saves", -1)
 
 
 def replaying(log: IndexChoiceLog, start: int, replay: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -99,19 +124,49 @@ class _IndexChoiceMode(_compat.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, cursor = kwargs or {}, self._cursor
-        if _now.cursor is not cursor or not _chooses(func):  # ops of an inner replay belong to another region
+        if any(map(_compat.is_distributed_type, types)):
+            return NotImplemented  # a DTensor runs the op on its shard, under this mode
+        kind = _kind(func)
+        if _now.cursor is not cursor or not kind:  # ops of an inner replay belong to another region
             return func(*args, **kwargs)
+        if kind == "wait" and _compat.storage_id(args[0]) not in cursor.pending:
+            return func(*args, **kwargs)
+        if kind != "index" and cursor.is_replay and cursor.position >= len(cursor.log):
+            return func(*args, **kwargs)  # after the last saved tensor, in a replay that does not stop there
         number, cursor.position = cursor.position, cursor.position + 1
         if number < len(cursor.log):
-            return _chosen_before(cursor.log[number], func, args, kwargs)
+            return self._from_log(cursor.log[number], kind, func, args, kwargs)
         if cursor.is_replay:
             raise _differs(func, "the forward made no choice there")
         output = func(*args, **kwargs)
         parts, build = _compat.flattened(output)
         with _compat.bare_kernels():  # copies, as the model may write to the originals
-            copies = [None if part.is_floating_point() else part.clone() for part in parts]
-        cursor.log.append(IndexChoice(func, copies, build))
+            copies: list[Tensor | None]
+            if kind == "start":
+                copies = [torch.empty_like(part, device="meta") for part in parts]
+                self._note_pending(parts)
+            else:
+                copies = [None if kind == "index" and part.is_floating_point() else part.clone() for part in parts]
+        cursor.log.append(IndexChoice(func, copies, build, _num_saves(cursor)))
         return output
+
+    def _from_log(self, choice: IndexChoice, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "index":
+            return _chosen_before(choice, func, args, kwargs)
+        if choice.op is not func:
+            raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
+        with _compat.bare_kernels():
+            if kind == "wait":
+                return args[0].copy_(choice.parts[0])  # type: ignore[arg-type]
+            device = next(tensor.device for tensor in tensors_in(args))
+            parts = [torch.empty_like(part, device=device) for part in choice.parts if part is not None]
+        self._note_pending(parts)
+        return choice.build(parts)
+
+    def _note_pending(self, parts: list[Tensor]) -> None:
+        for part in parts:
+            reference = _compat.StorageReference(part)
+            self._cursor.pending[_compat.storage_id(part)] = reference
 
 
 def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> Any:
@@ -153,12 +208,20 @@ def _differs(func: Any, finding: str) -> ReplayError:
     )
 
 
-_known: dict[int, bool] = {}  # by the id of an op: ops live as long as torch and are slow to hash
+_known: dict[int, str] = {}  # by the id of an op: ops live as long as torch and are slow to hash
 
 
-def _chooses(func: Any) -> bool:
+def _kind(func: Any) -> str:
+    """Return how outputs of an op are kept: "index", "start" and "wait" of a collective, or "" if they are not."""
     known = _known.get(id(func))
     if known is None:
-        is_known = _compat.is_op_with_schema(func)
-        known = _known[id(func)] = is_known and "index" in facts_of(func).flags
+        known = _known[id(func)] = _kind_of(facts_of(func)) if _compat.is_op_with_schema(func) else ""
     return known
+
+
+def _kind_of(facts: OpFacts) -> str:
+    if "index" in facts.flags:
+        return "index"
+    if facts.name.startswith(KEPT_COLLECTIVES):
+        return "start"
+    return "wait" if facts.name.startswith("_c10d_functional.wait_tensor") else ""

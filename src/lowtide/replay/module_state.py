@@ -120,8 +120,11 @@ class ModuleTree:
     def snapshot(self) -> ModuleSnapshot | None:
         """Return a snapshot of the present state, that of the last call if nothing changed; None if names changed."""
         last = self.last
-        if last is not None and self.are_bound_to(last.values) and last.holds_same_contents():
-            return last.as_of_now()
+        if last is not None and self.are_bound_to(last.values):
+            if last.holds_same_contents():
+                return last.as_of_now()
+            if last.has_same_parts():
+                return last.with_new_copies()
         values = self.read()
         if self._read_keys() != self._keys or _ids_of_modules(values) != self._children:
             return None
@@ -159,6 +162,10 @@ class ModuleTree:
             return slot.owner.training
         return self.hides_writes or self.is_written(slot) is not False
 
+    def known_writes(self) -> dict[tuple[int, str, bool], bool]:
+        """Return what is known of which forwards write which tensors."""
+        return dict(self._is_written)
+
     def record_writes(self, slot: Slot, *, is_written: bool) -> None:
         self._is_written[_habit(slot)] = is_written
 
@@ -186,7 +193,8 @@ class ModuleSnapshot:
     # fmt: off
     __slots__ = (
         "_containers", "_copied", "_copied_versions", "_copies", "_generators", "_holds_others", "_is_passing",
-        "_is_volatile", "_may_hide_writes", "_tracked_tensors", "modules", "tree", "uncopied", "values", "versions",
+        "_is_volatile", "_known_writes", "_may_hide_writes", "_tracked_tensors", "modules", "tree", "uncopied",
+        "values", "versions",
     )
     # fmt: on
 
@@ -206,6 +214,7 @@ class ModuleSnapshot:
         for value in state.tensors:
             is_small = _is_copyable_state(value) and value.nbytes <= _ALWAYS_COPIED_BYTES
             (copied if is_small else uncopied).setdefault(id(value), (None, value))
+        self._known_writes = tree.known_writes()
         self._copied = list(copied.values())
         self._may_hide_writes = [tree.may_hide_writes(slot, tensor) for slot, tensor in self._copied]
         self._copies = _compat.clone_all([tensor for _, tensor in self._copied])
@@ -227,9 +236,28 @@ class ModuleSnapshot:
         """Return whether containers and copied tensors have the same contents, if the names are bound as before."""
         return (
             not self._is_volatile
+            and len(self._copies) == len(self._copied)  # else they were dropped, for the next call to make new ones
             and (self._containers is None or self._containers.are_unchanged())
             and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
         )
+
+    def has_same_parts(self) -> bool:
+        """Return whether the same tensors are to be copied as for this, if the names are bound as before."""
+        is_unchanged = self._containers is None or self._containers.are_unchanged()
+        return is_unchanged and self._known_writes == self.tree.known_writes()
+
+    def with_new_copies(self) -> ModuleSnapshot:
+        """Return this with copies of the present values: all that changes from call to call of a BatchNorm."""
+        state = copy.copy(self)
+        tensors = [tensor for _, tensor in self._copied]
+        state._copies, state._copied_versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
+        state.versions = self._versions()
+        return state
+
+    def _without_copies(self) -> ModuleSnapshot:
+        state = copy.copy(self)
+        state._copies = []
+        return state
 
     def as_of_now(self) -> ModuleSnapshot:
         """Return this with the present versions of tensors that have no copy: optimizer steps change parameters."""
@@ -263,14 +291,16 @@ class ModuleSnapshot:
             state = state._with_versions(versions)
             tree.last = None
         else:
-            tree.last = state if state._may_be_shared() else None
+            tree.last = state._for_next_call()
         return state
 
-    def _may_be_shared(self) -> bool:
-        """Return whether the next call may share this. Otherwise it is not kept, as it would keep tensors alive."""
+    def _for_next_call(self) -> ModuleSnapshot | None:
+        """Return what the next call may share; nothing that keeps tensors alive."""
         if not self._holds_others:
-            return True
-        return not self._is_passing and self.tree.are_bound_to(self.values) and self.holds_same_contents()
+            return self
+        if self._is_passing or not self.tree.are_bound_to(self.values):
+            return None
+        return self if self.holds_same_contents() else self._without_copies()
 
     def _without_unwritten_parameters(self) -> ModuleSnapshot:
         """Return this without the copies of parameters that the forward might have written and did not write."""

@@ -35,7 +35,7 @@ from lowtide._compat.checkpoint import TorchCheckpointError
 from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import ChangedInPlaceError
 from lowtide.replay import divergence
-from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself, same
+from lowtide.replay.arguments import Arguments, Fingerprint, LastCall, alias_of, is_held_itself, same
 from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
 from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
@@ -144,6 +144,11 @@ class Frame:
         """The module or function that error messages name."""
         return self._module if self._module is not None else self._function
 
+    @property
+    def num_own_saves(self) -> int:
+        """The number of tensors saved so far; -1 if other calls follow, which replays run too."""
+        return len(self._tokens)
+
     # The forward.
 
     def begin(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
@@ -155,12 +160,15 @@ class Frame:
             self._state: ModuleSnapshot | FunctionState = snapshot_of(module)
         else:
             self._state = FunctionState(self.name, arguments.callables or ())
+        self._environment = self._environment_now(tensors)
+        self._sequence = _compat.sequence_number()
+
+    def _environment_now(self, tensors: list[Tensor]) -> Environment:
         devices = chain(self._state.devices(), map(_device, tensors))
         generators = self._state.generators()
-        if arguments.generators is not None:
-            generators = [*generators, *arguments.generators]
-        self._environment = Environment(devices, generators, preserve_rng_state=self._options.preserve_rng_state)
-        self._sequence = _compat.sequence_number()
+        if self._arguments.generators is not None:
+            generators = [*generators, *self._arguments.generators]
+        return Environment(devices, generators, preserve_rng_state=self._options.preserve_rng_state)
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         self._input_versions = _compat.versions_of(tensors)
@@ -202,14 +210,17 @@ class Frame:
         self._state = state = self._state.forward_done(runs_all=True)
         if isinstance(state, ModuleSnapshot):
             last = state.tree.last_call
-            if not last.draws:  # if the last call drew, this one most likely did
-                last.draws = self._environment.drew()
+            self._forget_random_states(last)
             self._metadata = last.metadata = same(last.metadata, self._metadata)
             self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
             self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
             if self._arguments.is_like(last.arguments):
                 self._arguments = last.arguments
             last.arguments = self._arguments
+
+    def _forget_random_states(self, last: LastCall) -> None:
+        if not last.draws:  # if the last call drew, this one most likely did
+            last.draws = self._environment.drew()
 
     def _inputs_changed(self, indices: list[int]) -> None:
         """Called if the forward changed these inputs in place: the replay will be refused."""
@@ -275,24 +286,34 @@ class Frame:
         self._recomputed, self._versions = collector.tensors, collector.versions
 
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
-        args, kwargs = self._arguments.build(tensors)
-        modes: list[AbstractContextManager[Any]] = []
-        if self._context is not None:
-            modes.append(self._context)
-        if mode is not None:
-            modes.append(mode)
+        modes = self._modes(mode)
+        undo_environment = self._environment.restore(is_watched=bool(modes))
+        try:
+            with Replaying(collector.pack):
+                return self._run_under(modes, tensors, collector)
+        finally:
+            undo_environment()
+
+    def _modes(self, mode: Any) -> list[AbstractContextManager[Any]]:
+        """Return the contexts for a replay, given a dispatch mode or None."""
+        modes = [each for each in (self._context, mode) if each is not None]
         lost = self._state.lost()
         if lost:  # captured state may be unused: refuse only if the replay reads it, even by an op that does not run
             modes.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
+        return modes
+
+    def _run_under(self, modes: list[AbstractContextManager[Any]], tensors: list[Tensor], collector: Collector) -> Any:
+        """Run the call again with the state that it read; random states, torch's modes and hooks are in force."""
+        args, kwargs = self._arguments.build(tensors)
         undo_state = self._state.restore(is_done=self._is_done)
         try:
-            undo_environment = self._environment.restore(is_watched=bool(modes))
             collector.begin()
-            try:
-                with Replaying(collector.pack):
-                    return self._call_again(args, kwargs) if not modes else self._call_under(modes, args, kwargs)
-            finally:
-                undo_environment()
+            if not modes:
+                return self._call_again(args, kwargs)
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return self._call_again(args, kwargs)
         except Stop:
             if not collector.is_stopped:
                 raise
@@ -312,12 +333,6 @@ class Frame:
             return self._replay_function(self._module, *args, **kwargs)
         assert self._function is not None
         return self._function(*args, **kwargs)
-
-    def _call_under(self, modes: list[AbstractContextManager[Any]], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-        with ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
-            return self._call_again(args, kwargs)
 
     def _refuse(self, tensor: Tensor) -> None:
         names = [name for name, each in self._state.lost() if each is tensor]

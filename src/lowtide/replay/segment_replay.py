@@ -19,14 +19,17 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.replay import divergence
-from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
-from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector
+from lowtide.replay.arguments import Arguments, LastCall, is_held_itself, tensors_in
+from lowtide.replay.environment import Environment
+from lowtide.replay.object_state import nothing
+from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying
 from lowtide.replay.region import Frame, Hooks
 
 if TYPE_CHECKING:
@@ -130,6 +133,7 @@ def run(
         segment.begin(frame, hooks)
     call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
     call.links, call.first_save = links, frame.num_saves
+    call.environment_before = frame.calls[-1]._environment if frame.calls else None
     call.begin(tensors, input_hooks or hooks)
     frame.calls.append(call)
     frame._is_done = False
@@ -150,10 +154,23 @@ def run(
 class SegmentCall(Frame):
     """One call of a segment: its inputs and captured state. Its saved tensors are in the segment's frame."""
 
-    __slots__ = ("_scope", "first_save", "links")
+    __slots__ = ("_scope", "environment_before", "first_save", "links")
 
     links: dict[int, Link]  # by the index of the tensor among its arguments
     first_save: int
+    environment_before: Environment | None  # of the call before
+
+    def _environment_now(self, tensors: list[Tensor]) -> Environment:
+        """Share the environment of the call before if nothing has changed since it began, as in most segments."""
+        before = self.environment_before
+        if before is not None and self._arguments.generators is None:
+            devices = chain(self._state.devices(), (tensor.device for tensor in tensors))
+            if before.is_current(devices, self._state.generators()):
+                return before
+        return super()._environment_now(tensors)
+
+    def _forget_random_states(self, last: LastCall) -> None:
+        """Keep them: the next call compares them, and a segment sets them once."""
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         links = self.links
@@ -181,11 +198,11 @@ class SegmentCall(Frame):
         assert self._module is not None
         return self._module
 
-    def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector, mode: Any) -> Any:
-        """Replay the call; `made` holds the outputs of earlier calls, by link."""
+    def again(self, scope: Any, made: dict[Link, Tensor], collector: Collector, modes: list[Any]) -> Any:
+        """Replay the call in its environment; `made` holds the outputs of earlier calls, by link."""
         self._scope = scope
         try:
-            return self._run_again(self._inputs(made), collector, mode)
+            return self._run_under(modes, self._inputs(made), collector)
         finally:
             self._scope = None
 
@@ -219,6 +236,10 @@ class SegmentFrame(Frame):
     def num_saves(self) -> int:
         return len(self._tokens)
 
+    @property
+    def num_own_saves(self) -> int:
+        return -1
+
     def _call_of(self, save: int) -> int:
         """Return the number of the call that made a save."""
         return bisect_right([call.first_save for call in self.calls], save) - 1
@@ -240,21 +261,30 @@ class SegmentFrame(Frame):
         calls = self.calls if is_whole else self.calls[: self._call_of(max(needed, default=-1)) + 1]
         for call in calls:
             call._check_arguments()
-        users = {
-            link: number for number, call in enumerate(calls) for link in call.links.values()
-        }  # the last user of each
+        users = {link: number for number, call in enumerate(calls) for link in call.links.values()}  # the last of each
         made: dict[Link, Tensor] = {}
         scope = self._new_scope()
-        for number, call in enumerate(calls):
-            output = call.again(scope, made, collector, mode)
-            for link in call.links.values():
-                if users[link] == number:
-                    made.pop(link, None)
-            if collector.is_stopped:
-                return
-            for index, tensor in enumerate(_tensors_of(output)):
-                if Link(number, index) in users:
-                    made[Link(number, index)] = tensor
+        environment, undo_environment = None, nothing
+        try:
+            with Replaying(collector.pack):
+                for number, call in enumerate(calls):
+                    modes = call._modes(mode)
+                    if modes or call._environment is not environment:
+                        undo_environment()
+                        undo_environment = nothing
+                        environment = call._environment
+                        undo_environment = environment.restore(is_watched=bool(modes))
+                    output = call.again(scope, made, collector, modes)
+                    for link in call.links.values():
+                        if users[link] == number:
+                            made.pop(link, None)
+                    if collector.is_stopped:
+                        return
+                    for index, tensor in enumerate(_tensors_of(output)):
+                        if (number, index) in users:
+                            made[Link(number, index)] = tensor
+        finally:
+            undo_environment()
 
     def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
         found, expected = super()._compared(collector)

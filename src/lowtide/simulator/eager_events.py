@@ -26,7 +26,7 @@ import numpy as np
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import EngineHostCosts, StepLines, step_seconds
 from lowtide.plans.step_plan import Plan
-from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, PassingStates, largest
+from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, largest
 
 
 class PlannedRegions:
@@ -109,7 +109,6 @@ class EagerEvents:
         self.handed_over: set[int] = set()  # those of them that were saved, so that the region too holds them elsewhere
         self._index()
         self.ledger = Ledger()
-        self.passing = PassingStates(graph, {call: region.keep_ops for call, region in self.regions.items()})
         self.static = graph.optimizer_state_bytes + graph.other_bytes
         self.static += sum(v.bytes for v in graph.values if v.born < 0 and v.kind not in ("gradient", "elsewhere"))
         self.ledger.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
@@ -372,7 +371,7 @@ class EagerEvents:
         for op in range(first, stop):
             self._settle(op, region, scope)
             if op - first not in kept:  # else the forward's own output is found
-                self._run(op, 1, scope, self.passing.not_replayed[region])
+                self._run(op, 1, scope)
         self._settle(stop, region, scope)
         entered = [call for at in range(first, stop + 1) for call in self.entries_at.get(at, ())]
         self.ledger.kept -= self.graph.arrays.captured_bytes(entered, region)
@@ -400,8 +399,8 @@ class EagerEvents:
                     self.copies.released(self.lives[value])
                 self.ledger.unhold(self.lives[value])
 
-    def _run(self, index: int, phase: int, scope: dict[int, Lifetime], outside: int = 0) -> None:
-        """Run an op: an event. `outside` are bytes of states that pass around the region that is replayed."""
+    def _run(self, index: int, phase: int, scope: dict[int, Lifetime]) -> None:
+        """Run an op: an event."""
         op = self.graph.ops[index]
         for value in op.outputs:
             scope[value] = self.ledger.add(value, self.graph.values[value])
@@ -409,7 +408,7 @@ class EagerEvents:
                 self.ledger.hold(scope[value])
         self._host_works(op.host_s + self.copies.take_num_calls() * self.graph.hardware.move_s / 2)
         self.copies.advance(self.clock)
-        self._emit(index, phase, op.workspace_bytes + (int(self.passing.forward[index]) if phase < 2 else 0) - outside)
+        self._emit(index, phase, op.workspace_bytes)
         self.clock += op.seconds
         self.row[-1][1] += op.seconds
         if "sync" in op.flags:

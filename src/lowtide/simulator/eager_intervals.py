@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import EngineHostCosts, StepLines, device_starts, step_seconds
-from lowtide.simulator.lifetimes import PassingStates, ends_before, largest
+from lowtide.simulator.lifetimes import ends_before, largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -38,7 +38,6 @@ class EagerIntervals:
 
     def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.facts = graph, graph.arrays
-        self._passing = PassingStates(graph, regions)
         self._set_regions(regions)
         self._set_ticks()
         self._set_lifetimes()
@@ -123,8 +122,6 @@ class EagerIntervals:
         op_at[self._behind[:-1]], phase_at[self._behind[:-1]] = np.arange(forward, facts.num_ops), _BACKWARD
         op_at[self._behind[-1]], phase_at[self._behind[-1]] = -1, _OPTIMIZER
         has_event = op_at > -2
-        replayed = np.repeat(self._calls[self._order], lengths)
-        self._passing_bytes = self._passing.at_ticks(op_at, phase_at < _BACKWARD, replay_ticks, replayed)[has_event]
         self.ops, self.phases = op_at[has_event], phase_at[has_event]
         self._event = np.zeros(self._num_ticks + 1, dtype=np.int64)  # the next one from each tick on
         np.cumsum(has_event, out=self._event[1:])
@@ -280,7 +277,7 @@ class EagerIntervals:
         changes = np.bincount(self._event[self._birth], weights=self._size, minlength=num + 1)[: num + 1]
         changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[: num + 1]
         made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64) + self.facts.workspaces[self.ops]
-        return made + self._passing_bytes + self.facts.static_bytes + self.facts.static_gradient_bytes
+        return made + self.facts.static_bytes + self.facts.static_gradient_bytes
 
     def _region_changes(self) -> np.ndarray:
         num, (starts, ends, sizes) = len(self.ops), self._states

@@ -1,14 +1,12 @@
 """Parts that the simulations of eager steps share: lifetimes of values, totals of live bytes, and copy engines.
 
-`Lifetime` is one value on the device and `Ledger` the running totals of bytes. `PassingStates` are random states that
-regions hold only while they run. `CopyEngines` simulates offload: one engine copies values out and another copies them
-back, both beside the compute.
+`Lifetime` is one value on the device and `Ledger` the running totals of bytes. `CopyEngines` simulates offload: one
+engine copies values out and another copies them back, both beside the compute.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -105,28 +103,6 @@ def ends_before(
     unit = num_ticks + 1
     latest = np.maximum.accumulate(lives * unit + np.maximum(ends, floor[lives])) - lives * unit
     return np.where(is_first, floor[lives], np.concatenate([[0], latest[:-1]])[: len(lives)]), is_first
-
-
-class PassingStates:
-    """Random states that regions hold while they run and let go of then, as nothing was drawn: bytes at each op.
-
-    The replay of a region that retains outputs holds them too: under its dispatch mode other kernels may draw.
-    """
-
-    def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
-        sizes = graph.arrays.passing_bytes
-        self.forward = np.zeros(graph.arrays.num_ops + 1, dtype=np.int64)  # at the end, of the optimizer's step
-        self.not_replayed: dict[int, int] = {}  # by region: what is around it, and so not held in its replay
-        for region, kept in sorted(regions.items()):
-            around = sum(int(sizes[call]) for call in graph.ancestors(graph.calls[region].parent) if call in regions)
-            self.not_replayed[region] = around + (0 if kept else int(sizes[region]))
-            self.forward[graph.calls[region].first : graph.calls[region].end] += sizes[region]
-
-    def at_ticks(self, ops: np.ndarray, runs: np.ndarray, ticks: np.ndarray, regions: np.ndarray) -> np.ndarray:
-        """Bytes at each tick: of those that `runs` the forward, some are `ticks` of replays of `regions`."""
-        found = self.forward[np.maximum(ops, -1)] * runs
-        found[ticks] -= np.array([self.not_replayed[region] for region in regions.tolist()], dtype=np.int64)
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lowtide.errors import PlanError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import StepLines
 from lowtide.plans.step_plan import Plan
@@ -174,6 +175,11 @@ def simulate(graph: StepGraph, plan: Plan | None = None) -> Timeline:
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
+    if plan.splits and plan.splits != graph.splits:
+        raise PlanError(
+            f"the plan runs {len(plan.splits)} modules in parts, and this graph is of a step that does not: simulate "
+            "it on plan.graph, the trace of the step with these parts"
+        )
     if plan.engine == "compiled" and not plan.is_plain:
         return Timeline(graph, plan, **play_compiled(graph, plan.kept_ops(graph)).columns())
     if not plan.moves:
