@@ -20,9 +20,10 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 # As many processes as cores, of one thread each: tensors in tests are too small for more.
-# "worksteal" gives a process neighbouring tests, which share traces and searches.
+# "worksteal" gives a process neighbouring tests, which share traces and searches. Hypothesis draws the same examples in
+# each run; `pytest` without the profile draws others.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=ci
 
 # The canaries of torch's private API and the tests of the engines on another version of torch: make test-torch
 # TORCH=2.11.0. The environment is kept, one per version.

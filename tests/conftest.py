@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import torch
 
 from kernelless import Compiler
 from lowtide import _compat
+from lowtide.compiled import session
 from lowtide.solvers import eager_search
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
@@ -21,6 +23,13 @@ os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> None:
+    """accelerate keeps the options of the first accelerator for the whole process."""
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
 
 
 @pytest.fixture
@@ -54,6 +63,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     torch._dynamo.reset()
     made = Compiler()
     monkeypatch.setattr(_compat, "compile_with_inductor", made)
+    monkeypatch.setattr(session, "MEASURES_CPU", False)  # ops run one by one need more memory than inductor's kernels
     yield made
     torch._dynamo.reset()
 

@@ -5,12 +5,15 @@ model, are in the packages: `lowtide.policies`, `lowtide.errors`, `lowtide.plans
 and `lowtide.eager`.
 """
 
+from lowtide import hosts as hosts
 from lowtide.api.compile import compile
 from lowtide.api.estimate import estimate
 from lowtide.api.fit import fit, plan
+from lowtide.api.fit_pipeline import fit_pipeline
 from lowtide.api.handles import handle_of
 from lowtide.api.max_batch import max_batch
 from lowtide.api.measure import measure
+from lowtide.api.parallel_estimate import estimate_parallel
 from lowtide.eager import host_costs as _host_costs  # noqa: F401  # registers the engine's costs with the tracer
 from lowtide.eager.handle import apply
 from lowtide.errors import (
@@ -57,7 +60,9 @@ __all__ = [
     "checkpoint",
     "compile",
     "estimate",
+    "estimate_parallel",
     "fit",
+    "fit_pipeline",
     "handle_of",
     "is_recomputing",
     "max_batch",

@@ -3,6 +3,7 @@
 LowtideError
 ├── CaptureError (RuntimeError)         the step cannot be captured as a CUDA graph, or changed after the capture
 ├── CheckpointError (RuntimeError)      a replay differs from its forward, or a tensor that it reads was changed
+├── RankError (RuntimeError)            another rank failed or did not answer, or ranks would decide differently
 ├── StoreError (RuntimeError)           a value cannot be stored, or cannot be read back unchanged
 │   ├── CapacityError                   no tier has room for a value
 │   └── ChangedInPlaceError             a value was changed in place after it was stored
@@ -28,6 +29,10 @@ class CaptureError(LowtideError, RuntimeError):
 
 class CheckpointError(LowtideError, RuntimeError):
     """A region could not be replayed as its forward ran; the message names the region, the cause and the fix."""
+
+
+class RankError(LowtideError, RuntimeError):
+    """Another rank of a distributed job failed or did not answer, or the ranks do not run the same step."""
 
 
 class StoreError(LowtideError, RuntimeError):
@@ -64,3 +69,6 @@ class InfeasibleBudgetError(LowtideError, ValueError):
     def __init__(self, message: str, floor_bytes: int) -> None:
         super().__init__(message)
         self.floor_bytes = floor_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.floor_bytes)  # sent to other ranks

@@ -127,3 +127,14 @@ def test_marked_versions_are_shared_by_views() -> None:
     output = op(alias, [4])
     autograd.propagate_version_mark(op, (alias, [4]), output)
     assert autograd.has_marked_version(output)
+
+
+def test_a_call_after_the_backward() -> None:
+    calls: list[str] = []
+    original = torch.autograd._engine_run_backward
+    watch = autograd.BackwardReturn(lambda: calls.append("returned"))
+    watch.install()
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert calls == ["returned"], "torch.autograd.backward no longer calls _engine_run_backward"
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert calls == ["returned"] and torch.autograd._engine_run_backward is original

@@ -44,3 +44,14 @@ def test_transformers_takes_fakes_for_real() -> None:
     with fake_tensors.fakes_hidden_from_transformers():
         assert not module.is_fake_tensor(fake)
     assert module.is_fake_tensor(fake)
+
+
+def test_shapes_that_depend_on_values_have_a_bound() -> None:
+    with fake_tensors.largest_shapes():
+        mode = fake_tensors.fake_mode()
+    with mode:
+        x = torch.ones(2, 3, 4, requires_grad=True)
+        chosen = x[torch.ones(2, 3) > 0]
+        chosen.sum().backward()
+    assert chosen.shape == (6, 4), "boolean indices are no longer looked up by nonzero"
+    assert x.grad is not None and x.grad.shape == x.shape

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,3 +67,38 @@ def test_tensors_are_keys_by_identity() -> None:
     assert one in facts and other not in facts
     del one
     assert len(facts) == 0, "WeakTensorKeyDictionary keeps its keys alive"
+
+
+def test_wrappers_are_seen_through() -> None:
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    assert modules.unwrapped(compiled) is model, "torch.compile keeps the module under another name"
+    assert modules.unwrapped(model) is model
+
+
+def test_a_forward_on_the_instance_is_bound_to_the_replica() -> None:
+    """As hosts nest them: a callable object around an autocast decorator around a function that holds the old one."""
+    model = nn.Linear(2, 2)
+    original = model.forward
+
+    def forward(self: nn.Module, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return original(x) * scale + 0 * self.weight.sum()
+
+    class Wrapper:
+        def __init__(self, function: Any) -> None:
+            self.function = function
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.function(*args, **kwargs)
+
+        def __getstate__(self) -> Any:
+            raise TypeError("not pickled")
+
+    wrapper = Wrapper(torch.autocast("cpu", enabled=False)(forward))
+    model.forward = types.MethodType(functools.partial(wrapper), model)
+    replicas: dict[nn.Module, nn.Module] = {}
+    replica = modules.module_replica(model, replicas, {id(model.weight): nn.Parameter(torch.ones(2, 2))})
+    rebound = modules.rebound(model.forward, replicas)
+    replica.bias = nn.Parameter(torch.zeros(2))
+    assert torch.equal(rebound(torch.ones(1, 2), scale=2.0), torch.full((1, 2), 4.0))
+    assert modules.rebound(len, replicas) is len and wrapper.function is not rebound.__func__

@@ -57,3 +57,18 @@ def test_categories_of_events() -> None:
         categories = {event.get("cat") for event in json.loads(path.read_text())["traceEvents"]}
     assert categories & set(profiler.RUNTIME_EVENTS), "launches have another category: the two lines cannot be matched"
     assert categories & set(profiler.DEVICE_EVENTS), "kernels have another category: device times are not found"
+
+
+def test_allocations_between_marks() -> None:
+    trace = profiler.AllocationTrace()
+    assert trace.start()
+    assert not profiler.AllocationTrace().start(), "one profiler at a time"
+    first = torch.ones(1000)
+    trace.mark()
+    torch.ones(500)
+    trace.mark()
+    del first
+    assert trace.stop() == [(4000, 4000), (6000, 4000), (4000, 0)]
+    assert trace.start()
+    trace.cancel()
+    assert not trace.is_active

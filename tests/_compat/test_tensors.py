@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,19 @@ def test_modes_are_counted_and_hidden() -> None:
         assert tensors.num_dispatch_modes() == 1, "_len_torch_dispatch_stack does not count modes"
         with tensors.disable_modes():
             assert tensors.num_dispatch_modes() == 0, "_disable_current_modes leaves modes in force"
+
+
+def test_a_wrapper_tensor_has_a_shape_and_no_memory() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("not disabled")
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return torch.ones(())
+
+    made = tensors.wrapper_tensor(Wrapper, (2, 3), torch.bfloat16, torch.device("cpu"))
+    with tensors.without_torch_function():
+        assert (made.shape, made.dtype) == ((2, 3), torch.bfloat16)
+        assert float(made.sum()) == 1.0

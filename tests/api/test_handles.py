@@ -15,6 +15,7 @@ import lowtide
 from compiled.test_backend import MLP, Stack, rows, squared
 from kernelless import PLENTY, assert_equal, compiled_plainly, floor_of, left_behind, squeeze
 from lowtide.api.handles import handle_of
+from lowtide.compiled import backend
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.session import NOTHING_YET
 from lowtide.eager.plan_handle import AppliedPlan
@@ -122,9 +123,15 @@ def test_several_graphs(tmp_path: Path) -> None:
     assert [call.graph for call in stats.calls] == [0, 1, 1] and stats.num_graphs == 2
     assert any(call.num_kept_ops is not None for call in stats.calls)
     assert str(stats).startswith("3 calls of 2 compiled graphs: ") and stats.peak_bytes > stats.saved_bytes > 0
-    assert handle.plan is None
-    with pytest.raises(lowtide.LowtideError, match=r"several compiled graphs .* regional=False"):
-        handle.report(tmp_path / "report.html")
+    plan = handle.plan
+    assert plan is not None and plan.engine == "compiled" and plan.peak_bytes == stats.peak_bytes
+    assert plan.graph is not None and {call.path for call in plan.graph.calls if call.kind == "MLP"} == {
+        f"blocks.{index}" for index in range(3)
+    }
+    assert sum(plan.graph.values[save.value].bytes for save in plan.graph.saves) >= stats.saved_bytes
+    page = handle.report(tmp_path / "report.html", time_limit_s=0.1).path.read_text()
+    assert "activation_memory_budget" in page and "a checkpoint per block" in page and "blocks.*" in page
+    assert handle.report(tmp_path / "report.json").num_bytes > 1000
     report = handle.report(tmp_path / "report.md")
     assert report.verdict == str(handle).splitlines()[0]
     text = report.path.read_text()
@@ -143,6 +150,24 @@ def test_one_graph_has_a_plan_and_all_reports(tmp_path: Path) -> None:
     assert plan.peak_bytes == handle.stats().peak_bytes == plan.budget_bytes < plan.plain_peak_bytes
     assert handle.report(tmp_path / "report.html", time_limit_s=0.1).num_bytes > 1000
     assert handle.report(tmp_path / "report.md").path.exists()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_of_the_backend(tmp_path: Path) -> None:
+    model = stack()
+    compiled_model = torch.compile(model, backend=backend.backend, options={"budget": PLENTY})
+    with pytest.raises(lowtide.LowtideError, match="after its first training forward"):
+        handle_of(compiled_model)
+    for _ in range(2):
+        squared(compiled_model).backward()
+    handle = compiled_handle(compiled_model)
+    assert handle is handle_of(model) and handle.plan is not None
+    assert str(handle) == lowtide.api.compile.explain_compiled(model)
+    assert handle.report(tmp_path / "report.html", time_limit_s=0.1).num_bytes > 1000
+    handle.remove()
+    squared(compiled_model).backward()
+    with pytest.raises(lowtide.LowtideError, match="no handle"):
+        handle_of(model)
 
 
 @pytest.mark.usefixtures("compiler")

@@ -301,8 +301,6 @@ def test_no_step_is_run_that_decides_nothing(job: Job, monkeypatch: pytest.Monke
     assert num_of(lambda: job.fit(plain)) == traced + 3 and timed == [0]  # two measured, one timed
     assert num_of(lambda: job.fit(some, verify=False)) == traced
     assert num_of(lambda: job.fit(some, tune_s=0)) >= traced + 3 and timed == [0]
-    monkeypatch.setattr(fitting, "why_not_single_process", lambda: "others take part")
-    assert num_of(lambda: job.fit(some)) == traced + 3 and timed == [0]  # the same steps in all processes
 
 
 def state_of(job: Job) -> list[Any]:

@@ -569,3 +569,23 @@ def test_without_its_extra_the_command_says_what_to_install() -> None:
 
 def test_the_command_is_declared() -> None:
     assert 'lowtide = "lowtide.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_split_is_for_eager_steps_on_the_models_own_device(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    graph = lowtide.StepGraph((), 0, (), (), (), lowtide.Plan().hardware)
+    monkeypatch.setattr(lowtide, "plan", lambda *_, **given: seen.append(given["split"]) or lowtide.Plan(graph=graph))
+    assert invoke("plan", f"{script}:make", "--budget", "1GiB", "--split").exit_code == 0
+    assert seen == [True]
+    result = invoke("plan", f"{script}:make", "--budget", "1GiB", "--split", "--fake")
+    assert result.exit_code != 0 and "--split" in result.stderr
+
+
+def test_estimate_of_a_rank_of_a_large_job(script: Path) -> None:
+    found = answer("estimate", f"{script}:make", "--world", "64", "--parallel", "fsdp=64", "--parallel", "fsdp=8")
+    assert [row["layout"] for row in found["layouts"]] == [{"fsdp": 64}, {"ddp": 8, "fsdp": 8}]
+    sizes = [row["static_bytes"]["parameters"] for row in found["layouts"]]
+    assert 4 * sizes[0] < sizes[1] < 8 * sizes[0] and found["predicted"]  # uneven shards are padded
+    assert invoke("estimate", f"{script}:make", "--parallel", "fsdp=8").exit_code == 2
+    assert invoke("estimate", f"{script}:make", "--world", "8", "--parallel", "tp=8").exit_code == 2
+    assert invoke("estimate", f"{script}:make", "--world", "8", "--budget", "1KiB").exit_code == 3

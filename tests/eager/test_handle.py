@@ -439,7 +439,7 @@ def test_what_is_refused() -> None:
     model.blocks[2].gradient_checkpointing = True
     with pytest.raises(lowtide.LowtideError, match="gradient_checkpointing_disable"):
         lowtide.apply(model, EveryN(2))
-    with pytest.raises(lowtide.LowtideError, match="DDP"):
+    with pytest.raises(lowtide.LowtideError, match="DistributedDataParallel"):
         lowtide.apply(nn.DataParallel(Model()), EveryN(2))
     with pytest.raises(TypeError, match="EveryN"):
         lowtide.apply(Model(), 4)  # type: ignore[arg-type]

@@ -298,10 +298,12 @@ def start_plain(program: Program, engine: dict[str, Any]) -> Running:
 def _compiled(program: Program, engine: dict[str, Any]) -> Running:
     from kernelless import Compiler
     from lowtide import _compat
+    from lowtide.compiled import session
 
     torch.compiler.reset()
     running, before = Running(), _compat.compile_with_inductor
     running.stack.callback(setattr, _compat, "compile_with_inductor", before)
-    _compat.compile_with_inductor = Compiler()
+    running.stack.callback(setattr, session, "MEASURES_CPU", session.MEASURES_CPU)
+    _compat.compile_with_inductor, session.MEASURES_CPU = Compiler(), False
     lowtide.compile(program.model, budget=engine["budget"], regional=False)
     return running

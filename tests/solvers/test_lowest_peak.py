@@ -40,12 +40,13 @@ def some_plans(graph: StepGraph, search: EagerSearch, seed: int) -> list[Regions
     return found
 
 
+@pytest.mark.parametrize("batch", sweep(range(4), keep=1))
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_no_plan_is_below_the_floor(kind: str) -> None:
+def test_no_plan_is_below_the_floor(kind: str, batch: int) -> None:
     """The search is no proof: in one generated graph of forty, outputs retained in several regions get lower."""
     num_tried = 0
     below: dict[int, float] = {}  # graphs with a plan below the floor, and by how much
-    for seed in range(40):
+    for seed in range(10 * batch, 10 * batch + 10):
         graph = GRAPHS[kind](seed)
         search = EagerSearch(graph)
         for regions in some_plans(graph, search, seed) if search._critical_points else ():
@@ -53,7 +54,7 @@ def test_no_plan_is_below_the_floor(kind: str) -> None:
             share = 1 - EagerIntervals(graph, regions).peak_bytes / search.floor.peak_bytes
             if share > 0:
                 below[seed] = max(share, below.get(seed, 0))
-    assert num_tried > 2000
+    assert num_tried > 500
     assert len(below) <= 1 and all(share < 0.1 for share in below.values()), below
 
 

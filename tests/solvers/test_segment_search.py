@@ -41,7 +41,7 @@ def some_graph(seed: int) -> StepGraph:
         graph = random_graph(seed, num_ops=25)
     else:
         graph = seldom_saved(seed, num_blocks=4)
-    hardware = replace(graph.hardware, region_s=0.25, region_bytes=2, dispatch_s=0.125)
+    hardware = replace(graph.hardware, region_s=0.25, dispatch_s=0.125)
     return drawing(replace(graph, hardware=hardware), seed)
 
 
@@ -196,24 +196,10 @@ def test_three_simulators_agree_on_segments(first: int) -> None:
 
 def test_a_segment_is_entered_as_often_as_it_has_calls() -> None:
     graph = drawing(chain([10] * 6), 0, share=1.0)
-    graph = replace(graph, hardware=replace(graph.hardware, region_s=0.5, region_bytes=3))
+    graph = replace(graph, hardware=replace(graph.hardware, region_s=0.5))
     timeline = simulate(graph, Plan(regions=(segment(layers(1, 4)),)))
     assert timeline.watched_s == 3 * 0.5
     assert timeline.replayed_s == 3.0
-    arrays = with_segments(graph, [(2, 4)]).arrays
-    assert (int(arrays.frame_bytes[2]), int(arrays.replay_bytes[2])) == (3 * 3, 3)  # calls are replayed one by one
-
-
-def test_random_states_are_counted_for_calls_that_draw() -> None:
-    graph = chain([10] * 6)
-    graph = replace(graph, hardware=replace(graph.hardware, region_bytes=3))
-    assert not graph.arrays.frame_bytes.any() and not graph.arrays.replay_bytes.any()
-    at = graph.calls[3].first
-    ops = [replace(op, flags=("random",)) if index == at else op for index, op in enumerate(graph.ops)]
-    graph = replace(graph, ops=tuple(ops))
-    drawing_calls = {3, *graph.ancestors(graph.calls[3].parent)}
-    assert set(np.flatnonzero(graph.arrays.frame_bytes)) == drawing_calls
-    assert int(with_segments(graph, [(2, 4)]).arrays.frame_bytes[2]) == 3
 
 
 # The solver on chains of equal layers

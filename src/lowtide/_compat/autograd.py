@@ -94,6 +94,41 @@ def reset_version(tensor: Tensor) -> None:
 sequence_number: Callable[[], int] = required("torch._C._autograd._get_sequence_nr", _NODES)
 
 
+class BackwardReturn:
+    """Calls `callback` once when the next `backward()` has returned or raised, in the thread and state of its caller.
+
+    A callback of the engine's own runs inside of it, where a profiler cannot be stopped: the engine puts the caller's
+    thread-local state back. Replaces `torch.autograd._engine_run_backward` until then. Obsolete with a public hook.
+    """
+
+    _NAME = "_engine_run_backward"
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback, self._original, self._depth = callback, None, 0
+
+    _original: Any
+
+    def install(self) -> None:
+        if self._original is None:
+            self._original = getattr(torch.autograd, self._NAME)
+            setattr(torch.autograd, self._NAME, self._run)
+
+    def remove(self) -> None:
+        if self._original is not None and getattr(torch.autograd, self._NAME) == self._run:
+            setattr(torch.autograd, self._NAME, self._original)
+            self._original = None
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        original, self._depth = self._original, self._depth + 1  # a checkpoint may run a backward inside of this one
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.remove()
+                self._callback()
+
+
 def running_node() -> Any | None:
     """Return the autograd node whose backward runs in this thread. Obsolete with a public one."""
     return _current_node()

@@ -8,11 +8,14 @@ functions, as fake tensors import much of torch. Each docstring ends with the ch
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowtide._compat.internals import optional, required
@@ -27,7 +30,38 @@ def fake_mode() -> Any:
 
     Obsolete when `torch.compiler` or `torch.utils` exports `FakeTensorMode`.
     """
-    return required("torch._subclasses.fake_tensor.FakeTensorMode", _TRACE)(allow_non_fake_inputs=True)
+    kind = required("torch._subclasses.fake_tensor.FakeTensorMode", _TRACE)
+    return (_mode_of_largest_shapes(kind) if _largest_shapes.get() else kind)(allow_non_fake_inputs=True)
+
+
+_largest_shapes: ContextVar[bool] = ContextVar("fake tensors take all elements to be nonzero", default=False)
+
+
+@contextlib.contextmanager
+def largest_shapes() -> Iterator[None]:
+    """Run a block in whose fake modes all elements count as nonzero, so that `x[mask]` has its largest shape.
+
+    Otherwise a fake tensor raises, as the shape depends on values. Obsolete when fake tensors offer such a bound.
+    """
+    token = _largest_shapes.set(True)
+    try:
+        yield
+    finally:
+        _largest_shapes.reset(token)
+
+
+@functools.cache
+def _mode_of_largest_shapes(kind: Any) -> Any:
+    nonzero = torch.ops.aten.nonzero.default
+
+    class ModeOfLargestShapes(kind):  # type: ignore[misc, valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not nonzero:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            with self:
+                return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device=args[0].device)
+
+    return ModeOfLargestShapes
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -7,7 +7,9 @@ the change of torch that would make it obsolete.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,6 +78,77 @@ def module_replica(module: nn.Module, replicas: dict[nn.Module, nn.Module], tens
             name: None if child is None else module_replica(child, replicas, tensors) for name, child in children
         }
     return replicas[module]
+
+
+_MOST_NESTED = 8  # decorators around one forward; references further in are left as they are
+
+
+def rebound(item: Any, replicas: Mapping[nn.Module, nn.Module], depth: int = _MOST_NESTED) -> Any:
+    """Return a callable in which references to modules are replaced by references to their replicas.
+
+    Follows bound methods, `functools.partial`, closures and attributes of callable objects, which is how a host's
+    decorators hold the forward that they wrap. Returns the same object if it refers to none of the modules. Obsolete
+    when hosts no longer set `forward` on instances.
+    """
+    if isinstance(item, nn.Module):
+        return replicas.get(item, item)
+    if depth == 0 or isinstance(item, type) or not callable(item):
+        return item
+    again = functools.partial(rebound, replicas=replicas, depth=depth - 1)
+    if isinstance(item, types.MethodType):
+        function, owner = again(item.__func__), again(item.__self__)
+        return item if function is item.__func__ and owner is item.__self__ else types.MethodType(function, owner)
+    if isinstance(item, functools.partial):
+        parts = (item.func, *item.args, *item.keywords.values())
+        others = [again(part) for part in parts]
+        if all(one is other for one, other in zip(parts, others, strict=True)):
+            return item
+        end = 1 + len(item.args)
+        return functools.partial(others[0], *others[1:end], **dict(zip(item.keywords, others[end:], strict=True)))
+    if isinstance(item, types.FunctionType):
+        return _rebound_function(item, again)
+    attributes = getattr(item, "__dict__", {})
+    others_by_name = {name: again(value) for name, value in attributes.items()}
+    if all(others_by_name[name] is value for name, value in attributes.items()):
+        return item
+    copied = object.__new__(type(item))  # not copy.copy: accelerate's wrapper refuses to be pickled
+    vars(copied).update(others_by_name)
+    return copied
+
+
+def _rebound_function(function: types.FunctionType, again: Callable[[Any], Any]) -> Any:
+    closure = tuple(_rebound_cell(cell, again) for cell in function.__closure__ or ())
+    if all(one is other for one, other in zip(function.__closure__ or (), closure, strict=True)):
+        return function
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    vars(copied).update(vars(function))
+    return copied
+
+
+def _rebound_cell(cell: types.CellType, again: Callable[[Any], Any]) -> types.CellType:
+    try:
+        contents = cell.cell_contents
+    except ValueError:  # an empty cell
+        return cell
+    other = again(contents)
+    return cell if other is contents else types.CellType(other)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of `DistributedDataParallel` and of the wrapper that `torch.compile` returns.
+
+    Obsolete when `torch.compile` has a public name for the module that it wraps.
+    """
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def module_hooks(model: nn.Module) -> list[Any]:

@@ -108,3 +108,65 @@ def profiler_name(name: str) -> str:
     """Return the name of an op's events in the trace: `aten::add` for `aten.add.Tensor`. Obsolete likewise."""
     space, _, rest = name.partition(".")
     return f"{space}::{rest.split('.')[0]}"
+
+
+class AllocationTrace:
+    """Allocations on the CPU from `start` on, with marks between them. Refused while another profiler is active.
+
+    Relies on the trace's format, like `cpu_allocation_totals`. Obsolete likewise.
+    """
+
+    _MARK = "lowtide mark"
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
+    def start(self) -> bool:
+        """Start to record; False if another profiler is active."""
+        self.cancel()
+        if profiler_is_active():
+            return False
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the profiler's own
+            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profiler.start()
+        return True
+
+    @property
+    def is_active(self) -> bool:
+        return self._profiler is not None
+
+    def mark(self) -> None:
+        """Set a mark at this moment."""
+        with torch.autograd.profiler.record_function(self._MARK):
+            pass
+
+    def cancel(self) -> None:
+        """Stop, and forget what was recorded."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                profiler.stop()
+
+    def stop(self) -> list[tuple[int, int]]:
+        """Stop; return the peak and the last number of bytes since the start: before, between and after the marks."""
+        profiler = self._profiler
+        self.cancel()
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        marks = sorted(event["ts"] for event in events if event.get("name") == self._MARK)
+        parts: list[tuple[int, int]] = []
+        total = peak = 0
+        allocations = [*_allocations(events), (float("inf"), 0)]
+        for time, change in allocations:
+            while len(parts) < len(marks) and time >= marks[len(parts)]:
+                parts.append((peak, total))
+                peak = total
+            total += change
+            peak = max(peak, total)
+        return [*parts, (peak, total)]

@@ -129,6 +129,11 @@ def storages_of(tensor: Tensor) -> list[int]:
     return list(dict.fromkeys(storage_id(part) for part in parts_of(tensor)))
 
 
+def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that this process holds: of a DTensor, those of its shard. Obsolete likewise."""
+    return sum(part.nbytes for part in parts_of(tensor))
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """List the plain tensors that hold a tensor's bytes: itself, or those inside a wrapper subclass, at any depth.
 
@@ -137,7 +142,8 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+        held = (getattr(tensor, name) for name in names)  # a DTensor lists its mesh too
+        return [inner for part in held if isinstance(part, Tensor) for inner in inner_tensors(part)]
     if tensor.layout is not torch.strided:
         parts = {
             torch.sparse_coo: ("_indices", "_values"),
@@ -176,3 +182,13 @@ def _uses_by_python() -> int:
     with disable_modes():
         tensor = torch.empty(1)
         return _num_uses(_StorageWeakRef(tensor.untyped_storage()).cdata) - 1
+
+
+_LAZY = "no tensor can stand for logits that are not computed yet, as split=True needs"
+_make_wrapper = required("torch.Tensor._make_wrapper_subclass", _LAZY)
+without_torch_function = required("torch._C.DisableTorchFunctionSubclass", _LAZY)
+
+
+def wrapper_tensor(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of a subclass with this shape and no memory. Obsolete with a public `_make_wrapper_subclass`."""
+    return _make_wrapper(kind, tuple(shape), dtype=dtype, device=device)

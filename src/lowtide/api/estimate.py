@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.api.split_search import SplitSearch
+from lowtide.eager.replanning import Limits
 from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.eager_search import EagerSearch
+from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.trace import FakeTraceError, trace
 from lowtide.units import format_bytes, format_seconds
@@ -30,8 +33,12 @@ class Estimate:
 
     `peak_bytes` is the peak of the plain step, `floor_bytes` the smallest peak of a plan that recomputes, and
     `static_bytes` are allocated during the whole step: parameters, gradients, optimizer state, buffers, batch.
+    If `is_limited_by_optimizer`, the floor lies in the optimizer's step, where gradients and states are there and
+    activations are not: no plan lowers it, a fused optimizer (without workspace) or one with less state does.
     `bytes_per_sample` is how much each further sample adds to the plain peak, None if the tensors of the batch do not
-    share a first dimension. `largest` names the modules with most bytes at the peak. `graph` is the trace.
+    share a first dimension. `split_floor_bytes` is the smallest peak of a plan that also runs modules in parts, None if
+    that was not asked for or nothing can be split. `largest` names the modules with most bytes at the peak. `graph` is
+    the trace.
     """
 
     peak_bytes: int
@@ -41,6 +48,8 @@ class Estimate:
     batch_size: int | None
     largest: tuple[tuple[str, int], ...]
     graph: StepGraph
+    split_floor_bytes: int | None = None
+    is_limited_by_optimizer: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -51,11 +60,20 @@ class Estimate:
         """Whether a plain step fits into `budget_bytes`."""
         return self.peak_bytes <= budget_bytes
 
+    def _floor_text(self) -> str:
+        if not self.is_limited_by_optimizer:
+            return "with everything recomputed that helps"
+        workspace = self.graph.optimizer_workspace_bytes
+        return "in the optimizer's step, which no plan changes" + (
+            f" ({format_bytes(workspace)} of it are workspace: fused=True needs none)" if workspace else ""
+        )
+
     def __str__(self) -> str:
         device = self.graph.hardware
         rows = [
             ("plain step", format_bytes(self.peak_bytes)),
-            ("floor", f"{format_bytes(self.floor_bytes)} with everything recomputed that helps"),
+            ("floor", f"{format_bytes(self.floor_bytes)} {self._floor_text()}"),
+            *self._split_row(),
             ("static", format_bytes(self.static_bytes)),
             *((f"  {kind}", format_bytes(size)) for kind, size in self.graph.static_bytes.items() if size),
             ("step time", f"{format_seconds(self.graph.step_s)} without a plan"),
@@ -70,6 +88,10 @@ class Estimate:
         title = "predicted from real steps" if self.graph.is_measured else "predicted, nothing allocated"
         return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
+    def _split_row(self) -> list[tuple[str, str]]:
+        floor = self.split_floor_bytes
+        return [] if floor is None else [("floor, split", f"{format_bytes(floor)} with split=True")]
+
 
 @one_at_a_time
 def estimate(
@@ -78,11 +100,13 @@ def estimate(
     *args: Any,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
+    split: bool = False,
 ) -> Estimate:
     """Predict whether a step fits: its peak, its floor and what fills them. Nothing is allocated on the device.
 
     Takes what `lowtide.trace` takes; `device` may name one that this machine does not have (`"H100"`). If the step
     depends on values of tensors, real steps run on the model's own device instead, and `notes` of the result say so.
+    `split=True` also predicts the floor of plans that run modules in parts, which takes some traces more.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
@@ -90,18 +114,27 @@ def estimate(
     >>> guess.floor_bytes <= guess.peak_bytes
     True
     """
+    model = checks.module(model)
     graph = _traced(model, loss_fn, args, optimizer, device)
     plain = simulate(graph)
+    floor = EagerSearch(graph).floor
     batch_size = _batch_size(args)
     return Estimate(
         peak_bytes=plain.peak_bytes,
-        floor_bytes=EagerSearch(graph).floor.peak_bytes,
+        floor_bytes=floor.peak_bytes,
         static_bytes=sum(graph.static_bytes.values()),
         bytes_per_sample=_growth(model, loss_fn, args, optimizer, device, batch_size, plain.peak_bytes),
         batch_size=batch_size,
         largest=tuple(largest_at_peak(plain)),
         graph=graph,
+        split_floor_bytes=_split_floor(model, loss_fn, args, optimizer, graph, device) if split else None,
+        is_limited_by_optimizer=floor.peak_phase == "optimizer",
     )
+
+
+def _split_floor(model: Any, loss_fn: Any, args: Any, optimizer: Any, graph: StepGraph, device: Any) -> int | None:
+    search = SplitSearch(model, loss_fn, args, optimizer, graph, Limits(split=True), device)
+    return search.floor_bytes or None
 
 
 def _traced(model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any) -> StepGraph:

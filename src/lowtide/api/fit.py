@@ -23,9 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.api.measure import RealSteps, can_measure
-from lowtide.api.tuner import FitCache, Progress, Tuner, log_fitted
+from lowtide.api.split_search import SplitSearch
+from lowtide.api.tuner import CachedFit, FitCache, Progress, Tuner, log_fitted
+from lowtide.distributed.agreement import attached, check_same_plan, plan_of_first, sendable, with_common_costs
+from lowtide.distributed.ranks import Ranks, current, deciding_with, ranks_of
 from lowtide.eager.handle import refuse_other_checkpointing
-from lowtide.eager.out_of_memory import BudgetWatch, why_not_single_process
+from lowtide.eager.out_of_memory import BudgetWatch
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
 from lowtide.eager.replanning import (
     Limits,
@@ -37,7 +40,7 @@ from lowtide.eager.replanning import (
     tensor_spec,
     with_parameters,
 )
-from lowtide.errors import InfeasibleBudgetError, TraceError
+from lowtide.errors import InfeasibleBudgetError, PlanError, TraceError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors, tensors_in
@@ -63,14 +66,18 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
     lossy: Any = None,
+    split: bool = False,
     more_batches: Sequence[tuple[Any, ...]] = (),
     time_limit_s: float = 10.0,
+    group: Any = None,
 ) -> Plan:
     """The fastest plan for one step of `model` within `budget` bytes: `lowtide.trace`, then `lowtide.solve`.
 
     The model is not changed; `lowtide.apply(model, plan)` puts the plan on it. `host`, `lossy` and `time_limit_s` are
-    those of `solve`. `more_batches` holds the arguments of further calls of `loss_fn`, one tuple per call; the plan is
-    made for the call whose plain step has the highest peak.
+    those of `solve`. With `split=True` the output layer with the loss, and token-wise modules such as MLPs, may run a
+    few rows at a time; gradients may then differ in the last bits. `more_batches` holds the arguments of further calls
+    of `loss_fn`, one tuple per call; the plan is made for the call whose plain step has the highest peak. In a
+    distributed job every rank calls this, and gets the same plan; `group` is as for `fit`.
 
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -79,9 +86,22 @@ def plan(
     ()
     """
     check_bytes(budget)
-    limits = Limits(host, lossy, time_limit_s)
-    traced = _trace_largest(model, loss_fn, _examples(args, more_batches), optimizer)
-    return _for_model(limits.solve(traced.graph, budget), model, traced)
+    model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
+    examples = _examples(args, more_batches)
+    with deciding_with(ranks_of(group)) as ranks:
+        _check_split(ranks, limits)
+        with ranks.together("trace"):
+            traced = _trace_largest(model, loss_fn, examples, optimizer)
+        budget_bytes = _budget_bytes(ranks, budget, traced.graph)
+        if ranks.is_alone:
+            search = SplitSearch(model, loss_fn, examples[traced.index], optimizer, traced.graph, limits)
+            return _for_model(search.solve(budget_bytes), model, traced)
+        return _for_model(_solved(ranks, limits, traced.graph, budget_bytes), model, traced)
+
+
+def _check_split(ranks: Ranks, limits: Limits) -> None:
+    if limits.split and not ranks.is_alone:
+        raise PlanError("split=True is for a single process: ranks do not agree on splits yet. Leave it out.")
 
 
 @one_at_a_time
@@ -93,22 +113,28 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
     lossy: Any = None,
+    split: bool = False,
     more_batches: Sequence[tuple[Any, ...]] = (),
     verify: bool = True,
     tune_s: float = 10.0,
     cache: str | os.PathLike[str] | None = None,
     time_limit_s: float = 10.0,
+    group: Any = None,
 ) -> AppliedPlan:
     """Put the fastest plan on `model` whose measured peak is within `budget`; returns the handle that controls it.
 
-    Takes what `plan` takes. The candidates are the solver's own plans, the usual ways to use torch's checkpoint, and
-    with `host=` the best plan that moves nothing. They run real steps in turns, with the plain step if it fits on the
-    device, for about `tune_s` seconds. With `tune_s=0` only peaks are measured, and the first candidate that holds is
-    kept; with `verify=False` nothing is measured. `handle.candidates` has all numbers.
+    Takes what `plan` takes. The candidates are the solver's own plans, the usual ways to use torch's checkpoint, with
+    `host=` the best plan that moves nothing, and with `split=True` those that run modules in parts. They run real steps
+    in turns, with the plain step if it fits on the device, for about `tune_s` seconds. With `tune_s=0` only peaks are
+    measured, and the first candidate that holds is kept; with `verify=False` nothing is measured. `handle.candidates`
+    has all numbers.
+
+    `model` may be wrapped by `DistributedDataParallel` or `torch.compile`: the plan is for the model inside, and
+    `loss_fn` calls the wrapper. Of the inputs, those with dimensions count as shapes; numbers do not.
 
     The steps that `fit` runs leave parameters, gradients, buffers and random states as they were. A model whose plain
-    step fits is not patched. If no plan holds, or on any other exception, the model is as before the call;
-    `InfeasibleBudgetError` has the smallest measured peak.
+    step fits is not patched; `handle.see_inputs()` lets it be planned for larger inputs. If no plan holds, or on any
+    other exception, the model is as before the call; `InfeasibleBudgetError` has the smallest measured peak.
 
     `cache` names a JSON file that remembers the plan. A later call for the same step, budget and versions applies that
     plan and measures only its peak.
@@ -118,15 +144,20 @@ def fit(
     time the handle checks whether the budget still holds (parameters unfrozen, an optimizer made later) and warns once
     if not; `handle.refit()` fits again.
 
+    In a distributed job every rank calls `fit`, and all get the same plan: for the smallest of their budgets and the
+    highest of their peaks. `model` may be wrapped in `DistributedDataParallel`; the plan is put on the module inside.
+    If one rank fails, all raise. `group` is the process group of the ranks that run the step together, by default all.
+
     >>> import torch, lowtide
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> handle = lowtide.fit(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
     >>> handle.remove()
     """
     check_bytes(budget)
-    limits = Limits(host, lossy, time_limit_s)
+    model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
     examples = _examples(args, more_batches)
-    return _fit(model, FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache), apply_plan)
+    request = FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache, group)
+    return _fit(model, request, apply_plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +172,7 @@ class FitRequest:
     verify: bool
     tune_s: float
     cache: str | os.PathLike[str] | None
+    group: Any = None
 
     def __post_init__(self) -> None:
         if self.tune_s != 0:
@@ -151,17 +183,23 @@ class FitRequest:
 
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
-    with Progress() as say:
-        say("tracing the step")
-        traced = _trace_largest(model, request.loss_fn, request.examples, request.optimizer)
-        fitting = _Fitting(model, request, traced, apply, say)
-        handle = fitting.measured() if request.verify and can_measure(fitting.device) else fitting.predicted()
+    handle: AppliedPlan | None = None
+    with Progress() as say, deciding_with(ranks_of(request.group)) as ranks:
         try:
-            fitting.watch_budget(handle)
-            handle.refitter = Refitter(request)
-            log_fitted(handle, fitting.budget_bytes)
+            with ranks.together("fit"):
+                say("tracing the step")
+                traced = _trace_largest(model, request.loss_fn, request.examples, request.optimizer)
+                fitting = _Fitting(model, request, traced, apply, say)
+                is_measured = ranks.all(request.verify and can_measure(fitting.device), "whether peaks can be measured")
+                handle = fitting.measured() if is_measured else fitting.predicted()
+                check_same_plan(ranks, handle.plan)
+                handle.ranks = ranks
+                fitting.watch_budget(handle)
+                handle.refitter = Refitter(request)
+                log_fitted(handle, fitting.budget_bytes)
         except BaseException:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
             raise
         return handle
 
@@ -178,15 +216,26 @@ class _Fitting:
         say: Progress,
     ) -> None:
         self._model, self._request, self._traced, self._apply, self._say = model, request, traced, apply, say
-        self._limits = request.limits
+        self._limits, self._ranks = request.limits, current()
         self._corrected = traced.graph  # its other_bytes include measured bytes that the simulation did not predict
-        self.budget_bytes = parse_bytes(request.budget, total_bytes=traced.graph.hardware.memory_bytes or None)
+        _check_split(self._ranks, self._limits)
+        self.budget_bytes = _budget_bytes(self._ranks, request.budget, traced.graph)
         self.device = checks.device_of(model, request.examples[0])
+        args = request.examples[traced.index]
+        self._splits = SplitSearch(model, request.loss_fn, args, request.optimizer, traced.graph, request.limits)
+        self._smallest_plan = None if self._ranks.is_alone else self._tightest()  # for inputs larger than planned for
+
+    def _tightest(self) -> Plan:
+        """The plan with the smallest peak by the uncorrected graph."""
+        graph = self._traced.graph
+        return plan_of_first(self._ranks, graph, lambda: self._limits.tightest(graph))
 
     def predicted(self) -> AppliedPlan:
         """The solver's plan, applied without running a step."""
         self._say_solving()
-        return self._put_on_model(self._limits.solve(self._traced.graph, self.budget_bytes))
+        if self._ranks.is_alone:
+            return self._put_on_model(self._splits.solve(self.budget_bytes))
+        return self._put_on_model(_solved(self._ranks, self._limits, self._traced.graph, self.budget_bytes))
 
     def measured(self) -> AppliedPlan:
         """The cached plan if it still holds, else the fastest candidate that does; applied."""
@@ -200,35 +249,33 @@ class _Fitting:
             request.optimizer,
             traced.generators,
         )
-        # Several processes must run the same steps, and measured times would make them choose differently.
-        is_alone = why_not_single_process() is None
-        tuner = Tuner(self._put_on_model, steps, self.budget_bytes, request.tune_s if is_alone else 0.0, self._say)
+        tuner = Tuner(self._put_on_model, steps, self.budget_bytes, request.tune_s, self._say, self._ranks)
         cache = None
         if request.cache is not None:
-            cache = FitCache(request.cache, traced.graph, self.budget_bytes, self._limits)
+            cache = FitCache(request.cache, traced.graph, self.budget_bytes, self._limits, self._splits)
         try:
             if cache is not None:
                 self._try_cached(cache, tuner)
             is_from_cache = tuner.has_one()
             if not is_from_cache:
                 self._corrected = traced.graph
-                self._try_candidates(tuner, is_alone)
+                self._try_candidates(tuner)
                 tuner.time_all()
             handle = tuner.keep()
         except BaseException:
             tuner.take_off()
             raise
-        if cache is not None and not is_from_cache:
+        if cache is not None and not is_from_cache and self._ranks.is_first:
             cache.write(handle.plan, self._correction_bytes, handle.candidates)
         return handle
 
     def _try_cached(self, cache: FitCache, tuner: Tuner) -> None:
-        cached = cache.read()
+        cached = self._ranks.made_by_first(lambda: _sendable_cached(cache.read()), "cached plan")
         if cached is not None:
             self._correct(cached.correction_bytes)
-            tuner.try_all([ShortlistedPlan(REMEMBERED, cached.plan)])
+            tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, self._corrected, cached.plan))])
 
-    def _try_candidates(self, tuner: Tuner, is_alone: bool) -> None:
+    def _try_candidates(self, tuner: Tuner) -> None:
         """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
 
         Raises `InfeasibleBudgetError` if no candidate holds.
@@ -236,17 +283,20 @@ class _Fitting:
         error: InfeasibleBudgetError | None = None
         for number in range(_MAX_ROUNDS):
             self._say_solving()
-            candidates, error = self._candidates(is_alone)
+            candidates, error = self._candidates()
             if error is not None and number and not tuner.has_one():
                 candidates += self._smallest()
             tuner.try_all(candidates)
-            missing_bytes = sum(tuner.missing_bytes(each) for each in candidates if each.name == SEARCHED)
+            searched = [each for each in candidates if each.name == SEARCHED or each.plan.splits]
+            missing_bytes = max(map(tuner.missing_bytes, searched), default=0)
             if not missing_bytes:
                 break
             logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
             self._correct(missing_bytes)
         if tuner.has_one():
             return
+        if error is not None and self._ranks.is_alone:
+            error = self._splits.with_floor(error)
         if error is not None and not tuner.smallest_peak_bytes:
             raise error
         smallest = format_bytes(tuner.smallest_peak_bytes)
@@ -259,18 +309,27 @@ class _Fitting:
             tuner.smallest_peak_bytes,
         )
 
-    def _candidates(self, is_alone: bool) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+    def _candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
         """Plans to measure, and the solver's error if its own plan is not among them."""
-        if is_alone:
-            return self._limits.candidates(self._corrected, self.budget_bytes)
-        try:
-            return [ShortlistedPlan(SEARCHED, self._limits.solve(self._corrected, self.budget_bytes))], None
-        except InfeasibleBudgetError as error:
-            return [], error
+        graph = self._corrected
+        if self._ranks.is_alone:
+            found, error = self._limits.candidates(graph, self.budget_bytes)
+            if not self._limits.split or (found and found[0].plan.is_plain):
+                return found, error
+            plans = self._splits.plans(self.budget_bytes, self._correction_bytes)
+            found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
+            return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
+
+        def made() -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+            candidates, error = self._limits.candidates(graph, self.budget_bytes)
+            return [replace(each, plan=sendable(each.plan)) for each in candidates], error
+
+        candidates, error = self._ranks.made_by_first(made, "candidates")
+        return [replace(each, plan=attached(self._ranks, graph, each.plan)) for each in candidates], error
 
     def _smallest(self) -> list[ShortlistedPlan]:
-        """The plan with the smallest peak by the uncorrected graph: the correction may not apply to it."""
-        plan = self._limits.tightest(self._traced.graph)
+        """The plan with the smallest peak, though measured peaks were above predictions: its own may not be."""
+        plan = self._smallest_plan or self._tightest()
         return [ShortlistedPlan(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
 
     def _correct(self, num_bytes: int) -> None:
@@ -295,15 +354,19 @@ class _Fitting:
         inputs = self._traced.inputs
         arguments = tuple(shapes_of(example) for example in self._request.examples)
         (first,) = handle.shapes.all
-        handle.shapes.become([replace(first, inputs=tuple(inputs), arguments=arguments, graph=self._corrected)])
+        graph = (handle.plan.splits and handle.plan.graph) or self._corrected
+        handle.shapes.become([replace(first, inputs=tuple(inputs), arguments=arguments, graph=graph)])
         handle.shapes.planner = Planner(
             handle.model,
-            self._traced.graph,
+            (handle.plan.splits and handle.plan.graph) or self._traced.graph,
             inputs[-1] if inputs else (),
             budget_bytes=self.budget_bytes,
             limits=self._limits,
             correction_bytes=self._correction_bytes,
             optimizer=self._request.optimizer,
+            splits=handle.plan.splits,
+            ranks=self._ranks,
+            smallest=self._smallest_plan and _for_model(self._smallest_plan, handle.model, self._traced),
         )
 
     def watch_budget(self, handle: AppliedPlan) -> None:
@@ -314,6 +377,30 @@ class _Fitting:
 
     def _say_solving(self) -> None:
         self._say(f"solving for {format_bytes(self.budget_bytes)}")
+
+
+def _budget_bytes(ranks: Ranks, budget: int | str, graph: StepGraph) -> int:
+    """The smallest budget of all ranks, in bytes."""
+    return ranks.min(parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None), "budget")
+
+
+def _solved(ranks: Ranks, limits: Limits, graph: StepGraph, budget_bytes: int) -> Plan:
+    """The solver's plan, whose predicted peak is within the budget on every rank."""
+    corrected = graph
+    for _ in range(_MAX_ROUNDS):
+        made = plan_of_first(ranks, corrected, lambda graph=corrected: limits.solve(graph, budget_bytes))  # type: ignore[misc]
+        if ranks.is_alone:
+            return made
+        peak_bytes = ranks.max(simulate(graph, made).peak_bytes, "predicted peaks")
+        if peak_bytes <= budget_bytes:
+            break
+        # A rank with longer inputs than the one that solves: leave as much room on the one that solves.
+        corrected = replace(corrected, other_bytes=corrected.other_bytes + peak_bytes - budget_bytes)
+    return replace(made, peak_bytes=peak_bytes, graph=graph)
+
+
+def _sendable_cached(cached: CachedFit | None) -> CachedFit | None:
+    return None if cached is None else replace(cached, plan=sendable(cached.plan))
 
 
 class Refitter:
@@ -388,13 +475,13 @@ def _trace_largest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...
     """Trace the example with the highest peak. With several, all are first traced on fake tensors where possible."""
     checks.arguments(model, loss_fn, "auto")
     refuse_other_checkpointing(model)
-    index = 0
+    index, ranks = 0, current()
     with recorded_input_shapes(model) as inputs, noted_generators() as generators:
         if len(examples) > 1:
             peaks = [simulate(_trace_cheaply(model, loss_fn, each, optimizer)).peak_bytes for each in examples]
-            index = peaks.index(max(peaks))
+            index = ranks.first(peaks.index(max(peaks)), "largest example")
         graph = trace(model, loss_fn, *examples[index], optimizer=optimizer)
-    return TracedStep(index, graph, inputs, generators)
+    return TracedStep(index, with_common_costs(ranks, graph), inputs, generators)
 
 
 def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any) -> StepGraph:
@@ -402,6 +489,13 @@ def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimi
         return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake")
     except TraceError:  # the step depends on values of tensors, which fake tensors do not have
         return trace(model, loss_fn, *args, optimizer=optimizer)
+
+
+def _split_name(plan: Plan) -> str:
+    """How the table of candidates calls a plan with splits."""
+    parts = {split.kind: split.num_parts for split in plan.splits}
+    names = {"loss": "the loss", "tokens": "token-wise modules"}
+    return "split: " + ", ".join(f"{names[kind]} in {number}" for kind, number in parts.items())
 
 
 def _for_model(plan: Plan, model: nn.Module, traced: TracedStep) -> Plan:

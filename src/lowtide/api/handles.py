@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lowtide.api.compile import handle_on
+from lowtide.api.compile import backend_handles, handle_on
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.eager.handle import Applied, handle_at
 from lowtide.errors import LowtideError
@@ -19,6 +19,7 @@ from lowtide.tracing import step_checks
 def handle_of(model: nn.Module) -> Applied | CompiledHandle:
     """The handle that `lowtide.apply`, `lowtide.fit` or `lowtide.compile` put on a model, or on a model inside `model`.
 
+    A model compiled by `torch.compile(backend="lowtide")` has one too, once it has run a training forward.
     `model` may be a wrapper, such as `DistributedDataParallel` or the result of `torch.compile`. Raises `LowtideError`
     if there is no handle, or more than one.
 
@@ -38,9 +39,13 @@ def handle_of(model: nn.Module) -> Applied | CompiledHandle:
                 handles[id(handle)] = handle
                 paths.append(path or "the model itself")
     if not handles:
+        for each in backend_handles(model):
+            handles[id(each)] = each
+            paths.append(f"torch.compile(backend='lowtide'), budget {each.session.budget}")
+    if not handles:
         raise LowtideError(
             f"there is no handle on this {type(model).__name__}: call lowtide.fit, lowtide.apply or lowtide.compile on "
-            "it first. A model compiled by torch.compile(backend='lowtide') has none: use lowtide.compile for one"
+            "it first. A model compiled by torch.compile(backend='lowtide') has one after its first training forward"
         )
     if len(handles) > 1:
         raise LowtideError(

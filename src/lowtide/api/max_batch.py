@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.api.measure import can_measure, measured_peak
+from lowtide.api.split_search import SplitSearch
 from lowtide.eager.handle import refuse_other_checkpointing
 from lowtide.eager.plan_handle import apply_plan
 from lowtide.eager.replanning import Limits, Shapes, recorded_input_shapes, with_parameters
@@ -55,6 +56,7 @@ def max_batch(
     optimizer: torch.optim.Optimizer | None = None,
     host: int | str = 0,
     lossy: Any = None,
+    split: bool = False,
     max_samples: int = 1 << 16,
     confirm: bool = True,
     time_limit_s: float = 10.0,
@@ -64,7 +66,7 @@ def max_batch(
     `make_batch(n)` returns the arguments of `loss_fn` for `n` samples: a tuple, or one argument. The search runs on
     fake tensors. With `confirm=True` one real step is then measured under the plan; if its peak is above the budget,
     the search goes on with smaller batches and corrected predictions. Model, gradients, optimizer and random states are
-    as before. `host`, `lossy` and `time_limit_s` are those of `lowtide.solve`.
+    as before. `host`, `lossy` and `time_limit_s` are those of `lowtide.solve`, `split` is that of `lowtide.fit`.
     Raises `InfeasibleBudgetError` if not even one sample fits.
 
     >>> import torch, lowtide
@@ -73,7 +75,7 @@ def max_batch(
     >>> n > 1000
     True
     """
-    checks.arguments(model, loss_fn, "fake")
+    model = checks.arguments(model, loss_fn, "fake")
     if not callable(make_batch):
         raise TypeError(
             f"make_batch is a function that makes a batch of n samples, such as lambda n: torch.randn(n, 64), not "
@@ -83,7 +85,7 @@ def max_batch(
         raise ValueError(f"max_samples is a number of samples, 1 or more, not {max_samples!r:.80}")
     check_bytes(budget)
     refuse_other_checkpointing(model)
-    limits = Limits(host, lossy, time_limit_s)
+    limits = Limits(host, lossy, time_limit_s, split)
     device = checks.device_of(model, ())
     states_device = None if device.type in ("cpu", "meta") else device
     states = generator_states(states_device)
@@ -165,8 +167,15 @@ class _Search:
             self._generators += generators
         graph, shapes = self._graphs[size]
         self.allowed_bytes = parse_bytes(self._budget, total_bytes=graph.hardware.memory_bytes or None)
+        graph = replace(graph, other_bytes=graph.other_bytes + self._excess_bytes)
         try:
-            plan = self._limits.solve(replace(graph, other_bytes=graph.other_bytes + self._excess_bytes), self._budget)
+            if self._limits.split:
+                args = self._args(size)
+                plan = SplitSearch(self._model, self._loss_fn, args, self._optimizer, graph, self._limits).solve(
+                    self.allowed_bytes
+                )
+            else:
+                plan = self._limits.solve(graph, self._budget)
         except InfeasibleBudgetError as error:
             return error
         return replace(with_parameters(plan, self._model), input_shapes=shapes)

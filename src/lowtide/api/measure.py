@@ -255,7 +255,7 @@ def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimize
     """The measured peak with the bytes that it does not contain, such as optimizer states allocated only later."""
     if device.type == "cpu":  # the profiler counts only what the step allocates
         static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-        gradients = {id(p): p.grad.nbytes for p in model.parameters() if p.grad is not None}
+        gradients = {id(p): _compat.local_bytes(p.grad) for p in model.parameters() if p.grad is not None}
         return measured.peak_bytes + static + sum(gradients.values())
     present = present_state_bytes(optimizer, device)
     return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)

@@ -41,13 +41,15 @@ def write_report(
     measured_step_s: float | None = None,
     candidates: tuple[Trial, ...] = (),
     frontier: Frontier | None = None,
+    references: tuple[Reference, ...] = (),
     time_limit_s: float = 5.0,
 ) -> Report:
     """Write the report of a plan: a page (`.html`), picture (`.png`), Markdown (`.md`) or Perfetto trace (`.json`).
 
     The plan must have its graph, as plans of `lowtide.solve` do. Measured numbers are shown beside the predicted ones,
     and the `candidates` of `lowtide.fit` in a table. The trade-off curve is `frontier`, from `lowtide.sweep`; without
-    one it is searched for here, in about `time_limit_s`.
+    one it is searched for here, in about `time_limit_s`. `references` are shown beside what people do with torch's
+    checkpoint.
     """
     start = time.monotonic()
     path = Path(path)
@@ -60,6 +62,7 @@ def write_report(
         measured_step_s=measured_step_s,
         candidates=candidates,
         frontier=frontier,
+        references=references,
         time_limit_s=time_limit_s if kind == ".html" else 0.0,  # only the page shows the curve
     )
     if kind == ".png":
@@ -75,14 +78,19 @@ def write_report(
 
 
 def gather_with_curve(
-    plan: Plan, *, frontier: Frontier | None = None, time_limit_s: float = 0.0, **measured: Any
+    plan: Plan,
+    *,
+    frontier: Frontier | None = None,
+    references: tuple[Reference, ...] = (),
+    time_limit_s: float = 0.0,
+    **measured: Any,
 ) -> ReportFacts:
     """Everything a report shows. The curve is `frontier`; without one it is searched for if `time_limit_s` is above 0.
 
     `measured` is passed on to `report_facts`.
     """
     graph = graph_of(plan)
-    note, known = "", alternatives(graph, plan.engine)
+    note, known = "", (*alternatives(graph, plan.engine), *references)
     if frontier is None and time_limit_s > 0:
         frontier, note = _curve(graph, plan, known, time_limit_s)
     return report_facts(plan, alternatives=known, frontier=frontier, notes=(note,) if note else (), **measured)

@@ -32,12 +32,14 @@ from statistics import median
 from typing import Any
 
 from lowtide.api.measure import RealSteps
-from lowtide.eager.out_of_memory import give_back_memory, is_out_of_memory
+from lowtide.api.split_search import SplitSearch
+from lowtide.distributed.ranks import ALONE, Ranks, is_out_of_memory
+from lowtide.eager.out_of_memory import give_back_memory
 from lowtide.eager.plan_handle import AppliedPlan
 from lowtide.eager.replanning import Limits
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, RankError
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plans.plan_text import KEPT, Trial, trials_table
+from lowtide.plans.plan_text import KEPT, Trial, split_texts, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
 from lowtide.solvers.candidate import with_predictions
@@ -87,10 +89,11 @@ def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
     plan, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
     sizes = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_LOGGED}
     logger.info(
-        "%s: %d regions, %s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
+        "%s: %d regions, %s%s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
         "nothing to do, the step fits as it is" if plan.is_plain else "fitted",
         len(plan.regions),
         ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in sizes.items()),
+        "".join(f", {text}" for text in split_texts(plan.splits)),
         format_bytes(plan.peak_bytes),
         "not" if peak is None else format_bytes(peak),
         format_bytes(budget_bytes),
@@ -115,8 +118,15 @@ class CachedFit:
 class FitCache:
     """Reads and writes the entry of one graph, budget and set of limits in a cache file."""
 
-    def __init__(self, path: str | os.PathLike[str], graph: StepGraph, budget_bytes: int, limits: Limits) -> None:
-        self._path, self._graph, self._budget = Path(path), graph, budget_bytes
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        graph: StepGraph,
+        budget_bytes: int,
+        limits: Limits,
+        splits: SplitSearch | None = None,
+    ) -> None:
+        self._path, self._graph, self._budget, self._splits = Path(path), graph, budget_bytes, splits
         parts = {
             "graph": graph.fingerprint,
             "optimizer_state_bytes": graph.optimizer_state_bytes,
@@ -124,6 +134,7 @@ class FitCache:
             "budget_bytes": budget_bytes,
             "host": limits.host,
             "lossy": limits.lossy,
+            "split": limits.split,
             "lowtide": own_version(),
             "torch": graph.versions.get("torch", ""),
         }
@@ -142,14 +153,14 @@ class FitCache:
             correction, bound_s = entry["correction_bytes"], decided.lower_bound_s
             if type(correction) is not int or correction < 0:
                 raise ValueError(f"correction_bytes is {correction!r:.50}")
-            plan = Plan(regions=decided.regions, moves=decided.moves, in_flight_bytes=decided.in_flight_bytes)
-            timeline = simulate(self._graph, plan)
+            graph = self._splits.graph(decided.splits) if self._splits is not None else self._graph
+            plan = Plan(decided.regions, decided.moves, decided.in_flight_bytes, splits=decided.splits)
+            timeline = simulate(graph, plan)
         except (LowtideError, ValueError, KeyError, TypeError) as error:
             logger.warning("the cache %s has a damaged entry for this step: %s", self._path, error)
             return None
-        return CachedFit(
-            with_predictions(self._graph, timeline, simulate(self._graph), self._budget, bound_s), correction
-        )
+        found = with_predictions(graph, timeline, simulate(graph), self._budget, bound_s)
+        return CachedFit(found if self._splits is None else self._splits.predicted(found), correction)
 
     def write(self, plan: Plan, correction_bytes: int, trials: Sequence[Trial]) -> None:
         """Write the entry to the file; log a warning if that fails."""
@@ -231,12 +242,21 @@ class Tuner:
 
     With `tune_s=0` the first that holds is kept. `apply` puts a plan on the model. After any exception, the caller
     calls `take_off()`, which leaves the model without a plan.
+
+    All `ranks` keep the same candidate: a peak is the highest of any rank, times and deadlines are the lowest rank's,
+    and a candidate that fails on one rank fails on all.
     """
 
     def __init__(
-        self, apply: Callable[[Plan], AppliedPlan], steps: RealSteps, budget_bytes: int, tune_s: float, say: Progress
+        self,
+        apply: Callable[[Plan], AppliedPlan],
+        steps: RealSteps,
+        budget_bytes: int,
+        tune_s: float,
+        say: Progress,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._apply, self._steps, self._budget, self._say = apply, steps, budget_bytes, say
+        self._apply, self._steps, self._budget, self._say, self._ranks = apply, steps, budget_bytes, say, ranks
         self._tune_s, self._left_s = tune_s, tune_s  # time spent solving between rounds does not count
         self._tried: dict[object, MeasuredCandidate] = {}
         self._plain_times: list[float] = []
@@ -257,7 +277,8 @@ class Tuner:
         start = time.monotonic()
         for number, candidate in enumerate(candidates, 1):
             tried = self._tried[_key(candidate.plan)] = MeasuredCandidate(candidate)
-            tried.problem = self._why_not_try(candidate, self._left_s - (time.monotonic() - start))
+            left_s = self._ranks.first(self._left_s - (time.monotonic() - start), "time left")
+            tried.problem = self._why_not_try(candidate, left_s)
             if not tried.problem:
                 self._say(f"trying candidate {number} of {len(candidates)}: {candidate.name}")
                 self._measure(tried)
@@ -279,14 +300,17 @@ class Tuner:
         self.take_off()
         give_back_memory()  # this plan would be given larger cached blocks of other candidates, which count in full
         try:
-            self._on = tried, self._apply(tried.plan)
-            tried.peak_bytes, tried.first_s = self._steps.measured()
+            with self._ranks.together(f"candidate {tried.candidate.name}"):
+                self._on = tried, self._apply(tried.plan)
+                measured = self._steps.measured()
+            of_ranks = self._ranks.gathered(measured, "measured peaks")
+            tried.peak_bytes, tried.first_s = max(peak for peak, _ in of_ranks), of_ranks[0][1]
         except Exception as error:
             self.take_off()
             if is_out_of_memory(error):
                 tried.problem = "out of memory"
                 traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
-            elif isinstance(error, LowtideError) and tried.candidate.name != SEARCHED:
+            elif _is_of_candidate(error) and tried.candidate.name != SEARCHED:
                 tried.problem = f"failed: {type(error).__name__}"
                 logger.warning("%s cannot be used: %s", tried.candidate.name, error)
             else:
@@ -325,7 +349,8 @@ class Tuner:
         deadline = time.monotonic() + self._left_s
         for number, ratio in enumerate(_MAX_RATIOS[1:], 1):
             num_rounds = len(_MAX_RATIOS) - 1 if len(left) > 1 else _ROUNDS_ALONE
-            if all(tried.plan.is_plain for tried in left) or number > num_rounds or time.monotonic() > deadline:
+            is_late = self._ranks.first(time.monotonic() > deadline, "deadline")
+            if all(tried.plan.is_plain for tried in left) or number > num_rounds or is_late:
                 return
             self._say(f"timing {len(left)} candidates in turns, round {number} of at most {num_rounds}")
             gc.collect()
@@ -339,8 +364,9 @@ class Tuner:
         self.take_off()
         if self._steps.graph.is_measured:
             try:
-                with CacheOff(self._steps.model):
-                    self._plain_times.append(self._steps.timed())
+                with self._ranks.together("timing of the plain step"), CacheOff(self._steps.model):
+                    seconds = self._steps.timed()
+                self._plain_times.append(self._ranks.first(seconds, "plain time"))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -350,8 +376,10 @@ class Tuner:
     def _time(self, tried: MeasuredCandidate) -> None:
         self.take_off()
         try:
-            self._on = tried, self._apply(tried.plan)
-            tried.times.append(self._steps.timed())
+            with self._ranks.together(f"timing of {tried.candidate.name}"):
+                self._on = tried, self._apply(tried.plan)
+                seconds = self._steps.timed()
+            tried.times.append(self._ranks.first(seconds, "time"))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -370,8 +398,9 @@ class Tuner:
         if self._on is None or self._on[0] is not best:
             self.take_off()
             give_back_memory()
-            self._on = best, self._apply(best.plan)
-            self._steps.run()  # the first step under a plan differs: it captures where retained outputs are saved
+            with self._ranks.together("step under the chosen plan"):
+                self._on = best, self._apply(best.plan)
+                self._steps.run()  # the first step under a plan differs: it captures where retained outputs are saved
         handle = self._on[1]
         self._on = None
         self._record(handle, best)
@@ -422,8 +451,13 @@ class Tuner:
         )
 
 
+def _is_of_candidate(error: Exception) -> bool:
+    """Whether an error says that this plan cannot be used; others may be usable."""
+    return isinstance(error, LowtideError) and not isinstance(error, RankError)
+
+
 def _key(plan: Plan) -> object:
-    return plan.regions, plan.moves
+    return plan.regions, plan.moves, plan.splits
 
 
 def _near_fastest(tried: list[MeasuredCandidate], ratio: float) -> list[MeasuredCandidate]:

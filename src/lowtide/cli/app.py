@@ -20,7 +20,7 @@ import lowtide
 from lowtide.cli import options
 from lowtide.cli import output as showing
 from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, ending_well
-from lowtide.cli.script import load
+from lowtide.cli.script import load, load_function
 
 app = typer.Typer(
     name="lowtide",
@@ -83,18 +83,52 @@ def estimate(
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", metavar="BYTES", help="Say whether this is enough.")
     ] = None,
+    split: options.SplitFlag = False,
+    world: Annotated[
+        int | None, typer.Option(metavar="RANKS", help="Simulate a rank of a job of this size.", min=1)
+    ] = None,
+    parallel: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYOUT", help="With --world: fsdp=8,tp=8. Give it several times to compare layouts."),
+    ] = None,
 ) -> None:
     """Say what a step will take, from fake tensors: nothing is allocated."""
     allowed = None if budget is None else options.budget(budget)
+    if world is not None:
+        _estimate_parallel(out, script, world, parallel, allowed, device)
+        return
+    if parallel:
+        raise UsageError("--parallel is for a job of several ranks: give their number too, --world 64")
     with out.working(2) as stage:
         stage(f"loading {script}")
         job = load(script)
         options.check_device(device)
         stage("tracing on fake tensors")
-        guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer, device=device)
+        allows = options.given(split=split or None)
+        guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer, device=device, **allows)
     text, data = showing.estimate(guess, allowed)
     out.result(text, data)
     if data.get("fits") == "no":
+        raise typer.Exit(int(ExitCode.INFEASIBLE))
+
+
+def _estimate_parallel(
+    out: Output, script: str, world: int, parallel: list[str] | None, budget: int | str | None, device: str | None
+) -> None:
+    """The table of `lowtide estimate --world`."""
+    with out.working(2) as stage:
+        stage(f"loading {script}")
+        make = load_function(script)
+        options.check_device(device)
+        stage(f"simulating a rank of {world}")
+        try:
+            guess = lowtide.estimate_parallel(make, world=world, parallel=parallel, budget=budget, device=device)
+        except ValueError as error:
+            if isinstance(error, lowtide.LowtideError):
+                raise
+            raise UsageError(str(error)) from error
+    out.result(*showing.parallel_estimate(guess))
+    if guess.budget_bytes is not None and guess.best is None:
         raise typer.Exit(int(ExitCode.INFEASIBLE))
 
 
@@ -106,6 +140,7 @@ def plan(
     budget: options.Budget,
     host: options.Host = None,
     lossy: options.Lossy = None,
+    split: options.SplitFlag = False,
     engine: options.Engine = "eager",
     fake: options.Fake = False,
     device: options.Device = None,
@@ -114,7 +149,9 @@ def plan(
 ) -> None:
     """Find the fastest plan within a budget, and say what it does."""
     allowed = options.budget(budget)
-    allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s)}
+    allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s, split=split or None)}
+    if split and (fake or device is not None or engine != "eager"):
+        raise UsageError("--split plans eager steps on the model's own device: leave out --fake, --device and --engine")
     _check_file(output)
     with out.working(2) as stage:
         stage(f"loading {script}")
@@ -265,13 +302,14 @@ def bench(
     budget: options.Budget,
     host: options.Host = None,
     lossy: options.Lossy = None,
+    split: options.SplitFlag = False,
     rounds: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 5,
 ) -> None:
     """Run your own model plainly, with a checkpoint per block, and inside a budget: peaks, times, gradients."""
     from lowtide.cli.bench import compare
 
     allowed = options.budget(budget)
-    allows = options.moves(host, lossy)
+    allows = {**options.moves(host, lossy), **options.given(split=split or None)}
     with out.working(6) as stage:
         stage(f"loading {script}")
         job = load(script)

@@ -37,6 +37,12 @@ Lossy = Annotated[
         metavar="CODEC", help="Allow compression by this codec, such as int8: gradients are then approximate."
     ),
 ]
+SplitFlag = Annotated[
+    bool,
+    typer.Option(
+        "--split", help="Allow the loss and MLPs to run a few rows at a time: gradients may differ in the last bits."
+    ),
+]
 Engine = Annotated[Literal["eager", "compiled"], typer.Option(help="What will run the plan.")]
 Fake = Annotated[bool, typer.Option("--fake", help="Trace on fake tensors: nothing is allocated, nothing runs.")]
 Device = Annotated[

@@ -30,6 +30,7 @@ from rich.text import Text
 
 import lowtide
 from lowtide.api.estimate import Estimate
+from lowtide.api.parallel_estimate import ParallelEstimate
 from lowtide.errors import UnitError
 from lowtide.plans import Frontier
 from lowtide.units import format_bytes, format_seconds, parse_bytes
@@ -192,6 +193,24 @@ Display = tuple[RenderableType, dict[str, Any]]
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
+def parallel_estimate(guess: ParallelEstimate) -> Display:
+    """Return text and data of a table over layouts."""
+    rows = [
+        {
+            "layout": row.layout,
+            "peak_bytes": row.peak_bytes,
+            "floor_bytes": row.floor_bytes,
+            "static_bytes": row.graph.static_bytes,
+            "step_s": row.graph.step_s,
+            "planned_peak_bytes": None if row.plan is None else row.plan.peak_bytes,
+            "planned_slowdown": None if row.plan is None else row.plan.slowdown,
+        }
+        for row in guess.rows
+    ]
+    data = {"predicted": True, "world": guess.world, "budget_bytes": guess.budget_bytes, "layouts": rows}
+    return str(guess), data
+
+
 def estimate(guess: Estimate, budget: int | str | None) -> Display:
     """Return text and data of an estimate, and whether the budget is enough."""
     hardware = guess.graph.hardware
@@ -199,6 +218,7 @@ def estimate(guess: Estimate, budget: int | str | None) -> Display:
         "predicted": True,
         "peak_bytes": guess.peak_bytes,
         "floor_bytes": guess.floor_bytes,
+        "split_floor_bytes": guess.split_floor_bytes,
         "static_bytes": guess.graph.static_bytes,
         "bytes_per_sample": guess.bytes_per_sample,
         "batch_size": guess.batch_size,
@@ -242,6 +262,7 @@ def plan(result: lowtide.Plan, output: Path | None) -> Display:
         "gap": result.gap,
         "num_regions": len(result.regions),
         "num_moves": len(result.moves),
+        "splits": {split.path: split.num_parts for split in result.splits},
         "bytes_by_action": result.bytes_by_action(),
         "device": result.hardware.name,
         "fingerprint": result.fingerprint,

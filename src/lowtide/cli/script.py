@@ -47,6 +47,14 @@ class Job:
         )
 
 
+def load_function(target: str) -> Callable[..., Any]:
+    """Return the function of a target, for jobs that are made for a mesh; it may take that as its only argument."""
+    path, name = _split(target)
+    with _argv(path):
+        module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
+    return _function(module, name, path, most=1)
+
+
 def load(target: str) -> Job:
     """Return the job of `path/to/train.py:function` or `package.module:function`; the default function is `make`."""
     path, function = _split(target)
@@ -125,7 +133,7 @@ def _no_exit(where: str) -> Iterator[None]:
         ) from error
 
 
-def _function(module: ModuleType, name: str, path: str) -> Callable[[], Any]:
+def _function(module: ModuleType, name: str, path: str, most: int = 0) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if found is None:
         own = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
@@ -140,8 +148,9 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[[], Any]:
     needed = [
         p.name for p in _parameters(found) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if needed:
-        raise UsageError(f"{name}() in {path} needs {', '.join(needed)}: lowtide calls it without arguments")
+    if len(needed) > most:
+        given = "with the mesh" if most else "without arguments"
+        raise UsageError(f"{name}() in {path} needs {', '.join(needed)}: lowtide calls it {given}")
     return found
 
 

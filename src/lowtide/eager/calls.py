@@ -32,6 +32,7 @@ from lowtide.replay import region as replay
 from lowtide.replay import segment_replay as segments
 from lowtide.replay.retained import RetainedCall, RetainedOps
 from lowtide.replay.segment_replay import OpenSegment
+from lowtide.split.split_forward import SplitForward
 
 
 class RegionLock:
@@ -73,6 +74,7 @@ class PatchedModule:
     def __init__(self, name: str, module: nn.Module, *, recomputed: bool = False) -> None:
         self.name, self.module, self.recomputed = name, module, recomputed
         self.own_forward = vars(module).get("forward")  # a patch by other code, restored by remove()
+        self.patch: Any = None  # the function that replaces the forward
         self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it
         self.chooses = self.has_index_choices = False  # ops that choose indices: its own, or inside it
         self.lock: RegionLock | None = None
@@ -131,16 +133,22 @@ def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of a policy or plan: regions by module path and number of the call, and values to move."""
+    """The decisions of a policy or plan: regions by path and number of the call, values to move, modules to split."""
 
     hidden_from_replay = True
 
     regions: dict[str, dict[int, Levels]] = field(default_factory=dict)
     moves: Moves | None = None
+    splits: dict[str, SplitForward] = field(default_factory=dict)  # modules that run in parts, by path
 
     def levels(self, path: str, nth: int) -> Levels:
         calls = self.regions.get(path)
         return () if calls is None else calls.get(nth, ())
+
+    def in_parts(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's forward, in parts if the module is split."""
+        split = self.splits.get(path)
+        return forward if split is None else functools.partial(split.run_with, module, forward)
 
     def retained(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> RetainedCall | None:
         """The op outputs that a region beginning with this call retains; None for none."""
@@ -293,7 +301,7 @@ class RegionRunner:
         number, is_first, retained = levels[0]
         function, part = forward, None
         again: Callable[..., Any]
-        if region.inner_paths or len(levels) > 1:
+        if region.inner_paths or len(levels) > 1 or region.name in run.decisions.splits:
             within = run.within if number is None else run.within | {number}
             part = CallPart(region, nth, levels[1:], within, run.decisions, run.counts_of(region.inner_paths))
             function = functools.partial(self._run_part, part, run, module, forward)
@@ -354,4 +362,5 @@ class RegionRunner:
         if run.counts is not None:
             run.counts.update(part.counts or {})
         with self._patches_back(part.region):
-            return self._run_part(part, run, module, part.region.plain_forward(module), *args, **kwargs)
+            forward = part.decisions.in_parts(part.region.name, module, part.region.plain_forward(module))
+            return self._run_part(part, run, module, forward, *args, **kwargs)

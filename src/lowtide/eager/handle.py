@@ -186,12 +186,14 @@ class Applied(Capturable, RegionRunner):
             self._patch(region)
 
     def _patch(self, region: PatchedModule) -> None:
-        region.module.forward = types.MethodType(_forward_of(self, region), region.module)
+        region.patch = _forward_of(self, region)
+        region.module.forward = types.MethodType(region.patch, region.module)
 
     def remove(self) -> None:
         """Restore every layer's own forward. Graphs of earlier forwards can still run their backward."""
         for region in self._regions:
-            if _applied_to(region.module) is self:
+            # A host may have wrapped the patched forward since, which then stays: it runs plainly from now on.
+            if getattr(vars(region.module).get("forward"), "__func__", None) is region.patch:
                 if region.own_forward is None:
                     del region.module.forward
                 else:
@@ -364,6 +366,7 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() works on an nn.Module, not {type(model).__name__}")
+    model = _compat.unwrapped(model)
     if isinstance(policy, Plan):
         if (regions, store, max_checkpoints, costs, bytes) != (None,) * 5:
             raise TypeError("a Plan contains which modules are recomputed: give it alone")
@@ -419,7 +422,8 @@ def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:
 
 def _applied_to(module: nn.Module) -> Applied | None:
     method = vars(module).get("forward")
-    return getattr(getattr(method, "__func__", None), _MARK, None)
+    applied: Applied | None = getattr(getattr(method, "__func__", None), _MARK, None)
+    return None if applied is None or applied.is_removed else applied
 
 
 class HandleNote:
@@ -466,9 +470,10 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise LowtideError(
                 f"{name or 'the model'} has gradient checkpointing on already: "
-                "call model.gradient_checkpointing_disable() first"
+                "call model.gradient_checkpointing_disable() first (diffusers: disable_gradient_checkpointing())"
             )
         if isinstance(module, nn.DataParallel):
             raise LowtideError(
-                "DataParallel copies modules for every step: apply to one process per device (DDP) instead"
+                "DataParallel copies modules for every step, without their plans: start one process per device "
+                "and wrap the model by DistributedDataParallel"
             )

@@ -27,6 +27,7 @@ from lowtide.errors import CapacityError, PlanError
 from lowtide.plans.step_plan import Move, Plan
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.region import Hooks
+from lowtide.split.lazy_logits import first_in_backward
 from lowtide.store import transfer
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.codecs import find_codec
@@ -117,7 +118,8 @@ class Moves:
     def end_of_forward(self, output: Any) -> None:
         """Call after the model's forward: values are fetched back from the host once the backward reaches `output`."""
         if "host" in self.stores:
-            end_of_forward(self.stores["host"], tensors_in(output))
+            outputs = (source for tensor in tensors_in(output) for source in first_in_backward(tensor))
+            end_of_forward(self.stores["host"], outputs)
 
     def _warn_once(self, error: CapacityError) -> None:
         if not self._is_full:

@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
+from lowtide.distributed.data_parallel import wrappers_of
+from lowtide.distributed.ranks import is_out_of_memory
 from lowtide.eager.handle import AppliedStats
 from lowtide.eager.replanning import (
     Limits,
@@ -47,6 +49,7 @@ from lowtide.eager.replanning import (
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
 from lowtide.snapshot.restore import SnapshotBuffers, StepUndo
+from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import trace
 from lowtide.units import format_bytes
 
@@ -79,14 +82,31 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True)
+class SplitStats:
+    """A module that runs in parts: its calls so far, and in how many of them its whole output was computed after all.
+
+    That happens where something other than a loss reads the logits.
+    """
+
+    path: str
+    num_parts: int
+    num_calls: int
+    num_whole: int
+
+
+@dataclass(frozen=True)
 class PlanStats(AppliedStats):
     """What an applied plan did so far, with the plans made for larger inputs and after running out of memory."""
 
     replans: tuple[Replan, ...] = ()
     out_of_memory: tuple[OutOfMemory, ...] = ()
+    splits: tuple[SplitStats, ...] = ()
 
     def __str__(self) -> str:
         text = super().__str__()
+        if self.splits:
+            whole = sum(split.num_whole for split in self.splits)
+            text += f"; {len(self.splits)} modules in parts{f', {whole} times in full after all' if whole else ''}"
         if self.replans:
             text += f"; planned again {len(self.replans)} times for larger inputs"
         if self.out_of_memory:
@@ -107,21 +127,19 @@ class Stepper:
         self._handle = handle
         self._buffers = SnapshotBuffers()
         self._num_steps = 0
+        self._in_backward = False
 
     def step(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         """See `AppliedPlan.step`."""
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if self._handle.enabled:
-            self.plan_for_larger(loss_fn, args)
-            planned = self._handle.shapes.for_arguments(shapes_of(args))
-            if planned is not None:
-                self._handle.use(planned)  # used where the model's own input shapes do not select a plan
+            self.cover(loss_fn, args)
         undo = StepUndo(self._handle.model, loss_fn, args, self._buffers)
         first: BaseException | None = None
         tried: list[str] = []
         while True:
             try:
-                loss = self._run(number, functools.partial(_run, loss_fn, args, undo))
+                loss = self._run(number, functools.partial(self._step, loss_fn, args, undo))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -130,7 +148,7 @@ class Stepper:
             else:
                 undo.done()
                 return loss
-            why_not = undo.what_cannot_be_put_back() or why_not_single_process()
+            why_not = self._why_not_again(undo)
             undo.restore()
             allocated = _allocated_bytes()
             give_back_memory()
@@ -143,31 +161,70 @@ class Stepper:
                 raise first
             tried.append(format_bytes(self.events[-1].peak_after_bytes))
 
+    def _step(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: StepUndo) -> Tensor:
+        """Forward and backward. If one of them fails on any rank, it raises on all before the next collective."""
+        ranks, self._in_backward = self._handle.ranks, False
+        with ranks.together("forward"):
+            loss = loss_fn(*args)
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
+        undo.before_backward()
+        self._in_backward = True
+        with ranks.together("backward"):
+            loss.backward()
+        return loss.detach()
+
+    def _why_not_again(self, undo: StepUndo) -> str | None:
+        """Why this step cannot run again, on this or another rank; None if it can."""
+        reason = undo.what_cannot_be_put_back()
+        if self._handle.ranks.is_alone:
+            return reason or why_not_single_process()
+        if reason is None and self._in_backward and wrappers_of(self._handle.model):
+            reason = "DistributedDataParallel cannot start over after a backward that failed"
+        return next(filter(None, self._handle.ranks.gathered(reason, "whether the step can run again")), None)
+
     def _run(self, number: int, run: Callable[[], Tensor]) -> Tensor:
         watch = self._handle.watch if self._handle.enabled else None
         if watch is None:
             return run()
-        if self._handle.plan.is_plain:  # no forward is patched, so none calls the watch
+        if not self._handle.num_patched:  # no forward calls the watch
             watch.forward_begins()
         return watch.run_step(number, run)
 
+    def cover(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+        """See `AppliedPlan.cover`."""
+        self.plan_for_larger(loss_fn, args)
+        planned = self._handle.shapes.for_arguments(self._common_shapes(args))
+        if planned is not None:
+            self._handle.use(planned)  # used where the model's own input shapes do not select a plan
+
     def plan_for_larger(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
         """If the batch is larger than any plan covers, trace the whole step and add a plan that covers it."""
-        shapes, seen = self._handle.shapes, shapes_of(args)
+        shapes, seen = self._handle.shapes, self._common_shapes(args)
         planner = shapes.planner
         if planner is None or not any(p.arguments for p in shapes.all) or shapes.for_arguments(seen) is not None:
             return
         start, largest = time.perf_counter(), shapes.largest()
         known = largest.arguments[-1] if largest.arguments else seen
         try:
-            with self._handle.disabled():
+            with self._handle.disabled(), self._handle.ranks.together("plan for a larger batch"):
                 plan, graph, target, inputs = planner.for_arguments(rounded_up(seen, known), seen, loss_fn, args)
-            planned = PlannedInputs(plan, self._handle.take_in(plan), tuple(inputs), (target,), graph)
+                planned = PlannedInputs(plan, self._handle.take_in(plan), tuple(inputs), (target,), graph)
         except Exception as error:  # if something is wrong with the batch, the step itself will raise
             logger.warning("a larger batch could not be planned for: %s: %s", type(error).__name__, error)
             shapes.become([*shapes.all, replace(largest, arguments=(seen,))])
             return
         shapes.add(planned, seen, known, target, time.perf_counter() - start)
+
+    def _common_shapes(self, args: tuple[Any, ...]) -> Shapes:
+        """The shapes of `loss_fn`'s arguments: in each position the largest of all ranks.
+
+        If the ranks have different tensors, the lowest rank's: then plans are not selected by shapes of their own.
+        """
+        of_ranks = self._handle.ranks.gathered(shapes_of(args), "shapes of the batch")
+        if len({tuple(map(len, shapes)) for shapes in of_ranks}) > 1:
+            return of_ranks[0]
+        return tuple(tuple(map(max, zip(*same, strict=True))) for same in zip(*of_ranks, strict=True))
 
     def _tighten(
         self, loss_fn: Any, args: tuple[Any, ...], step: int, error: str, allocated: int | None, num_tried: int
@@ -179,19 +236,19 @@ class Stepper:
             return f"the step cannot be planned: {type(cause).__name__}: {str(cause)[:200]}"
         assert planned.graph is not None
         before, budget_before = planned.plan.peak_bytes, planner.budget_bytes
-        tightest = planner.limits.tightest(planned.graph)
+        tightest = planner.solve_or_tightest(planned.graph, 1)
         if before <= tightest.peak_bytes:
             return "no plan has a smaller peak"
         for share in _TIGHTENINGS[num_tried:]:
             budget = tightest.peak_bytes + int(share * (before - 1 - tightest.peak_bytes))
-            if planner.limits.solve(planned.graph, budget).peak_bytes < before:
+            if planner.solve(planned.graph, budget).peak_bytes < before:
                 break
         else:
             budget = tightest.peak_bytes
         planner.budget_bytes = budget
         shapes = self._handle.shapes
         shapes.become([self._tightened(planner, each) for each in shapes.all])
-        after = shapes.for_arguments(shapes_of(args)) or shapes.largest()
+        after = shapes.for_arguments(self._common_shapes(args)) or shapes.largest()
         self._handle.use(after)
         now = after.plan.peak_bytes
         self.events.append(
@@ -212,20 +269,19 @@ class Stepper:
     def _tightened(self, planner: Planner, planned: PlannedInputs) -> PlannedInputs:
         if planned.graph is None or planned.plan.peak_bytes <= planner.budget_bytes:
             return planned
-        plan = with_parameters(
-            planner.limits.solve_or_tightest(planned.graph, planner.budget_bytes), self._handle.model
-        )
+        plan = with_parameters(planner.solve_or_tightest(planned.graph, planner.budget_bytes), self._handle.model)
         plan = replace(plan, input_shapes=planned.plan.input_shapes)
         return replace(planned, plan=plan, decisions=self._handle.take_in(plan))
 
     def _planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, PlannedInputs]:
         """The plan for this batch and its graph. Without a graph, the step is traced on fake tensors."""
-        shapes, seen = self._handle.shapes, shapes_of(args)
+        shapes, seen = self._handle.shapes, self._common_shapes(args)
         current = shapes.for_arguments(seen) or shapes.largest()
         if shapes.planner is not None and current.graph is not None:
             return shapes.planner, current
-        with self._handle.disabled(), recorded_input_shapes(self._handle.model) as inputs:
-            graph = trace(self._handle.model, loss_fn, *args, mode="fake")
+        model, splits = self._handle.model, current.plan.splits
+        with self._handle.disabled(), recorded_input_shapes(model) as inputs, splitting(model, splits):
+            graph = replace(trace(model, loss_fn, *args, mode="fake"), splits=splits)
         peak = simulate(graph, current.plan).peak_bytes
         plan = replace(current.plan, peak_bytes=peak, budget_bytes=max(peak, current.plan.budget_bytes))
         widest: Shapes = inputs[-1] if inputs else ()
@@ -238,25 +294,10 @@ class Stepper:
             limits=Limits(),
             correction_bytes=0,
             optimizer=None,
+            splits=splits,
         )
         shapes.become([planned])
         return shapes.planner, planned
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory. cuBLAS raises an error of its own if its workspace does not fit."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
-    )
-
-
-def _run(loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: StepUndo) -> Tensor:
-    loss = loss_fn(*args)
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
-    undo.before_backward()
-    loss.backward()
-    return loss.detach()
 
 
 def why_not_single_process() -> str | None:
@@ -340,7 +381,8 @@ class BudgetWatch:
             return step()
         self._next_profiled = _PROFILED_EVERY * (number + 1)
         losses: list[Tensor] = []
-        present = sum(p.grad.nbytes for p in self._handle.model.parameters() if p.grad is not None)
+        gradients = (p.grad for p in self._handle.model.parameters())
+        present = sum(_compat.local_bytes(gradient) for gradient in gradients if gradient is not None)
         totals = cpu_allocation_totals(lambda: losses.append(step()))
         growth = self._growth()
         there = sum(size for name, size in growth.items() if name != _TRAINABLE)  # gradients are in `present`
@@ -400,7 +442,9 @@ _TRAINABLE = "gradients of parameters that were frozen"
 def _model_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
     """Bytes of a model's parameters, and of the gradients that they will have."""
     here = [parameter for parameter in model.parameters() if parameter.device == device]
-    return sum(p.nbytes for p in here), sum(p.nbytes for p in here if p.requires_grad)
+    if _compat.gathered_units(model):  # some may be gathered now
+        here = [parameter for parameter in here if _compat.is_sharded(parameter)]
+    return sum(map(_compat.local_bytes, here)), sum(_compat.local_bytes(p) for p in here if p.requires_grad)
 
 
 def _state_bytes(model: nn.Module, device: torch.device) -> int:
@@ -412,7 +456,7 @@ def _state_bytes(model: nn.Module, device: torch.device) -> int:
             if id(parameter) in wanted:
                 for tensor in tensors_in(state):
                     if tensor.device == device and tensor.numel() > 1:  # else a step counter
-                        sizes[id(tensor)] = tensor.nbytes
+                        sizes[id(tensor)] = _compat.local_bytes(tensor)
     return sum(sizes.values())
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.distributed.data_parallel import unwrapped
+from lowtide.distributed.ranks import ALONE
 from lowtide.eager.calls import (
     NO_DECISIONS,
     Decisions,
@@ -33,12 +35,14 @@ from lowtide.eager.calls import (
 )
 from lowtide.eager.handle import Applied, refuse_other_checkpointing
 from lowtide.eager.moves import Moves, counted_paths
-from lowtide.eager.out_of_memory import BudgetWatch, PlanStats, Stepper
+from lowtide.eager.out_of_memory import BudgetWatch, PlanStats, SplitStats, Stepper
 from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules
 from lowtide.errors import LowtideError, PlanError
+from lowtide.graph.step_graph import Split
 from lowtide.plans.plan_text import Trial, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.region import Hooks
+from lowtide.split.split_forward import SplitForward, check_splits
 from lowtide.store.activation_store import ActivationStore
 
 if TYPE_CHECKING:
@@ -69,7 +73,9 @@ class AppliedPlan(Applied):
         self.candidates: tuple[Trial, ...] = ()  # plans that `fit` tried, the fastest predicted first
         self.watch: BudgetWatch | None = None  # from `fit`: warns when the budget no longer holds
         self.refitter: Refits | None = None  # from `fit`
+        self.ranks = ALONE  # from `fit`: the ranks that have the same plan, and decide together
         self._all_moves: list[Moves] = []  # of every plan so far
+        self._split_forwards: dict[Split, SplitForward] = {}  # likewise
         try:
             self.decisions = self.take_in(plan)
         except BaseException:
@@ -96,21 +102,36 @@ class AppliedPlan(Applied):
         moves = Moves(plan, self.model) if plan.moves else None
         known = {region.name: region for region in self._regions}
         regions = levels_of(plan)
-        paths = dict.fromkeys([*regions, *plan.choosers, *counted_paths(plan, self.model)])
+        check_splits(self.model, plan.splits)
+        splits = {split.path: self._split_forwards.setdefault(split, SplitForward(split)) for split in plan.splits}
+        paths = dict.fromkeys([*regions, *splits, *plan.choosers, *counted_paths(plan, self.model)])
         for path in {"": None, **paths} if paths else {}:  # the model itself, to see where a forward begins
             if path not in known:
-                known[path] = PatchedModule(path, modules[path])
-                known[path].replay = functools.partial(self._replay_alone, known[path])
-                self._regions.append(known[path])
-                self._patch(known[path])
-                known[path].lock = RegionLock.for_module(path, modules[path])
+                known[path] = self._patched(path, modules[path])
             known[path].recomputed |= path in regions
             known[path].chooses |= path in plan.choosers
         set_inner_paths(self._regions)  # also for modules patched by earlier plans
         for patched in known.values():
             patched.has_index_choices = patched.chooses or any(known[path].chooses for path in patched.inner_paths)
         self._all_moves += [] if moves is None else [moves]
-        return Decisions(regions, moves)
+        return Decisions(regions, moves, splits)
+
+    def _patched(self, path: str, module: nn.Module) -> PatchedModule:
+        patched = PatchedModule(path, module)
+        patched.replay = functools.partial(self._replay_alone, patched)
+        self._regions.append(patched)
+        self._patch(patched)
+        patched.lock = RegionLock.for_module(path, module)
+        return patched
+
+    def see_inputs(self) -> None:
+        """Patch the model's own forward if the plan keeps everything and patches nothing: larger inputs are then seen.
+
+        For handles from `fit`, which plan again for larger inputs; the hosts call it.
+        """
+        if not self._regions:
+            self._patched("", self.model)
+            self.note_on_model()
 
     def use(self, planned: PlannedInputs) -> None:
         """Use another plan where the model's input shapes do not select one."""
@@ -122,8 +143,20 @@ class AppliedPlan(Applied):
         Gradients are accumulated, as by `backward()`. If memory runs out, gradients, buffers and random states are
         restored bit by bit, a plan with a smaller peak is made, and the batch runs again; `stats().out_of_memory` lists
         such steps. If the plan with the smallest peak fails too, the error is raised, with everything restored.
+
+        On a handle that several ranks got from `fit`, all of them call `step`, and they plan again together: for inputs
+        that are larger on any rank, and after any rank ran out of memory. An exception on one rank is one on all.
         """
         return self.stepper.step(loss_fn, args)
+
+    def cover(self, loss_fn: Callable[..., Tensor], *args: Any) -> None:
+        """Plan for `loss_fn(*args)` if its arguments are larger than any planned for. Runs no step; call it before one.
+
+        For loops that know the batch, and models that are called through other methods than their forward, where the
+        handle does not see the inputs.
+        """
+        if self.enabled:
+            self.stepper.cover(loss_fn, args)
 
     def refit(
         self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, optimizer: torch.optim.Optimizer | None = None
@@ -143,7 +176,13 @@ class AppliedPlan(Applied):
         stats = super().stats()
         recomputed = tuple(region for region in stats.regions if region.recomputed)
         facts = {**vars(stats), "regions": recomputed}
-        return PlanStats(**facts, replans=tuple(self.shapes.replans), out_of_memory=tuple(self.stepper.events))
+        splits = tuple(
+            SplitStats(each.split.path, each.split.num_parts, each.num_calls, each.num_whole)
+            for each in self._split_forwards.values()
+        )
+        return PlanStats(
+            **facts, replans=tuple(self.shapes.replans), out_of_memory=tuple(self.stepper.events), splits=splits
+        )
 
     def run(self, region: PatchedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of a module's forward."""
@@ -199,6 +238,7 @@ class AppliedPlan(Applied):
         if run.is_in_other_checkpoint():
             levels = self._anywhere.get(region.name, ()) if self.enabled else ()
         forward = self._measured(region, forward, args) if levels else forward
+        forward = run.decisions.in_parts(region.name, module, forward)
         return self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
 
     def _hooks_for_inputs(
@@ -271,5 +311,6 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
     """`lowtide.apply` for a plan."""
     if plan.engine != "eager":
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
+    model = unwrapped(model)
     refuse_other_checkpointing(model)
     return AppliedPlan(model, plan)

@@ -9,6 +9,10 @@ that a plan was made for this model.
 tensors, which allocate nothing on the device. Inside a forward only the model's inputs are known, not the batch, so
 `loss_fn` cannot be traced. Instead, a copy of the model with module objects of its own is traced with a loss that sums
 its outputs; the memory of the real loss is taken from the first trace, in proportion to the size of the inputs.
+
+Where several ranks share a plan, a forward cannot plan again: inputs may have grown on one rank only, and the others
+would not take part. Larger inputs then run under the plan with the smallest peak, which all ranks have; `handle.step`,
+which all ranks call, plans for them together.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +30,18 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide._compat.fake_tensors import largest_shapes
+from lowtide.distributed.agreement import plan_of_first
+from lowtide.distributed.ranks import ALONE, Ranks
 from lowtide.eager.calls import Decisions
 from lowtide.eager.handle import plain_forward_of
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.solvers.compression import lossy_codecs
 from lowtide.solvers.solve import ShortlistedPlan, shortlist, solve
+from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import output_sum_loss, trace
 from lowtide.units import check_seconds, format_bytes, format_seconds, parse_bytes
 
@@ -45,7 +53,9 @@ def matching_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The model's modules by path. Raises `PlanError` with what differs if the plan was made for another model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     recomputed = [path for region in plan.regions for path in region.paths]
-    paths = dict.fromkeys(recomputed + [move.path for move in plan.moves] + list(plan.choosers))
+    paths = dict.fromkeys(
+        recomputed + [move.path for move in plan.moves] + list(plan.choosers) + [each.path for each in plan.splits]
+    )
     missing = [path for path in paths if path not in modules]
     if missing:
         raise PlanError(
@@ -174,7 +184,9 @@ class ShapePlans:
     def add(self, planned: PlannedInputs, seen: Shapes, before: Shapes, target: Shapes, seconds: float) -> None:
         """Add a plan for shapes up to `target`, and log that the shapes `seen` exceeded those covered `before`."""
         with self._lock:
-            self._planned.append(planned)
+            smallest = self.planner.smallest if self.planner is not None else None
+            others = [each for each in self._planned if smallest is None or each.plan is not smallest]
+            self._planned = [*others, planned]
             self._chosen.clear()
         plan, budget_bytes = planned.plan, self.planner.budget_bytes if self.planner is not None else 0
         self.replans.append(Replan(seen, target, True, seconds))
@@ -208,6 +220,8 @@ class ShapePlans:
 
     def _plan_again(self, planner: Planner, seen: Shapes, args: Any, kwargs: dict[str, Any]) -> PlannedInputs:
         largest, start = self.largest(), time.perf_counter()
+        if not planner.ranks.is_alone:
+            return self._use_smallest(planner, largest, seen)
         if len(self._planned) >= _MOST_PLANS:
             return self._stay(largest, seen, f"there are {_MOST_PLANS} plans already", start)
         target = rounded_up(seen, largest.inputs[-1])
@@ -217,6 +231,22 @@ class ShapePlans:
         except Exception as error:  # the user's forward must run whatever happened here
             return self._stay(largest, seen, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", start)
         self.add(planned, seen, largest.inputs[-1], target, time.perf_counter() - start)
+        return planned
+
+    def _use_smallest(self, planner: Planner, largest: PlannedInputs, seen: Shapes) -> PlannedInputs:
+        """The plan with the smallest peak, for inputs that a forward of one rank cannot plan for."""
+        planned = next((each for each in self._planned if each.plan is planner.smallest), None)
+        if planned is None:
+            planned = largest
+            if planner.smallest is not None:
+                planned = PlannedInputs(planner.smallest, self._handle.take_in(planner.smallest), (seen,), (), None)
+            logger.warning(
+                "inputs of %s are larger than the plan is for (%s): they run under the plan with the smallest peak. "
+                "handle.step(loss_fn, batch) on every rank, or more_batches= of lowtide.fit, plans for them",
+                describe_shapes(seen),
+                describe_shapes(largest.inputs[-1]),
+            )
+            self._planned.append(planned)
         return planned
 
     def _stay(self, largest: PlannedInputs, seen: Shapes, why: str, start: float) -> PlannedInputs:
@@ -245,8 +275,12 @@ class ShapePlans:
 
 
 def shapes_of(tree: Any) -> Shapes:
-    """The shapes of the tensors in nested arguments, in order."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(tree))
+    """The shapes of the tensors in nested arguments, in order. Numbers, which cannot grow, are left out.
+
+    >>> shapes_of({"input_ids": torch.zeros(8, 128), "num_items_in_batch": torch.tensor(1024)})
+    ((8, 128),)
+    """
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(tree) if tensor.ndim)
 
 
 def num_elements(shapes: Shapes) -> int:
@@ -287,10 +321,10 @@ def _bucket(size: int) -> int:
 def describe_shapes(shapes: Shapes) -> str:
     """The first three shapes as text.
 
-    >>> describe_shapes(((8, 128), ()))
-    '8 x 128, a number'
+    >>> describe_shapes(((8, 128), (8,)))
+    '8 x 128, 8'
     """
-    texts = [" x ".join(map(str, shape)) or "a number" for shape in shapes[:3]]
+    texts = [" x ".join(map(str, shape)) for shape in shapes[:3]]
     return ", ".join([*texts, "..."] if len(shapes) > 3 else texts) or "unknown shapes"
 
 
@@ -354,12 +388,15 @@ class Limits:
     host: int | str = 0
     lossy: Any = None
     time_limit_s: float = 10.0
+    split: bool = False
 
     def __post_init__(self) -> None:
         # What cannot be read is an error now, before anything is traced.
         parse_bytes(self.host)
         lossy_codecs(self.lossy)
         check_seconds(self.time_limit_s, "time_limit_s")
+        if not isinstance(self.split, bool):
+            raise TypeError(f"split is True or False, not {self.split!r:.80}: how many parts there are is planned")
 
     def solve(self, graph: StepGraph, budget: int | str) -> Plan:
         limit_s = self.time_limit_s
@@ -387,7 +424,8 @@ class Planner:
     """Makes further plans for a model that has one.
 
     `base` is the graph of the first plan, and `base_inputs` the model's input shapes in it. `correction_bytes`, the
-    measured minus the predicted peak of the first plan, is added to all predictions.
+    measured minus the predicted peak of the first plan, is added to all predictions. Further plans have the `splits` of
+    the first.
     """
 
     def __init__(
@@ -400,9 +438,15 @@ class Planner:
         limits: Limits,
         correction_bytes: int,
         optimizer: torch.optim.Optimizer | None,
+        splits: Sequence[Split] = (),
+        ranks: Ranks = ALONE,
+        smallest: Plan | None = None,
     ) -> None:
+        self._splits = tuple(splits)
         self.budget_bytes = budget_bytes
-        self.limits = limits
+        self.ranks = ranks
+        self.smallest = smallest  # the plan with the smallest peak, where several ranks share a plan
+        self._limits = limits
         self._model, self._optimizer = model, optimizer
         self._correction_bytes = correction_bytes
         self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
@@ -430,16 +474,24 @@ class Planner:
         """
 
         def traced(args: Any) -> tuple[StepGraph, list[Shapes]]:
-            with recorded_input_shapes(self._model) as inputs:
+            with recorded_input_shapes(self._model) as inputs, splitting(self._model, self._splits), largest_shapes():
                 graph = trace(self._model, loss_fn, *args, optimizer=self._optimizer, mode="fake")
-            return graph, inputs
+            return replace(graph, splits=self._splits), inputs
 
-        (graph, inputs), target = _first_that_works(target, seen, args, traced)
+        (graph, inputs), target = _first_that_works(target, seen, args, traced, self.ranks)
         graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes)
         return *self._plan(graph, inputs[-1] if inputs else ()), target, inputs
 
+    def solve(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        """The plan for a budget, the same on all ranks. Raises `InfeasibleBudgetError`."""
+        return plan_of_first(self.ranks, graph, lambda: self._limits.solve(graph, budget_bytes))
+
+    def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        """The plan for a budget, or for the smallest one that can be met; the same on all ranks."""
+        return plan_of_first(self.ranks, graph, lambda: self._limits.solve_or_tightest(graph, budget_bytes))
+
     def _plan(self, graph: StepGraph, inputs: Shapes) -> tuple[Plan, StepGraph]:
-        plan = self.limits.solve_or_tightest(graph, self.budget_bytes)
+        plan = self.solve_or_tightest(graph, self.budget_bytes)
         return replace(with_parameters(plan, self._model), input_shapes=inputs), graph
 
     def _trace_copy(self, args: Any, kwargs: dict[str, Any]) -> StepGraph:
@@ -449,7 +501,10 @@ class Planner:
             with _uncached_autocast(next(model.parameters()).device.type):
                 return output_sum_loss(model(*args, **kwargs))
 
-        return trace(model, loss_fn, args, kwargs, optimizer=self._optimizer, mode="fake")
+        # Largest shapes: of outputs whose size depends on values, such as `x[mask]`.
+        with splitting(model, self._splits), largest_shapes():
+            graph = trace(model, loss_fn, args, kwargs, optimizer=self._optimizer, mode="fake")
+        return replace(graph, splits=self._splits)
 
 
 def copy_without_plans(model: nn.Module) -> nn.Module:
@@ -466,10 +521,12 @@ def copy_without_plans(model: nn.Module) -> nn.Module:
     copies: dict[nn.Module, nn.Module] = {}
     copied = _compat.module_replica(model, copies, tensors)
     for module, other in copies.items():
-        forward = plain_forward_of(module)
-        if forward is not None:
-            raise LowtideError(f"{type(module).__name__} has a forward of its own, bound to it")
         vars(other).pop("forward", None)
+        forward = plain_forward_of(module)
+        if forward is not None:  # a host's, such as autocast around the forward of the class
+            vars(other)["forward"] = _compat.rebound(forward, copies)
+            if vars(other)["forward"] is forward:
+                raise LowtideError(f"the forward set on {type(module).__name__} does not show which module it calls")
     return copied
 
 
@@ -482,22 +539,32 @@ def _alias(tensor: Tensor) -> Tensor:
     return alias
 
 
-def _first_that_works(target: Shapes, seen: Shapes, args: Any, traced: Callable[[Any], Any]) -> tuple[Any, Shapes]:
-    """`traced` of arguments with `target` shapes, or with their own shapes if that raises; and the shapes used."""
+def _first_that_works(
+    target: Shapes, seen: Shapes, args: Any, traced: Callable[[Any], Any], ranks: Ranks = ALONE
+) -> tuple[Any, Shapes]:
+    """`traced` of arguments with `target` shapes, or with the shapes `seen` if that raises on any rank; and which."""
     if target != seen:
-        shapes = iter(target)
+        result = None
+        with suppress(Exception):  # such as a position table that is too short
+            result = traced(_enlarged(args, target))
+        if ranks.all(result is not None, "trace of a larger batch"):
+            return result, target
+    return traced(_enlarged(args, seen)), seen
 
-        def enlarged(tensor: Tensor) -> Tensor:
-            shape = next(shapes)
-            if shape == tuple(tensor.shape):
-                return tensor
-            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
-        try:
-            return traced(map_tensors(enlarged, args)), target
-        except Exception:  # such as a position table that is too short
-            pass
-    return traced(args), seen
+def _enlarged(args: Any, shapes: Shapes) -> Any:
+    """`args` with tensors of these shapes; those of another shape are on the meta device."""
+    following = iter(shapes)
+
+    def enlarged(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor  # not in the shapes
+        shape = next(following)
+        if shape == tuple(tensor.shape):
+            return tensor
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    return map_tensors(enlarged, args)
 
 
 def _uncached_autocast(kind: str) -> Any:

@@ -44,10 +44,9 @@ class StepArrays:
     - `seconds`, `host_s`, `is_sync` and `workspaces` are per op, with a last entry for the optimizer's step.
     - `clock[p]` is the time at which the device reaches position `p` of a plain step. `step_s` is the time of one plain
       step among many.
-    - Per call, if it is a region: `frame_bytes` of state that its forward captures (random states if it draws numbers,
-      copies of buffers, outputs of "index" ops); `replay_bytes` of state that its replay restores at its end;
-      `passing_bytes` of random states that are freed after the forward because it drew none; `num_modules`, the number
-      of calls that it consists of: 1, or more for a segment.
+    - Per call, if it is a region: `frame_bytes` of state that its forward captures (copies of buffers, kept outputs of
+      ops); `replay_bytes` of state that its replay restores at its end; `num_modules`, the number of calls that it
+      consists of: 1, or more for a segment.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -78,7 +77,7 @@ class StepArrays:
         self.save_released = _ints(save.released for save in graph.saves)
         self.save_used = _ints(save.used for save in graph.saves)
         self.set_calls(graph)
-        self.frame_bytes, self.replay_bytes, self.passing_bytes = _state_bytes(graph)
+        self.frame_bytes, self.replay_bytes = _state_bytes(graph)
         self.num_modules = np.ones(len(graph.calls), dtype=np.int64)
         existing = [value for value in graph.values if value.born < 0 and value.kind != "elsewhere"]
         self.static_gradient_bytes = sum(value.bytes for value in existing if value.kind == "gradient")
@@ -139,23 +138,23 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `frame_bytes`, `replay_bytes` and `passing_bytes` of each call, see `StepArrays`."""
+def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Return `frame_bytes` and `replay_bytes` of each call, see `StepArrays`."""
     is_buffer = [value.kind == "buffer" for value in graph.values]
     buffers = [index for index in range(len(graph.values)) if is_buffer[index]]
-    draws = np.zeros(len(graph.calls), dtype=bool)
-    for op in graph.ops[: graph.num_forward]:
-        if "random" in op.flags:
-            draws[list(graph.ancestors(op.call))] = True
-    captured, changed = (graph.hardware.region_bytes * draws.astype(np.int64) for _ in range(2))
-    passing = graph.hardware.region_bytes - captured
-    for op in graph.ops[: graph.num_forward]:
-        if "index" in op.flags:
-            chosen = op.outputs[1:] or op.outputs  # (values, indices), or indices alone
+    captured, changed = (np.zeros(len(graph.calls), dtype=np.int64) for _ in range(2))
+    last_save = np.zeros(len(graph.calls), dtype=np.int64)
+    for save in graph.saves:
+        for around in graph.ancestors(save.call):
+            last_save[around] = max(last_save[around], save.made)
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        if kept := op.kept_outputs:
             for around in graph.ancestors(op.call):
-                captured[around] += sum(graph.values[value].bytes for value in chosen)
+                # A replay ends at the last saved tensor: collectives after it are not kept.
+                if "index" in op.flags or index < last_save[around]:
+                    captured[around] += sum(graph.values[value].bytes for value in kept)
     if not buffers:
-        return captured, changed, passing
+        return captured, changed
     read: list[set[int]] = [set() for _ in graph.calls]
     written: list[set[int]] = [set() for _ in graph.calls]
     for op in graph.ops[: graph.num_forward]:
@@ -171,7 +170,7 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if call.parent >= 0:
             read[call.parent] |= read[index]
             written[call.parent] |= written[index]
-    return captured, changed, passing
+    return captured, changed
 
 
 class Retainable:
@@ -318,6 +317,8 @@ class BackwardNeeds:
       still references it when the backward begins.
     - `recomputable[o]`: forward op `o` would give the same result again: it is deterministic, and its inputs are not
       changed later.
+    - `is_rerun[o]`: it is recomputed in any case (flag "rerun"): by a checkpoint of the user's, or because its output
+      is a sharded weight as a whole.
     - `seconds[o]`: the time to recompute it.
     - `reads[o]`: the values made in the step that it reads; `inputs[o]`: those of them that are not free.
     - `value_of`, `read_at`, `released_at`, `used_at`: one entry for each save that the backward reads.
@@ -330,6 +331,7 @@ class BackwardNeeds:
         last_change: dict[int, int] = {}
         for index, op in enumerate(graph.ops):
             last_change.update(dict.fromkeys(op.mutates, index))
+        self.is_rerun = ["rerun" in op.flags and bool(op.outputs) for op in graph.ops[:num]]
         self.recomputable = [
             bool(op.outputs)
             and not op.mutates
@@ -338,6 +340,7 @@ class BackwardNeeds:
             and not any(last_change.get(value, -1) > index for value in op.inputs)
             for index, op in enumerate(graph.ops[:num])
         ]
+        self.recomputable = [can or must for can, must in zip(self.recomputable, self.is_rerun, strict=True)]
         self.seconds = [recompute_s(op) for op in graph.ops[:num]]
         self.reads = [tuple({v: None for v in op.inputs if graph.values[v].born >= 0}) for op in graph.ops[:num]]
         self.inputs = [tuple(value for value in reads if not self.is_free[value]) for reads in self.reads]
@@ -370,7 +373,7 @@ class BackwardNeeds:
                     break
             else:
                 continue
-            if index in keeps or not self.recomputable[index]:
+            if (index in keeps and not self.is_rerun[index]) or not self.recomputable[index]:
                 saved += [value for value in outputs if needed[value]]
             else:
                 recomputed.append(index)

@@ -15,14 +15,14 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from lowtide.errors import GraphError
-from lowtide.graph.step_graph import FLAGS, Call, Hardware, Op, Save, StepGraph, Value
+from lowtide.graph.step_graph import FLAGS, Call, Hardware, Op, Save, Split, StepGraph, Value
 
 FORMAT = "lowtide step graph"
 VERSION = 3
 
 # Fields of `Hardware`, and of `Op` and `Call`, that older files of this version lack: they get their defaults.
 _LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
-_DROPPED = {"forward_dispatch_factor"}  # a field of `Hardware` in older files; ignored
+_DROPPED = {"forward_dispatch_factor", "region_bytes"}  # fields of `Hardware` in older files; ignored
 
 _LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 
@@ -55,6 +55,8 @@ def encode(graph: StepGraph) -> dict[str, Any]:
         content[part] = {f.name: [_encode(getattr(row, f.name), number) for row in rows] for f in fields(record)}
     content |= {name: getattr(graph, name) for name in _SCALARS}
     content |= {"hardware": asdict(graph.hardware), "notes": list(graph.notes), "versions": graph.versions}
+    if graph.splits:
+        content["splits"] = [asdict(split) for split in graph.splits]
     content["names"] = list(names)
     return content
 
@@ -81,6 +83,7 @@ def decode(content: Any) -> StepGraph:
             hardware=hardware,
             notes=tuple(_strings(content["notes"])),
             versions=dict(zip(versions, _strings(list(versions.values())), strict=True)),
+            splits=tuple(_split(each) for each in content.get("splits", [])),
         )
     except GraphError:
         raise
@@ -175,6 +178,13 @@ def _strings(items: Any) -> list[str]:
     if any(not isinstance(item, str) for item in names):
         raise ValueError("a name is not a string")
     return names
+
+
+def _split(content: Any) -> Split:
+    if not isinstance(content, dict) or content.keys() != {"path", "num_parts", "kind"}:
+        raise ValueError("a split does not have the fields of a Split")
+    path, kind = _strings([content["path"], content["kind"]])
+    return Split(path, _number(content["num_parts"], int, "num_parts"), kind)
 
 
 def decode_hardware(content: Any) -> Hardware:

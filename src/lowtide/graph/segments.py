@@ -155,7 +155,6 @@ class SegmentedGraph(StepGraph):
         members = np.array([call for each in self.plain_members for call in each], dtype=np.int64)
         arrays.frame_bytes = np.add.reduceat(plain.frame_bytes[members], starts)
         arrays.replay_bytes = np.maximum.reduceat(plain.replay_bytes[members], starts)
-        arrays.passing_bytes = np.maximum.reduceat(plain.passing_bytes[members], starts)
         return arrays
 
     def names_of(self, call: int) -> tuple[tuple[str, int], ...]:

@@ -17,6 +17,7 @@ derived from the graph are cached properties; the larger ones are computed in `g
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,14 @@ if TYPE_CHECKING:
 
 STATIC_KINDS = ("parameter", "buffer", "batch", "constant")
 VALUE_KINDS = (*STATIC_KINDS, "gradient", "activation", "elsewhere")
-FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque", "fused", "sync")
+FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque", "fused", "sync", "rerun")
+
+
+# Collectives whose outputs a region keeps for its replay, which then does not communicate. Gathers are left out: their
+# outputs are large for what it costs to repeat them, and all ranks have the same plan.
+KEPT_COLLECTIVES = tuple(
+    f"_c10d_functional.{name}" for name in ("all_reduce", "reduce_scatter_tensor", "all_to_all_single")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,18 @@ class Op:
     forward_op: int = -1
     host_s: float = 0.0
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a region around this op always keeps its result for the replay: chosen indices, reduced tensors."""
+        return "index" in self.flags or self.name.startswith(KEPT_COLLECTIVES)
+
+    @property
+    def kept_outputs(self) -> tuple[int, ...]:
+        """The outputs that such a region keeps."""
+        if "index" in self.flags:
+            return self.outputs[1:] or self.outputs  # (values, indices), or indices alone
+        return self.outputs if self.is_kept else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -110,6 +130,29 @@ class Call:
     changes: str = ""
 
 
+SPLIT_KINDS = ("loss", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A module that runs a few rows of its input at a time, in up to `num_parts` parts.
+
+    Of `kind` "loss" it is a linear layer whose output goes to the loss: layer, loss and their gradients run for one
+    part after the other. Of `kind` "tokens" it is a module that treats every token alike, and that the backward runs
+    again for one part after the other.
+    """
+
+    path: str
+    num_parts: int
+    kind: str = "loss"
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPLIT_KINDS:
+            raise GraphError(f"a split is of the kind {' or '.join(map(repr, SPLIT_KINDS))}, not {self.kind!r}")
+        if self.num_parts < 1:
+            raise GraphError(f"{self.path} is to run in {self.num_parts} parts: a split has at least one")
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The device that times are for: peak speeds, and what the eager engine costs its host.
@@ -121,8 +164,7 @@ class Hardware:
     per tensor saved in a region; `dispatch_s` per op of a replay whose region retains outputs; `spare_s` to return a
     retained output, if that is less than computing it; `move_s` per moved value, out and back.
 
-    `region_bytes` is the size of the random state that a region saves on the device: held while its forward runs, until
-    its replay if it draws random numbers, and once more by the replay. Allocations are rounded up to `block_bytes`.
+    Allocations are rounded up to `block_bytes`.
     """
 
     name: str
@@ -134,7 +176,6 @@ class Hardware:
     disk_bytes_per_s: float = 1e9
     dispatch_s: float = 0.0
     region_s: float = 0.0
-    region_bytes: int = 0
     block_bytes: int = 1
     spare_s: float = 0.0
     save_s: float = 0.0
@@ -153,6 +194,7 @@ class StepGraph:
     - `other_bytes` is other memory that the process has allocated on the device.
     - `step_s` is the time of the plain step, forward and backward: measured if `is_measured`, else predicted.
     - `notes` are sentences on what the trace could not record.
+    - `splits` are modules that ran in parts when the step was traced: the parts are among the ops.
 
     `print(graph)` is a summary; `to_json` and `from_json` are in `lowtide.StepGraph` too.
     """
@@ -170,6 +212,7 @@ class StepGraph:
     is_measured: bool = False
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    splits: tuple[Split, ...] = ()
 
     def __post_init__(self) -> None:
         check(self)
@@ -260,14 +303,24 @@ class StepGraph:
 
     @cached_property
     def unreplayable(self) -> dict[int, str]:
-        """The calls that no plan can recompute, because the forward changes one of their arguments, with the reason."""
+        """The calls that no plan can recompute, with the reason.
+
+        The forward changes one of their arguments, or gathers parameters of modules inside that FSDP shards. Such a
+        module can be recomputed itself: its gathers run before its forward, and again before its backward.
+        """
         last_write, reasons = self.last_writes, dict[int, str]()
+        num_gathers = [0, *itertools.accumulate(op.name.startswith("fsdp.") for op in self.ops[: self.num_forward])]
         for index, call in enumerate(self.calls):
             written = max((last_write.get(value, -1) for value in call.inputs), default=-1)
             if call.changes:
                 reasons[index] = f"the forward changes what it is called with ({call.changes})"
             elif written >= call.first:
                 reasons[index] = f"{self.ops[written].name} changes one of its inputs in place"
+            elif num_gathers[call.end] > num_gathers[call.first]:
+                reasons[index] = (
+                    "it contains modules that FSDP shards: a replay would gather their parameters in another order "
+                    "than the backward, and hold all of them at once"
+                )
         return reasons
 
     @cached_property

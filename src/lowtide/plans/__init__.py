@@ -4,6 +4,7 @@ Solvers make a `Plan`, the simulator predicts its cost, and the engines carry it
 printed (`plan_text`). Nothing here imports torch.
 """
 
+from lowtide.graph.step_graph import Split
 from lowtide.plans.plan_text import Trial
 from lowtide.plans.step_plan import Frontier, Move, Plan, PlannedModule, Recompute, ValueRow
 
@@ -13,6 +14,7 @@ __all__ = [
     "Plan",
     "PlannedModule",
     "Recompute",
+    "Split",
     "Trial",
     "ValueRow",
 ]

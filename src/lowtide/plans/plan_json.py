@@ -13,6 +13,7 @@ from typing import Any
 
 from lowtide.errors import GraphError, PlanError
 from lowtide.graph.graph_json import decode, decode_hardware, encode, parse_object
+from lowtide.graph.step_graph import Split
 from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
 
 FORMAT = "lowtide plan"
@@ -20,15 +21,29 @@ VERSION = 4
 _LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 _LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack, with their defaults
     Recompute: {"more": ()},
-    Plan: {"choosers": [], "measured_peak_bytes": None, "measured_step_s": None, "measured_plain_s": None},
+    Plan: {
+        "choosers": [],
+        "splits": [],
+        "measured_peak_bytes": None,
+        "measured_step_s": None,
+        "measured_plain_s": None,
+    },
 }
 _DROPPED: dict[type[Any], set[str]] = {Recompute: {"skip_ops"}}  # fields of older files of this version; ignored
-_RECORDS: dict[str, type[Any]] = {"regions": Recompute, "moves": Move, "modules": PlannedModule, "rows": ValueRow}
+_RECORDS: dict[str, type[Any]] = {
+    "regions": Recompute,
+    "moves": Move,
+    "modules": PlannedModule,
+    "rows": ValueRow,
+    "splits": Split,
+}
 
 
 def write_plan(plan: Plan, with_graph: bool) -> str:
     """See `Plan.to_json`."""
     content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
+    if not plan.splits:
+        del content["splits"]
     content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
     return json.dumps(content, separators=(",", ":"))
 

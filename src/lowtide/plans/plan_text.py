@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from lowtide.errors import PlanError
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.step_plan import Plan, ValueRow
 from lowtide.units import format_bytes, format_seconds
 
@@ -113,15 +113,31 @@ def summary(plan: Plan) -> str:
         lines.append("  saved      " + ", ".join(f"{format_bytes(s)} {_verb(a)}" for a, s in sizes.items()))
     if plan.is_lossy:
         lines.append(f"  lossy      {_lossy(plan)}")
+    lines += [f"  split      {text}" for text in split_texts(plan.splits)]
     lines += _table(plan)
     return "\n".join(lines)
+
+
+def split_texts(splits: Sequence[Split]) -> list[str]:
+    """Return a sentence on each group of modules that run in the same number of parts."""
+    groups: dict[tuple[str, int, str], list[str]] = {}
+    for split in splits:
+        groups.setdefault((split.kind, split.num_parts, re.sub(r"\d+", "#", split.path)), []).append(split.path)
+    texts = []
+    for (kind, num_parts, _), paths in groups.items():
+        name = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
+        what = f"{name} and the loss" if kind == "loss" else name
+        each = " each" if len(paths) > 1 else ""
+        texts.append(f"{what} in {num_parts} parts{each}: gradients may differ in the last bits")
+    return texts
 
 
 def explain(plan: Plan, path: str) -> str:
     """Explain what happens to the values saved in module `path` and below it. Raises `PlanError` if there are none."""
     rows = [row for row in plan.rows if not path or _is_in(row.path, path)]
     inside = [region for region in plan.regions if any(_is_in(each, path) for each in region.paths)]
-    if not rows and not inside:
+    parts = [split for split in plan.splits if _is_in(split.path, path)]
+    if not rows and not inside and not parts:
         known = sorted({row.path for row in plan.rows})
         near = [name for name in known if name.split(".")[-1] == path.split(".")[-1]][:5] or known[:5]
         raise PlanError(f"the plan has no value saved in {path!r}. It has values saved in: {', '.join(near)}")
@@ -129,6 +145,7 @@ def explain(plan: Plan, path: str) -> str:
     for region in inside:
         held = f", but for the outputs of {len(region.keep_ops)} ops" if region.keep_ops else ""
         lines.append(f"{region.name} is recomputed in the backward{' as one' if region.more else ''}{held}.")
+    lines += [f"{split.path} runs in {split.num_parts} parts, one after the other." for split in parts]
     lines += [f"{row.path or 'outside of modules'}: {_reason(row)}" for row in rows]
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import GraphError, PlanError
 from lowtide.graph.codec_costs import CODEC_COSTS, LOSSLESS, EncodedForm, encoded_form
 from lowtide.graph.segments import SegmentedGraph, has_gaps, members_of, segment_name, with_segments
-from lowtide.graph.step_graph import UNKNOWN_HARDWARE, Hardware, StepGraph
+from lowtide.graph.step_graph import UNKNOWN_HARDWARE, Hardware, Split, StepGraph
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -199,8 +199,10 @@ class Plan:
     - `fingerprint` identifies the graph that the plan was made for; `graph` is that graph, if available, from which
       reports are drawn. `modules` describe the modules that the plan names, and `input_shapes` are the largest shapes
       that the model was called with (empty if not recorded): both are checked when the plan is applied.
-    - `choosers` are modules inside regions with ops that compute indices from floating-point numbers, such as routers;
-      the indices of the forward are kept for the replay.
+    - `splits` are modules that run a few rows at a time. Regions and moves then refer to the graph of the step that
+      runs so; gradients may differ from the plain step's in the last bits.
+    - `choosers` are modules inside regions with ops that compute indices from floating-point numbers, such as routers,
+      or that reduce or exchange tensors between ranks; the results of the forward are kept for the replay.
     - `rows` list every saved value with its action.
 
     >>> import lowtide
@@ -229,6 +231,7 @@ class Plan:
     modules: tuple[PlannedModule, ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
     rows: tuple[ValueRow, ...] = ()
+    splits: tuple[Split, ...] = ()
     measured_peak_bytes: int | None = field(default=None, compare=False)
     measured_step_s: float | None = field(default=None, compare=False)
     measured_plain_s: float | None = field(default=None, compare=False)
@@ -239,9 +242,10 @@ class Plan:
             raise PlanError(f"a plan is for the engine {' or '.join(map(repr, ENGINES))}, not {self.engine!r}")
         if self.engine == "eager" and self.keeps:
             raise PlanError(f"an eager plan has regions, not keeps; {len(self.keeps)} keeps are given")
-        if self.engine == "compiled" and (self.regions or self.moves):
+        if self.engine == "compiled" and (self.regions or self.moves or self.splits):
             raise PlanError(
-                f"a compiled plan has ops to keep; {len(self.regions)} regions and {len(self.moves)} moves are given"
+                f"a compiled plan has ops to keep; {len(self.regions)} regions, {len(self.moves)} moves and "
+                f"{len(self.splits)} splits are given"
             )
         held = {(region.path, region.nth, op) for region in self.regions for op in region.keep_ops}
         for move in self.moves:
@@ -256,7 +260,7 @@ class Plan:
         """Whether the plan changes nothing: every activation is kept."""
         if self.engine == "compiled":
             return not self.keeps and not self.budget_bytes
-        return not self.regions and not self.moves
+        return not self.regions and not self.moves and not self.splits
 
     @property
     def is_lossy(self) -> bool:
@@ -314,13 +318,14 @@ class Plan:
         measured_step_s: float | None = None,
         candidates: tuple[Trial, ...] = (),
         frontier: Frontier | None = None,
+        references: tuple[Reference, ...] = (),
         time_limit_s: float = 5.0,
     ) -> Report:
         """Write a report to a file; its suffix selects the format. Returns a summary of what was written.
 
         `.html` (one page without external files), `.png` (needs the extra `report`), `.md`, or `.json`, a trace for
         ui.perfetto.dev. All numbers are predicted except those given as measured. The trade-off curve of a page is
-        `frontier`, from `lowtide.sweep`, or computed in about `time_limit_s`.
+        `frontier`, from `lowtide.sweep`, or computed in about `time_limit_s`; it shows `references` beside the plan.
         """
         from lowtide.api.report import write_report
 
@@ -331,6 +336,7 @@ class Plan:
             measured_step_s=measured_step_s,
             candidates=candidates,
             frontier=frontier,
+            references=references,
             time_limit_s=time_limit_s,
         )
 

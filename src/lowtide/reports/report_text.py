@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.plans.plan_text import HEAD
+from lowtide.plans.plan_text import HEAD, split_texts
 from lowtide.reports.report_facts import OUTSIDE, ReportFacts, counted, short_op
 from lowtide.simulator.timeline import PHASES
 from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
@@ -253,6 +253,7 @@ def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
         ("Hardware", _hardware(facts)),
         ("Engine", f"{facts.plan.engine}; {len(graph.ops)} ops, {len(graph.calls)} module calls"),
     ]
+    entries += [("Split", f"{text}. The plain step here is the one in parts.") for text in split_texts(graph.splits)]
     if hardware.link_bytes_per_s and facts.planned.copies:
         entries.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
     entries += [("Note", note) for note in (*graph.notes, *facts.notes)]

@@ -38,6 +38,8 @@ from lowtide.replay.function_state import CapturedState
 _MAX_DEPTH = 6
 _MAX_LENGTH = 10_000  # longer containers are taken for data and not searched
 _LEFT_ALONE = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, str, bytes)
+# Process groups, meshes and the states of sharding runtimes follow what the C++ side has done, which stays done.
+_RUNTIMES = ("torch.distributed", "torch._C._distributed", "torch.nn.parallel")
 
 
 class ObjectSnapshot:
@@ -78,11 +80,17 @@ def containers(items: Iterable[Any]) -> list[Any]:
             item = item.__self__
         if isinstance(item, dict | list | set | deque | tuple):
             result.append(item)
+        elif _is_runtime(item):
+            continue
         elif not isinstance(item, _LEFT_ALONE) and not getattr(type(item), "hidden_from_replay", False):
             attributes = getattr(item, "__dict__", None)
             if isinstance(attributes, dict):
                 result.append(attributes)
     return result
+
+
+def _is_runtime(item: Any) -> bool:
+    return type(item).__module__.startswith(_RUNTIMES)
 
 
 def _same(a: Iterable[Any], b: Iterable[Any]) -> bool:
@@ -133,9 +141,8 @@ class Restorer:
         self._cells, self._globals = captured.cells, captured.globals
         modules = [part for module in (model, *captured.modules) for part in _compat.submodules(module)]
         named = [contents for _, contents in captured.cells] + [value for *_, value in captured.globals]
-        self._attributes = ObjectSnapshot(
-            [*(vars(module) for module in modules), *containers(named), *containers([loss_fn])]
-        )
+        attributes = [vars(module) for module in modules if not _is_runtime(module)]
+        self._attributes = ObjectSnapshot([*attributes, *containers(named), *containers([loss_fn])])
         self._optimizers: dict[int, ObjectSnapshot] = {}
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._seen: set[int] = set()
@@ -196,6 +203,8 @@ class Restorer:
             if _compat.storage_id(tensor) != _compat.storage_id(data):
                 tensor.data = data
         for tensor, everything, copy, version in self._copies.values():
+            if everything.untyped_storage().nbytes() < copy.nbytes:
+                continue  # freed since, as sharding runtimes free gathered parameters
             with torch.no_grad():
                 everything.copy_(copy)
             _compat.set_version(tensor, version)

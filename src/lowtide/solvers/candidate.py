@@ -94,6 +94,7 @@ def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budg
     """The plan of a timeline, with its budget, predictions, lower bound and the facts of the graph filled in."""
     plan = replace(
         timeline.plan,
+        splits=graph.splits,
         budget_bytes=budget,
         peak_bytes=timeline.peak_bytes,
         peak_path=timeline.peak_path,
@@ -115,17 +116,20 @@ def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budg
 
 def _modules(graph: StepGraph, plan: Plan) -> tuple[PlannedModule, ...]:
     recomputed = [path for region in plan.regions for path in region.paths]
-    paths = dict.fromkeys([*recomputed, *(move.path for move in plan.moves)])
+    paths = dict.fromkeys([*recomputed, *(move.path for move in plan.moves), *(split.path for split in graph.splits)])
     calls = {path: graph.calls_by_path[path] for path in paths if path in graph.calls_by_path}
     return tuple(PlannedModule(path, graph.calls[numbers[0]].kind, len(numbers)) for path, numbers in calls.items())
 
 
 def _index_choosing_modules(graph: StepGraph, plan: Plan) -> tuple[str, ...]:
-    """Paths of modules in regions whose ops produce indices (topk, argmax); of unnamed modules the parent's path."""
+    """Paths of modules in regions with outputs that every replay takes from its forward: indices, reduced tensors.
+
+    For unnamed modules it is the parent's path.
+    """
     recomputed = {path for region in plan.regions for path in region.paths}
     choosers: dict[str, None] = {}
     for op in graph.ops[: graph.num_forward]:
-        if "index" in op.flags:
+        if op.is_kept:
             paths = [path for call in graph.ancestors(op.call) if not (path := graph.calls[call].path).startswith("<")]
             if not recomputed.isdisjoint(paths):
                 choosers[paths[0]] = None

@@ -225,14 +225,14 @@ def keepable(graph: StepGraph) -> np.ndarray:
     """For each forward op, whether a region may retain its outputs.
 
     Not if the op writes in place or its output is written later: the retained value would differ. The outputs of ops
-    that produce indices are always kept by the engine (`lowtide.replay.index_choices`).
+    that produce indices and of reducing collectives are always kept by the engine (`lowtide.replay.index_choices`).
     """
     may = np.zeros(graph.num_forward, dtype=bool)
     mutated = {value for op in graph.ops[: graph.num_forward] for value in op.mutates}
     for index, op in enumerate(graph.ops[: graph.num_forward]):
         makes = any(graph.values[value].kind == "activation" for value in op.outputs)
         is_changed = bool(op.mutates) or "mutates" in op.flags or not mutated.isdisjoint(op.outputs)
-        may[index] = makes and not is_changed and "index" not in op.flags
+        may[index] = makes and not is_changed and not op.is_kept
     return may
 
 

@@ -34,6 +34,8 @@ SMALLEST_MOVED = 1 << 20  # smaller copies cost more in launches than they free
 class Variant:
     """A compiled graph with certain op outputs saved: `keeps` (None: as torch's own partitioner decides).
 
+    With a `fraction`, torch's partitioner chose them under that `activation_memory_budget`, and it is asked again when
+    the variant is compiled.
     `saved_bytes` are held from its forward to its backward; `movable` are the sizes of saved values worth a copy,
     largest first; `forward_bytes` and `backward_bytes` are the most that forward and backward need in addition,
     without the graph's outputs.
@@ -45,13 +47,19 @@ class Variant:
     forward_bytes: int
     backward_bytes: int
     extra_s: float
+    fraction: float | None = None
+
+    @property
+    def key(self) -> tuple[tuple[int, ...] | None, float | None]:
+        """What tells variants of a graph apart."""
+        return self.keeps, self.fraction
 
 
-def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ...]:
+def variants_of(graph: StepGraph, default: tuple[int, ...], others: Sequence[Variant] = ()) -> tuple[Variant, ...]:
     """The variants of a graph on its time/memory hull, each smaller and slower than the one before.
 
     The first saves the outputs of the ops `default`, as torch's own partitioner does, and counts as the fastest. The
-    others are the optimal choices for each price per byte.
+    others are the optimal choices for each price per byte, and those of `others` that are better.
     """
     needs = graph.needs
     default_s = needs.seconds_of(needs.derive(frozenset(default)))
@@ -63,6 +71,7 @@ def variants_of(graph: StepGraph, default: tuple[int, ...]) -> tuple[Variant, ..
             for choice in CutProblem(graph, graph.num_forward - 1, is_over=True).hull
         )
         found = [variant_of(graph, keeps, keeps, default_s) for keeps in dict.fromkeys(map(needs.keeps_of, points))]
+        found += others
         for variant in sorted(found, key=lambda each: (each.extra_s, each.saved_bytes)):
             if variant.saved_bytes < best[-1].saved_bytes:
                 best.append(variant)

@@ -92,8 +92,7 @@ def present_device(device: torch.device) -> Hardware:
     if device.type == "cpu":
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-        state_bytes = torch.get_rng_state().nbytes  # a region's saved random state; elsewhere it is host memory
-        return Hardware("cpu", memory, 3e10 * cores, 3e10 * cores, 1.5e10, region_bytes=state_bytes)
+        return Hardware("cpu", memory, 3e10 * cores, 3e10 * cores, 1.5e10)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory

@@ -66,6 +66,14 @@ class Faker:
         """Return the gradient that a fake had when it was made."""
         return self._gradients.get(id(made))
 
+    def add_gradient(self, tensor: Tensor) -> None:
+        """Give the fake of `tensor` a gradient from the start, as if a step had left one."""
+        made = self.fake(tensor)
+        if made.grad is None:
+            with self.mode:
+                made.grad = torch.empty_like(made)
+            self._gradients[id(made)] = made.grad
+
     def fake_all(self, tree: Any) -> Any:
         """Return `tree` with its tensors replaced by fakes."""
         return map_tensors(self.fake, tree)

@@ -76,6 +76,8 @@ _UNSAID_VIEWS = ("aten._unsafe_view.default",)
 # These draw the seeds for all random ops of a compiled graph.
 _SEEDS = ("prims.inductor_seeds.default", "prims.inductor_seed.default")
 _OWN_KERNELS = ("flex_attention",)
+# Collectives that make a whole weight of the ranks' shards. Saved, it would be held until the backward.
+_GATHERS = ("all_gather_into_tensor", "wait_tensor")
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,13 @@ def joint_step(
     hardware: Hardware,
     seconds_of: Callable[[NodeFacts], float],
     is_parameter: Callable[[int], bool] = lambda position: False,
+    is_backward: Callable[[fx.Node], bool] | None = None,
 ) -> JointStep:
-    """Convert a joint graph. `is_parameter` says which of the graph's own inputs, by position, are parameters."""
-    return _Reader(joint, hardware, seconds_of, is_parameter).step()
+    """Convert a joint graph. `is_parameter` says which of the graph's own inputs, by position, are parameters.
+
+    `is_backward` says which nodes belong to the backward; by default those that depend on a tangent.
+    """
+    return _Reader(joint, hardware, seconds_of, is_parameter, is_backward).step()
 
 
 class _Reader:
@@ -127,6 +133,7 @@ class _Reader:
         hardware: Hardware,
         seconds_of: Callable[[NodeFacts], float],
         is_parameter: Callable[[int], bool],
+        is_backward: Callable[[fx.Node], bool] | None,
     ) -> None:
         self._hardware, self._seconds_of, self._is_parameter = hardware, seconds_of, is_parameter
         self._ops: list[Op] = []
@@ -141,7 +148,14 @@ class _Reader:
         self._output = nodes[-1]
         self._written = set(_compat.written_inputs(joint))
         self._called = [node for node in nodes if node.op == "call_function"]
-        self._is_backward = _downstream([node for node in self._inputs if "tangents" in str(node.target)])
+        # Parameters, what is made of them alone without computing with them, and of that what was gathered from ranks.
+        primals = [node for node in self._inputs if "tangents" not in str(node.target)]
+        self._weights = {node for position, node in enumerate(primals) if is_parameter(position)}
+        self._gathered: set[fx.Node] = set()
+        if is_backward is None:
+            self._is_backward = _downstream([node for node in self._inputs if "tangents" in str(node.target)])
+        else:
+            self._is_backward = {node for node in self._called if is_backward(node)}
 
     def step(self) -> JointStep:
         """Read all nodes and return the step."""
@@ -184,7 +198,7 @@ class _Reader:
             return
         if not any(True for _ in _tensor_values(node)):
             return  # sizes, assertions
-        flags = _flags(node)
+        flags = self._flags_of(node, is_forward)
         if "view" in flags:
             source = self._first_tensor(node)
             self._share(node, (source, None))
@@ -204,6 +218,24 @@ class _Reader:
         self._ops.append(Op(name, call, 0.0, flops, inputs, outputs, mutates, flags=flags))
         self._nodes.append(node)
         self._parts.append(parts)
+
+    def _flags_of(self, node: fx.Node, is_forward: bool) -> tuple[str, ...]:
+        """Flags of an op; "rerun" for one that a checkpoint of the user's recomputes, and for a gathered weight."""
+        flags = _flags(node)
+        if not is_forward:
+            return flags
+        sources = [each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each))]
+        if sources and all(each in self._weights for each in sources):
+            gathers = "collective" in flags and any(name in str(node.target) for name in _GATHERS)
+            is_fused = not is_own_kernel(str(node.target), _compat.node_flops(node), flags)
+            if gathers or "view" in flags or is_fused:
+                self._weights.add(node)
+                if gathers or any(each in self._gathered for each in sources):
+                    self._gathered.add(node)
+                    return flags if "view" in flags else (*(each for each in flags if each != "collective"), "rerun")
+        if _compat.is_tagged_recomputed(node) and not {"collective", "view", "mutates"} & set(flags):
+            return (*(each for each in flags if each not in ("random", "index")), "rerun")
+        return flags
 
     def _first_tensor(self, node: fx.Node) -> fx.Node:
         return next(each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each)))

@@ -86,6 +86,9 @@ class Recorder(_compat.PlainDispatchMode):
         self._open_calls: list[int] = []
         self._op_of_node: dict[int, int] = {}
         self._changes, self._thread, self._is_over = ArgumentChanges(), threading.get_ident(), False
+        self._begun: dict[nn.Module, Any] = {}  # hooks that run when a module's own pre-hooks are done
+        self._gathered: list[_Gathered] = []
+        self._gathered_now: list[int] = []  # values that belong to the next op
 
     def path_of(self, call: int) -> str:
         """Return the module path of a call, `""` for none (-1)."""
@@ -119,12 +122,48 @@ class Recorder(_compat.PlainDispatchMode):
         values: dict[int, None] = {}
         for tensor in tensors:
             for part in _compat.parts_of(tensor):
+                if self._is_from_collective(part):
+                    made = self._value_of(part, "activation", self.ops[-1].name, born=len(self.ops) - 1)
+                    self.ops[-1].outputs = (*self.ops[-1].outputs, made)
                 values[self._value_of(part, "constant", "", born=-1)] = None
         return tuple(values)
+
+    def _is_from_collective(self, tensor: Tensor) -> bool:
+        """Return whether this is a buffer that gloo has allocated inside the collective that ran last, on the CPU."""
+        is_after_one = self.ops and self.device.type == "cpu" and self.ops[-1].name.startswith("c10d.")
+        return bool(is_after_one) and _compat.storage_id(tensor) not in self._by_storage
+
+    def watch_gathered(self, tensors: list[Tensor], name: str) -> None:
+        """Record when the memory of these tensors exists. FSDP gathers and frees the parameters of a unit in place.
+
+        Ops that use them read a parameter of no bytes; the bytes are a value of their own, which no plan changes.
+        """
+        for tensor in tensors:
+            uses = _compat.StorageUses(tensor.untyped_storage())
+            self._by_storage[uses.id] = len(self.values)
+            self.values.append(RawValue(0, "parameter", name, -1, uses))
+        group = _Gathered(tensors, name)
+        self._gathered.append(group)
+        if size := group.num_bytes(self.block_bytes):
+            self.values.append(RawValue(size, "constant", name, -1, None))
+            group.is_static = True
+
+    def _poll_gathered(self, position: int) -> None:
+        for group in self._gathered:
+            size = group.num_bytes(self.block_bytes)
+            if size and group.value < 0 and not group.is_static:
+                group.value = len(self.values)
+                self.values.append(RawValue(size, "activation", group.name, position, None))
+                self._gathered_now.append(group.value)
+            elif not size and group.value >= 0:
+                self.values[group.value].dropped = position
+                group.value = -1
 
     def _poll(self) -> None:
         """Find the values whose last Python reference was dropped since the last op."""
         position = len(self.ops)
+        if self._gathered:
+            self._poll_gathered(position)
         if self._in_use:
             self._find_used(position)
         gone = [
@@ -176,7 +215,7 @@ class Recorder(_compat.PlainDispatchMode):
             flags = (*flags, "mutates")
         if self._before_write is not None:
             for tensor in mutated:
-                if any(self.values[value].born < 0 for value in self.values_of(iter([tensor]))):
+                if any(self._existed(value) for value in self.values_of(iter([tensor]))):
                     self._before_write(tensor)
             for item in (*args, *kwargs.values()):
                 if isinstance(item, torch.Generator):
@@ -206,6 +245,8 @@ class Recorder(_compat.PlainDispatchMode):
                 if (value := self._value_of(tensor, "activation", name, born=index)) >= num_known
             )
         )
+        if self._gathered_now:
+            outputs, self._gathered_now = (*outputs, *self._gathered_now), []
         workspace = 0
         if self._meter is not None:
             kept = sum(self.values[value].bytes for value in outputs)
@@ -236,12 +277,20 @@ class Recorder(_compat.PlainDispatchMode):
         if self.num_forward < 0:
             # Autograd numbers a node before its op runs: the last number is that of this op, or of an op around it.
             self._op_of_node.setdefault(_compat.sequence_number() - 1, len(self.ops))
-            return (self._open_calls[-1] if self._open_calls else -1), -1
+            return self._open_call(), -1
         node = _compat.running_node()
         forward_op = -1 if node is None else self._op_of_node.get(_compat.sequence_of(node), -1)
         if forward_op < 0 and self.ops and len(self.ops) > self.num_forward:
             return self.ops[-1].call, -1  # accumulation into a leaf: same call as the op that made the gradient
         return (self.ops[forward_op].call if forward_op >= 0 else -1), forward_op
+
+    def _open_call(self) -> int:
+        """Return the innermost call whose forward runs now, -1 for none."""
+        return next((call for call in reversed(self._open_calls) if self.calls[call].has_begun), -1)
+
+    def _existed(self, value: int) -> bool:
+        """Return whether a value's contents are from before the step. Those of gathered parameters are not kept."""
+        return self.values[value].born < 0 and (self.values[value].kind, self.values[value].bytes) != ("parameter", 0)
 
     def _refuse_missing_device(self, name: str, kwargs: dict[str, Any]) -> None:
         wanted = kwargs.get("device")
@@ -257,7 +306,7 @@ class Recorder(_compat.PlainDispatchMode):
     # Saves.
 
     def _pack(self, tensor: Tensor) -> _Alias:
-        call = self._open_calls[-1] if self._open_calls else -1
+        call = self._open_call()
         with _compat.without_modes():
             alias = tensor.detach()
         saves = []
@@ -318,7 +367,8 @@ class Recorder(_compat.PlainDispatchMode):
             path = f"<{type(module).__name__}>"
         parent = self._open_calls[-1] if self._open_calls else -1
         self._open_calls.append(len(self.calls))
-        self.calls.append(RawCall(path, type(module).__name__, parent, len(self.ops)))
+        call = RawCall(path, type(module).__name__, parent, len(self.ops), has_begun=module not in self._begun)
+        self.calls.append(call)
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
         if self._is_unrelated_call():
@@ -327,12 +377,14 @@ class Recorder(_compat.PlainDispatchMode):
         index = self._open_calls.pop()
         self._changes.end(index)
         call = self.calls[index]
-        call.end = len(self.ops)
+        call.end, call.has_begun = len(self.ops), True
         call.inputs = self.values_of(tensors_in((args, kwargs)))
         call.outputs = self.values_of(tensors_in(output))
 
     def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_unrelated_call():
+            call = self.calls[self._open_calls[-1]]
+            call.first, call.has_begun = len(self.ops), True
             self._changes.begin(self._open_calls[-1], args, kwargs)
 
     @contextlib.contextmanager
@@ -340,14 +392,14 @@ class Recorder(_compat.PlainDispatchMode):
         """A context in which ops, saved tensors and module calls are recorded."""
         entered = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         left = nn.modules.module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
-        begun = before_forwards(self._names, self._begin_forward)
+        self._begun = before_forwards(self._names, self._begin_forward)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
                 yield self
         finally:
             self._is_over = True
             entered.remove()
-            for hook in begun:
+            for hook in self._begun.values():
                 hook.remove()
             _compat.remove_global_hook(left)
 
@@ -403,6 +455,19 @@ class Recorder(_compat.PlainDispatchMode):
         for op, seconds in zip(self.ops, self._clock.seconds(self.marks), strict=True):
             op.seconds = seconds
         self.marks.clear()
+
+
+class _Gathered:
+    """Tensors that are allocated and freed together, with the value of their present allocation (-1: freed)."""
+
+    def __init__(self, tensors: list[Tensor], name: str) -> None:
+        self.name, self.value, self.is_static = name, -1, False
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+
+    def num_bytes(self, block_bytes: int) -> int:
+        if not self._storages or not self._storages[0].nbytes():
+            return 0
+        return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in self._storages)
 
 
 def _seen_through() -> tuple[type, ...]:

@@ -35,16 +35,19 @@ from lowtide.tracing.recorder import Recorder
 
 
 def module(model: object) -> nn.Module:
-    """Return the model if it is an `nn.Module` that runs Python code; else raise `TypeError`."""
+    """Return the model, without wrappers such as `DistributedDataParallel` and that of `torch.compile` around it.
+
+    Raises `TypeError` if it is no `nn.Module`, or one that runs no Python code.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"model is a {type(model).__name__}, which runs no Python: give the nn.Module it was made from")
-    return model
+    return _compat.unwrapped(model)
 
 
-def arguments(model: object, loss_fn: object, mode: object) -> None:
-    """Raise unless these are valid arguments of `trace`."""
+def arguments(model: object, loss_fn: object, mode: object) -> nn.Module:
+    """Raise unless these are valid arguments of `trace`. Returns the model without wrappers, as `module` does."""
     checked = module(model)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a function of the batch that returns the loss, not {type(loss_fn).__name__}")
@@ -53,6 +56,7 @@ def arguments(model: object, loss_fn: object, mode: object) -> None:
     lazy = [name for name, parameter in _named_tensors(checked) if _compat.is_uninitialized(parameter)]
     if lazy:
         raise TraceError(f"{lazy[0]} is not initialised yet: run the model once before tracing it")
+    return checked
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide._compat.fake_tensors import fakes_hidden_from_transformers
 from lowtide._compat.profiler import cpu_peaks_within
+from lowtide.distributed import data_parallel
+from lowtide.distributed.ranks import current, is_out_of_memory
 from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
 from lowtide.graph.step_graph import Call, Hardware, Op, Save, StepGraph, Value
@@ -154,10 +156,10 @@ def trace(
     >>> [call.path for call in graph.calls]
     ['', '0', '1', '2']
     """
-    checks.arguments(model, loss_fn, mode)
+    model = checks.arguments(model, loss_fn, mode)
     optimizer = plain_optimizer(optimizer, model)
     with CacheOff(model) as cache:
-        graph = _trace(model, loss_fn, args, optimizer, mode, _setting(model, args, device))
+        graph = _trace(model, loss_fn, args, optimizer, mode, setting_of(model, args, device))
     return replace(graph, notes=(*graph.notes, NOTE)) if cache.was_on else graph
 
 
@@ -188,7 +190,8 @@ class _Setting:
         return self.model_device.type == "meta"
 
 
-def _setting(model: nn.Module, args: Any, device: torch.device | str | None) -> _Setting:
+def setting_of(model: nn.Module, args: Any, device: torch.device | str | None) -> _Setting:
+    """The device that a step is traced on, and the hardware that its times are for."""
     model_device = checks.device_of(model, args)
     here = _compat.accelerator()
     if device is None:
@@ -210,17 +213,21 @@ def _setting(model: nn.Module, args: Any, device: torch.device | str | None) -> 
 
 
 def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
-    try:
+    ranks, predicted = current(), None
+    with contextlib.suppress(Exception):  # the step may run on real tensors only; else the real trace raises
         predicted = _trace_fake(model, loss_fn, args, optimizer, setting)
-    except Exception:  # the step may run on real tensors only; if not, the real trace raises a better error
+    if ranks.any(predicted is None, "trace on fake tensors") or predicted is None:
         return _trace_real(model, loss_fn, args, optimizer, setting)
     allocated = sum(size for kind, size in predicted.static_bytes.items() if kind != "gradients")
     needed = predicted.plain_peak_bytes - allocated + predicted.optimizer_state_bytes
     available = free_bytes(setting.device)
-    if needed <= 0.95 * available:
+    if ranks.all(needed <= 0.95 * available, "whether a plain step fits"):
         try:
-            return _trace_real(model, loss_fn, args, optimizer, setting)
-        except torch.OutOfMemoryError:
+            with ranks.together("trace of a plain step"):
+                return _trace_real(model, loss_fn, args, optimizer, setting)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             available = free_bytes(setting.device)
     note = (
         f"traced on fake tensors: a plain step would need {format_bytes(needed)} more, and "
@@ -233,12 +240,17 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
     with CacheOff(model):
-        return _trace_fake(model, loss_fn, args, optimizer, _setting(model, args, None), num_recorded=1)
+        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, None), num_recorded=1)
 
 
 def _trace_fake(
     model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting, num_recorded: int = 2
 ) -> StepGraph:
+    if _compat.gathered_units(model):
+        raise FakeTraceError(
+            "a model under fully_shard cannot be traced on fake tensors, which its gathers do not accept: use "
+            "mode='real', or trace the model before fully_shard is called"
+        )
     try:
         with fakes_hidden_from_transformers():
             recorders = _record_fake(model, loss_fn, args, setting, num_recorded)
@@ -253,7 +265,8 @@ def _trace_fake(
         op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
     if hardware.name != "cpu":
         hardware = replace(hardware, **ENGINE_COSTS._asdict())
-    return _finish(recorder, optimizer, setting, hardware, None, is_measured=False)
+    unseen_bytes = data_parallel.bucket_bytes(data_parallel.wrappers_of(model))
+    return finish(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
 
 
 def _record_fake(
@@ -261,12 +274,15 @@ def _record_fake(
 ) -> list[Recorder]:
     """Record the step on fake tensors; if `reports`, errors of fake kernels too are raised as `FakeTraceError`."""
     restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
+    wrappers = data_parallel.wrappers_of(model)
     # A batch for a model on the meta device will be moved to where the model goes.
     faker = Faker(setting.device, moves_all=setting.is_foreign or setting.is_on_meta)
     recorders: list[Recorder] = []
     try:
         fake_args = faker.fake_all(args)
-        with _eagerly(), _compat.quiet_fakes(), faker.in_place_of(model):
+        for parameter in data_parallel.gradients_in_buckets(wrappers):
+            faker.add_gradient(parameter)
+        with _eagerly(), _compat.quiet_fakes(), data_parallel.bypassed(wrappers), faker.in_place_of(model):
             while len(recorders) < num_recorded + checks.is_only_warming_up(recorders):
                 shadows = Shadows()
                 for real, fake in faker.made():
@@ -278,7 +294,7 @@ def _record_fake(
                     shadows=shadows,
                     block_bytes=block_bytes(setting.device),
                 )
-                _record(recorder, model, loss_fn, fake_args, restorer)
+                record(recorder, model, loss_fn, fake_args, restorer)
                 recorders.append(recorder)
                 restorer.reset_gradients()
                 for tensor in [*model.parameters(), *tensors_in(fake_args)]:
@@ -308,7 +324,8 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     profile: list[dict[str, Any]] = []
     try:
         with _eagerly():
-            while len(recorders) < _NUM_RECORDED + checks.is_only_warming_up(recorders):
+            _settle(model, loss_fn, args, restorer)
+            while len(recorders) < _NUM_RECORDED + _is_warming_up(recorders):
                 measures = len(recorders) == 1  # what ops allocate inside
                 recorder = Recorder(
                     device,
@@ -320,13 +337,13 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                     block_bytes=block_bytes(device),
                 )
 
-                def record(recorder: Recorder = recorder) -> None:
-                    _record(recorder, model, loss_fn, args, restorer)
+                def run(recorder: Recorder = recorder) -> None:
+                    record(recorder, model, loss_fn, args, restorer)
 
                 if measures and can_profile:
-                    recorder.add_workspaces(cpu_peaks_within(record, _MARK))
+                    recorder.add_workspaces(cpu_peaks_within(run, _MARK))
                 else:
-                    record()
+                    run()
                 recorders.append(recorder)
                 restorer.reset_gradients()
             for _ in range(_NUM_TIMED if device.type == "cpu" else _NUM_TIMED_ON_DEVICE):
@@ -362,7 +379,32 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
             op.seconds = op_s
         if device.type != "cpu":
             hardware = _without_host_line(recorder, hardware, plain)
-    return _finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
+    return finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
+
+
+def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
+    """Run the steps after which DDP's own ops stay the same, without a dispatch mode.
+
+    In its first step with `static_graph`, DDP counts the hooks that run, and in a recorded step these are others.
+    """
+    num_steps = data_parallel.num_settling_steps(data_parallel.wrappers_of(model))
+    if num_steps:
+        gradients = [tensor.grad for tensor in (*model.parameters(), *tensors_in(args)) if tensor.is_leaf]
+        for tensor in (*model.buffers(), *tensors_in(args), *(grad for grad in gradients if grad is not None)):
+            restorer.before_write(tensor)
+    for _ in range(num_steps):
+        loss = checks.run(loss_fn, args, model)
+        checks.loss(loss)
+        restorer.add_leaves(_compat.leaves_of(loss))
+        loss.backward()
+        restorer.reset_gradients()
+
+
+def _is_warming_up(recorders: list[Recorder]) -> bool:
+    """Whether the first recording differs from the second, on any rank: all must run as many steps."""
+    if len(recorders) < _NUM_RECORDED:
+        return False
+    return current().any(checks.is_only_warming_up(recorders), "whether the first step differs")
 
 
 def _without_host_line(recorder: Recorder, hardware: Hardware, plain: PlainTimes) -> Hardware:
@@ -372,7 +414,8 @@ def _without_host_line(recorder: Recorder, hardware: Hardware, plain: PlainTimes
     return replace(hardware, **EngineCosts()._asdict()) if is_ahead else hardware
 
 
-def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
+def record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
+    """Run one step under a recorder. `restorer` learns of leaves that are not the model's."""
     for name, parameter in model.named_parameters(remove_duplicate=True):
         recorder.add_existing(parameter, "parameter", name)
         if parameter.grad is not None:
@@ -381,30 +424,53 @@ def _record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, resto
         recorder.add_existing(buffer, "buffer", name)
     for number, tensor in enumerate(tensors_in(args)):
         recorder.add_existing(tensor, "batch", f"batch[{number}]")
-    touched: set[str] = set()
+    touched: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for name, parameter in model.named_parameters(remove_duplicate=True):
             if parameter.requires_grad and parameter.is_leaf:
                 # A finished gradient is not polled any more; else polling would be quadratic in the parameters.
                 hook = functools.partial(_note_gradient, recorder, touched, name)
                 stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        for number, gathered in enumerate(_compat.gathered_parameters(model)):
+            recorder.watch_gathered(gathered, f"gathered parameters {number}")
         stack.enter_context(recorder.recording())
         loss = checks.run(loss_fn, args, model)
         checks.loss(loss)
         recorder.begin_backward()
         restorer.add_leaves(_compat.leaves_of(loss))
         loss.backward()
+        _note_last_gradient(recorder, touched)
+        _note_sharded_gradients(recorder, touched, model)
         checks.touched(touched)
         recorder.finish()
 
 
-def _note_gradient(recorder: Recorder, touched: set[str], name: str, parameter: Tensor) -> None:
-    touched.add(name)
-    if parameter.grad is not None:
-        recorder.note_gradient(parameter.grad, name)
+def _note_gradient(recorder: Recorder, touched: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    """Hook of a parameter that got its gradient: note the gradient of the parameter before it.
+
+    DDP replaces a gradient by a view of its bucket after this hook, so a gradient is noted one hook later.
+    """
+    _note_last_gradient(recorder, touched)
+    touched.pop(name, None)
+    touched[name] = parameter
 
 
-def _finish(
+def _note_last_gradient(recorder: Recorder, touched: dict[str, Tensor]) -> None:
+    if touched:
+        name, parameter = next(reversed(touched.items()))
+        if parameter.grad is not None:
+            recorder.note_gradient(parameter.grad, name)
+
+
+def _note_sharded_gradients(recorder: Recorder, touched: dict[str, Tensor], model: nn.Module) -> None:
+    """Note the gradients of parameters that FSDP has set itself, without running hooks."""
+    for name, parameter in model.named_parameters():
+        if name not in touched and parameter.grad is not None and _compat.is_sharded(parameter):
+            touched[name] = parameter
+            recorder.note_gradient(parameter.grad, name)
+
+
+def finish(
     recorder: Recorder,
     optimizer: Any,
     setting: _Setting,
@@ -412,8 +478,12 @@ def _finish(
     step_s: float | None,
     *,
     is_measured: bool,
+    unseen_bytes: int = 0,
 ) -> StepGraph:
-    """Build the graph, with the optimizer's memory; without a measured `step_s`, both time lines predict it."""
+    """Build the graph, with the optimizer's memory; without a measured `step_s`, both time lines predict it.
+
+    `unseen_bytes` are on the device during the whole step, in tensors that no op of the trace used.
+    """
     state_bytes, workspace_bytes, notes = optimizer_memory(optimizer, recorder.block_bytes)
     if setting.is_foreign and setting.device.type == "cpu":
         notes.append(f"traced with the CPU's kernels, without an accelerator; times are for {hardware.name}")
@@ -422,7 +492,7 @@ def _finish(
         replace(hardware, block_bytes=recorder.block_bytes),
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
-        other_bytes=_other_bytes(recorder, optimizer, setting, is_measured),
+        other_bytes=_other_bytes(recorder, optimizer, setting, is_measured) + unseen_bytes,
         step_s=step_s or 0.0,
         is_measured=is_measured,
         notes=notes,

@@ -152,6 +152,7 @@ class RawCall:
     outputs: tuple[int, ...] = ()
     num_saves: int = 0
     changes: str = ""  # the name of an argument that is changed while the forward runs
+    has_begun: bool = True  # False while its forward pre-hooks run, which a replay of its forward does not repeat
 
 
 @dataclass
@@ -229,8 +230,10 @@ class ArgumentChanges:
         return tracked
 
 
-def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> list[Any]:
+def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> dict[nn.Module, Any]:
     """Register `hook(module, args, kwargs)` as a forward pre-hook of modules, after the hooks they already have.
+
+    Returns the handles of the hooks.
 
     torch's global pre-hook does not receive keyword arguments, so each module gets a hook. torch's own layers are left
     out: they take tensors only, and some choose other kernels if they have hooks.
@@ -240,7 +243,7 @@ def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> 
         is_own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
         return not is_own and not isinstance(module, torch.jit.ScriptModule)
 
-    return [m.register_forward_pre_hook(hook, with_kwargs=True) for m in modules if may_change_objects(m)]
+    return {m: m.register_forward_pre_hook(hook, with_kwargs=True) for m in modules if may_change_objects(m)}
 
 
 def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:

@@ -97,7 +97,8 @@ def present_state_bytes(optimizer: Any, device: torch.device) -> int:
     """Return the bytes of an optimizer's present state on a device; 0 if the optimizer is None."""
     plain = plain_optimizer(optimizer)
     states = plain.state.values() if plain is not None else ()
-    return sum(tensor.nbytes for state in states for tensor in tensors_in(state) if tensor.device == device)
+    tensors = (tensor for state in states for tensor in tensors_in(state) if tensor.device == device)
+    return sum(map(_compat.local_bytes, tensors))
 
 
 def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[int, int]:
@@ -114,6 +115,8 @@ def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[in
         snapshot.restore()  # the copy shares objects and queues in attributes with the original
     recorder.finish()
     after = _bytes_of(copy.state, block_bytes)
+    if all(group.get("fused") for group in optimizer.param_groups):  # one kernel updates all in place
+        return after, 0
     return after, max(0, _most_live(recorder) - (after - before))
 
 
@@ -174,7 +177,9 @@ class _MetaCopies:
             if tensor.numel() == 1 and tensor.device.type == "cpu":
                 self._tensors[id(tensor)] = tensor.clone()  # a step counter: its value is read
             else:
-                bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+                # Of a DTensor the shard: optimizers work on it element by element, with a state of its size.
+                held = _compat.inner_tensors(tensor)[0] if _compat.is_sharded(tensor) else tensor
+                bare = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=_META)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 self._tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
         return self._tensors[id(tensor)]
