@@ -48,7 +48,7 @@ from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_st
 from lowtide.solvers.local_search import MOST_OPS, LocalSearch, LowestPeakSearch, evenly_spaced
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.placement import LinkLoads, OffloadSelector
-from lowtide.solvers.region_costs import contains_layers
+from lowtide.solvers.region_costs import contains_layers, keepable, replayable, stops_of
 from lowtide.solvers.segment_search import SegmentSearch, plan_of
 
 _SHARES = (0.5, 0.95)  # of the link's bandwidth that offload may use; 5 % are a margin for slower copies
@@ -385,7 +385,20 @@ class EagerSearch:
     def _smallest(self) -> Candidate | None:
         """The candidate with the smallest peak."""
         found = self._ends(regions_only=False) if self._movable_bytes or self._compression else []
-        return smaller(*found, self._smallest_of_regions, *self._segmented)
+        return smaller(*found, self._smallest_of_regions, *self._segmented, self._smallest_of_segments)
+
+    @cached_property
+    def _smallest_of_segments(self) -> Candidate | None:
+        """The smallest candidate with segments, with other regions beside and inside its segments."""
+        segmented = [each for each in self._segmented if not each.share and not each.codecs]
+        if (best := smaller(*segmented)) is None or len(self.graph.ops) > MOST_OPS:
+            return best
+        graph = with_segments(self.graph, best.spans)
+        search = LowestPeakSearch(graph, Nesting(graph, replayable(graph, stops_of(graph))), keepable(graph))
+        alike = [each for each in segmented if each.spans == best.spans]
+        regions = search.lowest(alike, self.effort.is_over_after(1, len(graph.ops)))
+        played = EagerIntervals(graph, regions)
+        return replace(best, regions=regions, peak_bytes=played.peak_bytes, extra_s=played.extra_s)
 
     @cached_property
     def _smallest_of_regions(self) -> Candidate | None:
