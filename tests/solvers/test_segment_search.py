@@ -98,6 +98,14 @@ def test_graphs_with_segments_are_valid_and_play_the_same_plain_step() -> None:
     assert num > 60
 
 
+def test_regions_of_a_segmented_graph_are_simulated_without_copying_its_ops() -> None:
+    """Solvers simulate hundreds of such graphs, and a copy of the ops takes longer than the simulation."""
+    segmented = with_segments(chain([10] * 6), [(2, 5)])
+    assert not segmented.unreplayable
+    assert EagerIntervals(segmented, {2: ()}).peak_bytes
+    assert not {"ops", "saves"} & vars(segmented).keys()
+
+
 def test_runs_end_where_something_runs_between_two_calls_or_a_call_cannot_be_replayed() -> None:
     graph = chain([10] * 6)
     assert runs(graph) == [(1, 2, 3, 4, 5, 6)]
