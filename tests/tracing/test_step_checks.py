@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import TraceError
+from lowtide.tracing.step_checks import old_objects_frozen
 
 MODES = pytest.mark.parametrize("mode", ["auto", "real", "fake"])
 
@@ -178,3 +181,36 @@ def test_errors_of_the_step_itself(mode: Any) -> None:
     expected = TraceError if mode == "fake" else KeyError
     with pytest.raises(expected, match="labels"):
         lowtide.trace(model, lambda batch: model(batch["labels"]).mean(), {"inputs": x}, mode=mode)
+
+
+def test_collections_skip_old_objects_and_free_new_ones() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.unfreeze()
+    before = gc.get_freeze_count()
+    old, new = Node(), Node()
+    references = [weakref.ref(old), weakref.ref(new)]
+    del old
+    with old_objects_frozen():
+        assert references[0]() is None  # it would count as memory that a measured step needs
+        assert gc.get_freeze_count() > len(gc.get_objects())
+        later = weakref.ref(Node())
+        gc.collect()
+        assert later() is None
+        del new
+        gc.collect()
+        assert references[1]() is not None
+    gc.collect()
+    assert references[1]() is None
+    assert gc.get_freeze_count() == before
+
+
+def test_objects_that_the_user_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with old_objects_frozen():
+        pass
+    assert gc.get_freeze_count() >= before - 100  # some may have been freed
+    gc.unfreeze()

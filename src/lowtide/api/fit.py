@@ -184,7 +184,7 @@ class FitRequest:
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
     handle: AppliedPlan | None = None
-    with Progress() as say, deciding_with(ranks_of(request.group)) as ranks:
+    with Progress() as say, deciding_with(ranks_of(request.group)) as ranks, checks.old_objects_frozen():
         try:
             with ranks.together("fit"):
                 say("tracing the step")

@@ -1,4 +1,4 @@
-"""Preconditions of a trace: checks of the model, loss and recordings; a process-wide lock; `use_cache` switched off.
+"""Preconditions of a trace: checks of model, loss and recordings; a process-wide lock; collections; `use_cache` off.
 
 **Checks** raise `TypeError`, `ValueError` or `TraceError` with what was found and what to do: the model is on several
 devices, `loss_fn` returns no scalar, no parameter gets a gradient, the ops vary between steps. `trace`, `fit` and
@@ -6,7 +6,7 @@ devices, `loss_fn` returns no scalar, no parameter gets a gradient, the ops vary
 
 **Lock** (`one_at_a_time`): traces and measurements register global module hooks, start torch's profiler, of which a
 process can have one, and restore random states shared by all threads. Two at once would record each other's ops, so
-calls from several threads wait for each other.
+calls from several threads wait for each other. `old_objects_frozen` makes the garbage collections of `fit` cheap.
 
 **`CacheOff`**: with `config.use_cache` at its default, each layer of a Hugging Face model appends to a key/value cache
 in every forward. Such a layer cannot be recomputed, as it would append again. Training does not use the cache, and
@@ -22,7 +22,8 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -190,6 +191,28 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return alone
+
+
+# `gc.freeze()` in a process that has imported torch freezes more than 100,000 objects; Python 3.12 itself freezes 375.
+_FEWEST_FROZEN_BY_USER = 10_000
+
+
+@contextmanager
+def old_objects_frozen() -> Iterator[None]:
+    """Context manager inside of which garbage collections skip the objects that existed before it.
+
+    `fit` collects garbage before each measurement. A full collection takes 0.2 to 0.35 s in a process that has imported
+    transformers, and frozen objects take no time. A user who has frozen objects already keeps them so.
+    """
+    if gc.get_freeze_count() >= _FEWEST_FROZEN_BY_USER:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 logger = logging.getLogger("lowtide")
