@@ -17,7 +17,7 @@ import contextlib
 import functools
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -184,10 +184,18 @@ class _Setting:
     hardware: Hardware  # that times are predicted or measured for
     model_device: torch.device
     is_foreign: bool  # traced for another device than the model is on
+    _optimizer_memory: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)  # by block size, once known
 
     @property
     def is_on_meta(self) -> bool:
         return self.model_device.type == "meta"
+
+    def optimizer_memory(self, optimizer: Any, block_bytes: int) -> tuple[int, int, list[str]]:
+        """Return `optimizer_memory`, worked out once for all graphs of a trace."""
+        if block_bytes not in self._optimizer_memory:
+            self._optimizer_memory[block_bytes] = optimizer_memory(optimizer, block_bytes)
+        state_bytes, workspace_bytes, notes = self._optimizer_memory[block_bytes]
+        return state_bytes, workspace_bytes, list(notes)
 
 
 def setting_of(model: nn.Module, args: Any, device: torch.device | str | None) -> _Setting:
@@ -214,50 +222,77 @@ def setting_of(model: nn.Module, args: Any, device: torch.device | str | None) -
 
 def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
     ranks, predicted = current(), None
+
+    def fits(graph: StepGraph) -> bool:
+        return _needed_bytes(graph) <= 0.95 * free_bytes(setting.device)
+
     with contextlib.suppress(Exception):  # the step may run on real tensors only; else the real trace raises
-        predicted = _trace_fake(model, loss_fn, args, optimizer, setting)
+        # If a plain step fits, the real trace checks that the step does not vary.
+        predicted = _trace_fake(model, loss_fn, args, optimizer, setting, fits if ranks.is_alone else None)
     if ranks.any(predicted is None, "trace on fake tensors") or predicted is None:
         return _trace_real(model, loss_fn, args, optimizer, setting)
-    allocated = sum(size for kind, size in predicted.static_bytes.items() if kind != "gradients")
-    needed = predicted.plain_peak_bytes - allocated + predicted.optimizer_state_bytes
-    available = free_bytes(setting.device)
-    if ranks.all(needed <= 0.95 * available, "whether a plain step fits"):
+    if ranks.all(fits(predicted), "whether a plain step fits"):
         try:
             with ranks.together("trace of a plain step"):
                 return _trace_real(model, loss_fn, args, optimizer, setting)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            available = free_bytes(setting.device)
     note = (
-        f"traced on fake tensors: a plain step would need {format_bytes(needed)} more, and "
-        f"{format_bytes(available)} are free"
+        f"traced on fake tensors: a plain step would need {format_bytes(_needed_bytes(predicted))} more, and "
+        f"{format_bytes(free_bytes(setting.device))} are free"
     )
     return replace(predicted, notes=(*predicted.notes, note))
+
+
+def _needed_bytes(graph: StepGraph) -> int:
+    """Bytes that a plain step allocates on top of what exists before it; the optimizer may have no state yet."""
+    allocated = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+    return graph.plain_peak_bytes - allocated + graph.optimizer_state_bytes
 
 
 @one_at_a_time
 def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
     with CacheOff(model):
-        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, None), num_recorded=1)
+        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, None), lambda graph: True)
 
 
 def _trace_fake(
-    model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting, num_recorded: int = 2
+    model: Any,
+    loss_fn: Any,
+    args: Any,
+    optimizer: Any,
+    setting: _Setting,
+    is_enough: Callable[[StepGraph], bool] | None = None,
 ) -> StepGraph:
+    """Trace on fake tensors. A step is recorded twice, to see whether it varies, unless the first graph `is_enough`."""
     if _compat.gathered_units(model):
         raise FakeTraceError(
             "a model under fully_shard cannot be traced on fake tensors, which its gathers do not accept: use "
             "mode='real', or trace the model before fully_shard is called"
         )
+    unseen_bytes = data_parallel.bucket_bytes(data_parallel.wrappers_of(model))
+    setting.optimizer_memory(optimizer, block_bytes(setting.device))  # while the model's parameters are real
+
+    def graph_of(recorder: Recorder) -> StepGraph:
+        return _predicted_graph(recorder, optimizer, setting, unseen_bytes)
+
+    def can_stop(recorder: Recorder) -> bool:
+        return is_enough is not None and is_enough(graph_of(recorder))
+
     try:
         with fakes_hidden_from_transformers():
-            recorders = _record_fake(model, loss_fn, args, setting, num_recorded)
+            recorders = _record_fake(model, loss_fn, args, setting, can_stop)
     except _compat.fake_errors():
-        recorders = _record_fake(model, loss_fn, args, setting, num_recorded, reports=True)
+        recorders = _record_fake(model, loss_fn, args, setting, can_stop, reports=True)
     recorder = checks.same_step(recorders)[-1]
     checks.nothing_kept(recorders)
+    return graph_of(recorder)
+
+
+def _predicted_graph(recorder: Recorder, optimizer: Any, setting: _Setting, unseen_bytes: int) -> StepGraph:
+    """The graph of a recording on fake tensors, with predicted times and workspaces."""
     predict_workspaces(recorder)
     hardware = setting.hardware
     for index, op in enumerate(recorder.ops):
@@ -265,14 +300,21 @@ def _trace_fake(
         op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
     if hardware.name != "cpu":
         hardware = replace(hardware, **ENGINE_COSTS._asdict())
-    unseen_bytes = data_parallel.bucket_bytes(data_parallel.wrappers_of(model))
     return finish(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
 
 
 def _record_fake(
-    model: Any, loss_fn: Any, args: Any, setting: _Setting, num_recorded: int, reports: bool = False
+    model: Any,
+    loss_fn: Any,
+    args: Any,
+    setting: _Setting,
+    can_stop: Callable[[Recorder], bool],
+    reports: bool = False,
 ) -> list[Recorder]:
-    """Record the step on fake tensors; if `reports`, errors of fake kernels too are raised as `FakeTraceError`."""
+    """Record the step on fake tensors twice, or once if `can_stop` says so of the first recording.
+
+    If `reports`, errors of fake kernels too are raised as `FakeTraceError`.
+    """
     restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
     wrappers = data_parallel.wrappers_of(model)
     # A batch for a model on the meta device will be moved to where the model goes.
@@ -283,7 +325,7 @@ def _record_fake(
         for parameter in data_parallel.gradients_in_buckets(wrappers):
             faker.add_gradient(parameter)
         with _eagerly(), _compat.quiet_fakes(), data_parallel.bypassed(wrappers), faker.in_place_of(model):
-            while len(recorders) < num_recorded + checks.is_only_warming_up(recorders):
+            while len(recorders) < 2 + checks.is_only_warming_up(recorders):
                 shadows = Shadows()
                 for real, fake in faker.made():
                     shadows.add(fake, real)
@@ -300,6 +342,8 @@ def _record_fake(
                 for tensor in [*model.parameters(), *tensors_in(fake_args)]:
                     if tensor.is_leaf:
                         tensor.grad = faker.gradient_before(tensor)
+                if len(recorders) == 1 and can_stop(recorder):
+                    break
     except (TraceError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -484,7 +528,7 @@ def finish(
 
     `unseen_bytes` are on the device during the whole step, in tensors that no op of the trace used.
     """
-    state_bytes, workspace_bytes, notes = optimizer_memory(optimizer, recorder.block_bytes)
+    state_bytes, workspace_bytes, notes = setting.optimizer_memory(optimizer, recorder.block_bytes)
     if setting.is_foreign and setting.device.type == "cpu":
         notes.append(f"traced with the CPU's kernels, without an accelerator; times are for {hardware.name}")
     graph = build(

@@ -1,8 +1,9 @@
 """Memory that recording a forward and backward does not show: optimizer state, and workspaces of kernels.
 
 **Optimizer** (`optimizer_memory`): state that exists after the first step, and the most that a step allocates on top.
-A copy of the optimizer with tensors on the meta device takes one step under a `Recorder`; the optimizer itself is only
-read. If that fails (an optimizer with its own CUDA kernels), the bytes of its present state are used, with a note.
+A copy of the optimizer with tensors on the meta device takes one step, in which allocations are counted; the optimizer
+itself is only read. If that fails (an optimizer with its own CUDA kernels), the bytes of its present state are used,
+with a note.
 
 **Workspaces** (`predict_workspaces`): real traces measure what a kernel allocates internally; fake tensors run no
 kernels. The rules here predict it for kernels with large workspaces: oneDNN's convolutions and recurrent layers,
@@ -13,8 +14,9 @@ kernels and can go out of date; for other kernels the prediction is 0.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide.errors import LowtideError
 from lowtide.replay.arguments import map_tensors, tensors_in
+from lowtide.replay.op_facts import facts_of
 from lowtide.snapshot.restore import ObjectSnapshot
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.trace_records import Layout, RawOp
@@ -107,17 +110,16 @@ def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[in
     try:
         copy = copies.of(optimizer)
         before = _bytes_of(copy.state, block_bytes)
-        recorder = Recorder(_META, {}, before_write=copies.before_write, block_bytes=block_bytes)
-        with torch.no_grad(), _AnyNumber(), recorder:
+        live = _LiveBytes(copies.before_write, block_bytes)
+        with torch.no_grad(), _AnyNumber(), live:
             type(optimizer).step(copy)
     finally:
         copies.restore()
         snapshot.restore()  # the copy shares objects and queues in attributes with the original
-    recorder.finish()
     after = _bytes_of(copy.state, block_bytes)
     if all(group.get("fused") for group in optimizer.param_groups):  # one kernel updates all in place
         return after, 0
-    return after, max(0, _most_live(recorder) - (after - before))
+    return after, max(0, live.most_bytes - (after - before))
 
 
 class _MetaCopies:
@@ -192,6 +194,51 @@ class _AnyNumber(_compat.PlainDispatchMode):
         return 1.0 if _compat.returns_number(func) else func(*args, **(kwargs or {}))
 
 
+class _LiveBytes(_compat.PlainDispatchMode):
+    """Counts the bytes of tensors on the meta device that ops allocate and that are still referenced.
+
+    `most_bytes` is their peak. A storage that is freed is subtracted by a finalizer, so an op costs the same however
+    many tensors are alive.
+    """
+
+    def __init__(self, before_write: Callable[[Tensor | torch.Generator], None], block_bytes: int) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._before_write, self._block_bytes = before_write, block_bytes
+        self._live_bytes, self._made = 0, set[int]()  # storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in facts_of(func).written_tensors(args, kwargs):
+            if _compat.storage_id(tensor) not in self._made:
+                self._before_write(tensor)
+        for item in (*args, *kwargs.values()):
+            if isinstance(item, torch.Generator):
+                self._before_write(item)
+        given = {_compat.storage_id(part) for part in _plain_tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        for part in _plain_tensors(out):
+            if _compat.storage_id(part) not in given | self._made:
+                self._add(part)
+        self.most_bytes = max(self.most_bytes, self._live_bytes)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, name = tensor.untyped_storage(), _compat.storage_id(tensor)
+        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes if tensor.is_meta else 0
+        self._made.add(name)
+        self._live_bytes += size
+        weakref.finalize(storage, self._remove, name, size).atexit = False
+
+    def _remove(self, name: int, size: int) -> None:
+        self._made.discard(name)
+        self._live_bytes -= size
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    return (part for tensor in tensors_in(tree) for part in _compat.parts_of(tensor))
+
+
 def _bytes_of(states: Any, block_bytes: int) -> int:
     sizes: dict[int, int] = {}
     for state in states.values():
@@ -202,20 +249,6 @@ def _bytes_of(states: Any, block_bytes: int) -> int:
                         size = part.untyped_storage().nbytes()
                         sizes[_compat.storage_id(part)] = -(-size // block_bytes) * block_bytes
     return sum(sizes.values())
-
-
-def _most_live(recorder: Recorder) -> int:
-    """Return the peak of bytes made by ops of a recording and still referenced by Python."""
-    changes = [0] * (len(recorder.ops) + 2)
-    for value in recorder.values:
-        if value.born >= 0:
-            changes[value.born] += value.bytes
-            changes[max(value.dropped, value.born + 1)] -= value.bytes
-    most = live = 0
-    for change in changes:
-        live += change
-        most = max(most, live)
-    return most
 
 
 # From the layouts of an op's inputs and the bytes of its outputs to its workspace bytes.
