@@ -142,6 +142,10 @@ class SegmentedGraph(StepGraph):
         return self.plain.last_reads
 
     @cached_property
+    def num_gathers(self) -> list[int]:
+        return self.plain.num_gathers
+
+    @cached_property
     def arrays(self) -> StepArrays:
         """The plain graph's arrays with those of calls replaced.
 

@@ -302,14 +302,18 @@ class StepGraph:
         return last | {save.value: len(self.ops) for save in self.saves}
 
     @cached_property
+    def num_gathers(self) -> list[int]:
+        """For each position in the forward, how many ops before it gather parameters that FSDP shards."""
+        return [0, *itertools.accumulate(op.name.startswith("fsdp.") for op in self.ops[: self.num_forward])]
+
+    @cached_property
     def unreplayable(self) -> dict[int, str]:
         """The calls that no plan can recompute, with the reason.
 
         The forward changes one of their arguments, or gathers parameters of modules inside that FSDP shards. Such a
         module can be recomputed itself: its gathers run before its forward, and again before its backward.
         """
-        last_write, reasons = self.last_writes, dict[int, str]()
-        num_gathers = [0, *itertools.accumulate(op.name.startswith("fsdp.") for op in self.ops[: self.num_forward])]
+        last_write, num_gathers, reasons = self.last_writes, self.num_gathers, dict[int, str]()
         for index, call in enumerate(self.calls):
             written = max((last_write.get(value, -1) for value in call.inputs), default=-1)
             if call.changes:
