@@ -237,10 +237,16 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 
 
 @one_at_a_time
-def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
+def trace_once(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *args: Any,
+    optimizer: Any = None,
+    device: torch.device | str | None = None,
+) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
     with CacheOff(model):
-        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, None), num_recorded=1)
+        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, device), num_recorded=1)
 
 
 def _trace_fake(
