@@ -266,3 +266,25 @@ def test_a_trace_sees_the_slices_and_not_the_whole() -> None:
     for graph in graphs:
         assert graph.plain_peak_bytes < plain.plain_peak_bytes / 2
     assert graphs[0].fingerprint == graphs[1].fingerprint
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_recomputed_block_drops_the_input_of_its_slices(mode: Any) -> None:
+    """The slices' replay in the backward saves views of that input, which must not count as held from the forward."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.mlp = nn.Linear(WIDTH, WIDTH), Gated()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(torch.sin(self.mix(x)))
+
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    x = torch.randn(1, 512, WIDTH)
+    with splitting(model, [Split(f"{i}.mlp", 8, "tokens") for i in range(8)]):
+        graph = lowtide.trace(model, lambda x: model(x).sum(), x, mode=mode)
+    for call in (graph.calls[graph.calls_by_path[f"{i}.mlp"][0]] for i in range(8)):
+        (given,) = (value for value in call.inputs if graph.values[value].born >= 0)
+        assert graph.values[given].dropped <= graph.num_forward
+        assert all(save.used > save.read for save in graph.saves if save.value == given and save.call >= 0)
