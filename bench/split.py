@@ -1,20 +1,25 @@
-"""Losses and MLPs in parts: `python bench/split.py --part loss --out results`. One part of it per run, on a GPU.
+"""Losses and MLPs in parts: `python bench/split.py loss sequence-24-split --limit-s 120 --out results`, on a GPU.
 
-- `--part loss`: a linear layer and cross-entropy, 16k tokens x 2048 x 128k words in bfloat16: plain, torch.compile,
-  chunks by hand, torch's `F.linear_cross_entropy` where it exists, and the split output layer. Peak and time, in turns.
-- `--part sequence --budget-gib 24 --way split`: a Llama-like model of 1B parameters (16 x 2048, 128k words) in bfloat16
-  with AdamW: the longest sequence whose measured step stays within the budget. Ways: plain, checkpoint, lowtide, split,
-  host (split and host memory).
-- `--part large --tokens 65536`: a Llama-3.1-8B-like model with bfloat16 weights and gradients and no optimizer: whether
-  the step fits on the device, its peak and its seconds.
+Cases are named on the command line and run one after the other, each in a process of its own with a time limit. Every
+measurement is a row that is appended to `<out>/split-<part>.md` at once, so a run that is stopped keeps what it has.
 
-`--small` shrinks everything for a look on the CPU. Results are appended to `<out>/split-<part>.md`.
+- `loss`: a linear layer and cross-entropy, 16k tokens x 2048 x 128k words in bfloat16: plain, torch.compile, chunks by
+  hand, torch's `F.linear_cross_entropy` where it exists, and the split output layer. Peak and time, in turns.
+- `sequence-<GiB>-<way>`: a Llama-like model of 1B parameters (16 x 2048, 128k words) in bfloat16 with AdamW: the
+  longest sequence whose measured step stays within the budget. Ways: plain, checkpoint, lowtide, split, host (split
+  and host memory). The search starts at a predicted length.
+- `large-<tokens>-<way>`: a Llama-3.1-8B-like model with bfloat16 weights and gradients and no optimizer: whether the
+  step fits on the device, its peak and its seconds.
+
+`--list` prints the usual cases; `--small` shrinks everything for a look on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,10 +42,20 @@ from lowtide.split.split_forward import splitting
 GIB = 1 << 30
 HEADS = {
     "loss": [],
-    "sequence": ["| budget | way | longest sequence | fails at | per token |", "|---|---|---|---|---|"],
+    "sequence": ["| budget | way | tokens | peak | | per token | planned in |", "|---|---|---|---|---|---|---|"],
     "large": ["| model | way | tokens | peak | step | per token | planned |", "|---|---|---|---|---|---|---|"],
 }
-DEADLINE_S = 75.0  # of searching for one longest sequence
+WAYS = ("plain", "checkpoint", "lowtide", "split", "host")
+USUAL_CASES = [
+    "loss",
+    *(f"sequence-{gib}-{way}" for gib in (24, 40, 80) for way in WAYS),
+    *(f"large-{tokens}-{way}" for tokens, way in ((65536, "checkpoint"), (300000, "split"), (650000, "host"))),
+]
+# The longest sequence of the 1B model by plans for a fake H200, within 24 GiB: where the search starts.
+PREDICTED_TOKENS = {"lowtide": 11264, "split": 122880, "host": 122880}
+STATIC_GIB = 11.2  # of that model: parameters, gradients and state of AdamW
+GRACE_S = 60.0  # that a case may take beyond its limit, to end the step that it is in
+WARM_UP_TOKENS = 65536  # shorter sequences run a step before the measured one
 ROOM = 0.98  # of the budget is planned for
 
 
@@ -272,8 +287,57 @@ def llama(bench: Bench, size: str, **options: Any) -> Llama:
             torch.set_default_dtype(before)
 
 
-def sequence_part(bench: Bench, way: str, budget_gib: float, start: int | None, host: str) -> None:
-    budget = int(budget_gib * GIB)
+class LongestSequence:
+    """The search of one case: which length is tried next, from peaks so far."""
+
+    def __init__(self, first: int, budget: int, *, is_linear: bool) -> None:
+        self.next: int | None = self._rounded(first)
+        self.longest, self.fails_at = 0, 0
+        self._budget, self._is_linear = budget, is_linear
+        self._peaks: dict[int, int] = {}
+
+    def note(self, tokens: int, peak: int | None) -> bool:
+        """Whether a length with this peak holds (None: it does not run); sets the next length."""
+        holds = peak is not None and peak <= self._budget
+        if holds:
+            self.longest = max(self.longest, tokens)
+        else:
+            self.fails_at = min(tokens, self.fails_at or tokens)
+        if peak:
+            self._peaks[tokens] = peak
+        self.next = self._following()
+        return holds
+
+    def _following(self) -> int | None:
+        if self.longest and self.fails_at and self.fails_at <= 1.06 * self.longest:
+            return None
+        guess = self._on_line() if self._is_linear and len(self._peaks) > 1 else 0
+        if self.longest and self.fails_at:
+            middle = (self.longest + self.fails_at) // 2
+            guess = guess if 1.02 * self.longest < guess < 0.98 * self.fails_at else middle
+        elif not guess:
+            guess = int(1.25 * self.longest) if self.longest else int(0.8 * self.fails_at)
+        guess = self._rounded(guess)
+        return None if guess in (self.longest, self.fails_at) or guess in self._peaks else guess
+
+    def _on_line(self) -> int:
+        """The length at which a straight line through two measured peaks meets the budget."""
+        (one, low), *_, (other, high) = sorted(self._peaks.items())
+        return int(one + (self._budget - low) * (other - one) / max(1, high - low))
+
+    @staticmethod
+    def _rounded(tokens: int) -> int:
+        return max(256, tokens // 256 * 256)
+
+
+def predicted_tokens(way: str, budget_gib: float) -> int:
+    """Where to start: in proportion to the memory beside parameters and optimizer."""
+    known = {"plain": 5376, "checkpoint": 10240, **PREDICTED_TOKENS}[way]  # the first two were measured in 24 GiB
+    return int(known * max(0.02, (budget_gib - STATIC_GIB) / (24 - STATIC_GIB)))
+
+
+def sequence_part(bench: Bench, budget_gib: float, way: str, asked: Asked) -> None:
+    budget, deadline = int(budget_gib * GIB), time.monotonic() + asked.limit_s
     model = llama(bench, "1B", checkpoints=way == "checkpoint")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     words = model.head.out_features
@@ -281,18 +345,16 @@ def sequence_part(bench: Bench, way: str, budget_gib: float, start: int | None, 
     def batch(tokens: int) -> Tensor:
         return torch.randint(0, words, (1, tokens), device=bench.device)
 
-    model(batch(64)).backward()
-    optimizer.step()  # so that its state is allocated
-    optimizer.zero_grad()
-    options: dict[str, Any] = {"split": way in ("split", "host")}
-    if way == "host":
-        options["host"] = host
-    seconds_of: dict[int, float] = {}
-
     def step(ids: Tensor) -> None:
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    step(batch(64))  # so that the optimizer's state is allocated
+    limits = Limits(asked.host if way == "host" else 0, None, 2.0, way in ("split", "host"))
+    search = LongestSequence(
+        asked.tokens or predicted_tokens(way, budget_gib), budget, is_linear=way in ("plain", "checkpoint")
+    )
 
     def planned(ids: Tensor) -> lowtide.Plan:
         """A plan from traces on fake tensors, as on a device of the budget's size, where no plain step fits.
@@ -300,92 +362,119 @@ def sequence_part(bench: Bench, way: str, budget_gib: float, start: int | None, 
         Some of the budget is left for what the allocator needs beside tensors: no plan is measured and corrected here.
         """
         graph = lowtide.trace(model, model, ids, optimizer=optimizer, mode="fake")
-        search = SplitSearch(model, model, (ids,), optimizer, graph, Limits(**options, time_limit_s=2.0))
-        return with_parameters(search.solve(int(ROOM * budget)), model)
+        found = SplitSearch(model, model, (ids,), optimizer, graph, limits).solve(int(ROOM * budget))
+        return with_parameters(found, model)
 
-    def peak_of(tokens: int) -> int | None:
-        """The measured peak of a step of so many tokens; None if no plan fits or memory runs out."""
-        ids, handle = batch(tokens), None
+    while search.next is not None and time.monotonic() < deadline:
+        tokens, handle, peak, why = search.next, None, None, ""
+        ids, seconds, start = batch(tokens), 0.0, time.perf_counter()
         try:
             if way not in ("plain", "checkpoint"):
                 handle = lowtide.apply(model, planned(ids))
-            step(ids)
-            seconds_of[tokens] = timed(lambda: step(ids), bench.device)
-            return bench.peak(lambda: step(ids))
+            planned_s = time.perf_counter() - start
+            if tokens < WARM_UP_TOKENS:
+                step(ids)
+            start = time.perf_counter()
+            peak = bench.peak(lambda ids=ids: step(ids))  # type: ignore[misc]
+            seconds = time.perf_counter() - start
         except (torch.OutOfMemoryError, lowtide.InfeasibleBudgetError) as error:
-            print(f"  {way}, {tokens} tokens: {str(error).splitlines()[0][:150]}", flush=True)
-            return None
+            planned_s, why = time.perf_counter() - start, str(error).splitlines()[0][:100]
         finally:
             if handle is not None:
                 handle.remove()
             optimizer.zero_grad()
-
-    found, deadline = 0, time.monotonic() + DEADLINE_S
-    tokens = start or {"plain": 4096, "checkpoint": 6144, "lowtide": 8192}.get(way, 49152) * max(
-        1, int(budget_gib / 24)
-    )
-    failed: int | None = None
-    while time.monotonic() < deadline and (failed is None or failed > 1.06 * found):
-        peak = peak_of(tokens)
-        holds = peak is not None and peak <= budget
-        print(f"  {way}, {tokens} tokens: {(peak or 0) / GIB:.2f} GiB, {'holds' if holds else 'does not'}", flush=True)
-        if holds:
-            found = tokens
-        else:
-            failed = min(tokens, failed or tokens)
-        if failed is None:
-            tokens = int(1.4 * tokens)
-        elif not found:
-            tokens = int(tokens / 1.4)
-        else:
-            tokens = (found + failed) // 2
-        tokens = max(256, tokens // 256 * 256)
-        if tokens in (found, failed):
-            break
-    told = f"{1e6 * seconds_of[found] / found:.1f} us" if found else ""
-    upper = "none tried" if failed is None else str(failed)
-    bench.say(f"| {budget_gib:g} GiB | {way} | {found} | {upper} | {told} |")
+        holds = search.note(tokens, peak)
+        told = "holds" if holds else why or "above the budget"
+        each = f"{1e6 * seconds / tokens:.1f} us" if seconds else ""
+        size = f"{peak / GIB:.2f} GiB" if peak is not None else ""
+        bench.say(f"| {budget_gib:g} GiB | {way} | {tokens} | {size} | {told} | {each} | {planned_s:.0f} s |")
 
 
-def large_part(bench: Bench, tokens: int, way: str, host: str) -> None:
+def large_part(bench: Bench, tokens: int, way: str, asked: Asked) -> None:
     """One step of the 8B model: planned by a trace on fake tensors, then run once."""
     model = llama(bench, "8B", checkpoints=way == "checkpoint")
     ids = torch.randint(0, model.head.out_features, (1, tokens), device=bench.device)
     options: dict[str, Any] = {"split": way in ("split", "host"), "verify": False, "time_limit_s": 5}
     if way == "host":
-        options["host"] = host
-    start = time.perf_counter()
-    predicted = ""
-    if way not in ("plain", "checkpoint"):
-        budget = "95%" if can_measure(torch.device(bench.device)) and bench.device == "cuda" else "16GiB"
-        handle = lowtide.fit(model, model, ids, budget=budget, **options)
-        predicted = f"{handle.plan.peak_bytes / GIB:.1f} GiB predicted, planned in {time.perf_counter() - start:.0f} s"
-        print(handle, flush=True)
-    start = time.perf_counter()
-    peak = bench.peak(lambda: model(ids).backward())
+        options["host"] = asked.host
+    start, predicted = time.perf_counter(), ""
+    try:
+        if way not in ("plain", "checkpoint"):
+            budget = "95%" if can_measure(torch.device(bench.device)) and bench.device == "cuda" else "16GiB"
+            handle = lowtide.fit(model, model, ids, budget=budget, **options)
+            took = f"planned in {time.perf_counter() - start:.0f} s"
+            predicted = f"{handle.plan.peak_bytes / GIB:.1f} GiB predicted, {took}"
+            print(handle, flush=True)
+        start = time.perf_counter()
+        peak = bench.peak(lambda: model(ids).backward())
+    except (torch.OutOfMemoryError, lowtide.InfeasibleBudgetError) as error:
+        bench.say(f"| 8B | {way} | {tokens} | {str(error).splitlines()[0][:100]} | | | {predicted} |")
+        return
     seconds = time.perf_counter() - start
     each = f"{1e6 * seconds / tokens:.1f} us"
     bench.say(f"| 8B | {way} | {tokens} | {peak / GIB:.1f} GiB | {seconds:.1f} s | {each} | {predicted} |")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command that cases use."""
+
+    limit_s: float
+    tokens: int | None
+    host: str
+    rounds: int
+
+
+def run_here(case: str, out: Path, asked: Asked, *, small: bool) -> None:
+    part, *rest = case.split("-")
+    bench = Bench(part, out, small=small)
+    if part == "loss":
+        loss_part(bench, asked.rounds)
+    elif part == "sequence":
+        sequence_part(bench, float(rest[0]), rest[1], asked)
+    else:
+        large_part(bench, int(rest[0]), rest[1], asked)
+
+
+def case_name(text: str) -> str:
+    part, *rest = text.split("-")
+    is_known = (part == "loss" and not rest) or (
+        part in ("sequence", "large") and len(rest) == 2 and rest[0].replace(".", "", 1).isdigit() and rest[1] in WAYS
+    )
+    if not is_known:
+        raise argparse.ArgumentTypeError(f"{text} is no case: loss, sequence-<GiB>-<way> or large-<tokens>-<way>")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("loss", "sequence", "large"), required=True)
-    parser.add_argument("--way", choices=("plain", "checkpoint", "lowtide", "split", "host"), default="split")
-    parser.add_argument("--budget-gib", type=float, default=24.0)
-    parser.add_argument("--tokens", type=int, help="the first length tried, or that of the large model")
-    parser.add_argument("--host", default="64GiB", help="host memory of --way host")
+    parser.add_argument("cases", nargs="*", type=case_name)
+    parser.add_argument("--list", action="store_true", help="print the usual cases")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds after which a case tries no more lengths")
+    parser.add_argument("--tokens", type=int, help="the first length tried")
+    parser.add_argument("--host", default="64GiB", help="host memory of the way host")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--small", action="store_true")
-    asked = parser.parse_args()
-    bench = Bench(asked.part, asked.out, small=asked.small)
-    if asked.part == "loss":
-        loss_part(bench, asked.rounds)
-    elif asked.part == "sequence":
-        sequence_part(bench, asked.way, asked.budget_gib, asked.tokens, asked.host)
-    else:
-        large_part(bench, asked.tokens or 65536, asked.way, asked.host)
+    parser.add_argument("--here", action="store_true", help="in this process, without a limit")
+    given = parser.parse_args()
+    if given.list:
+        print(*USUAL_CASES, sep="\n")
+    asked = Asked(given.limit_s, given.tokens, given.host, given.rounds)
+    for case in given.cases:
+        if given.here:
+            run_here(case, given.out, asked, small=given.small)
+            continue
+        options = [word for word in sys.argv[1:] if word not in given.cases]
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, case, *options, "--here"], timeout=given.limit_s + GRACE_S, check=False
+            )
+            told = "" if done.returncode == 0 else f"ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            told = f"was stopped after {given.limit_s + GRACE_S:.0f} s"
+        if told:
+            print(f"{case} {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def test_schemas_say_what_ops_do() -> None:
     assert dispatch.op_facts(aten.dropout_.default)[2] == {0}, "schemas no longer mark arguments that are written"
     assert dispatch.op_facts(aten.bernoulli.default)[3], "bernoulli is not tagged nondeterministic_seeded"
     assert dispatch.op_argument_names(aten.mm.default) == ["self", "mat2"], "arguments of schemas have other names"
+    assert dispatch.op_defaults(aten.glu.default) == {"self": None, "dim": -1}, "schemas have other defaults"
     assert (
         dispatch.is_op(aten.mm)
         and dispatch.is_op_overload(aten.mm.default)

@@ -29,6 +29,16 @@ def test_hooks_are_listed() -> None:
     assert not modules.has_forward_hooks(model) and modules.module_hooks(model) == []
     model.register_forward_hook(lambda *_: None)
     assert modules.has_forward_hooks(model) and len(modules.module_hooks(model)) == 1, "_forward_hooks changed"
+    for register in (
+        model.register_full_backward_hook,
+        model.register_full_backward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    ):
+        assert not modules.has_backward_hooks(model)
+        handle = register(lambda *_: None)
+        assert modules.has_backward_hooks(model), f"{register.__name__} registers elsewhere"
+        handle.remove()
     for name in modules.WHOLE_MODULE_METHODS:
         assert callable(getattr(model, name)), f"nn.Module.{name} is gone: calls of it are not taken for the module's"
 

@@ -16,6 +16,7 @@ from lowtide.eager.replanning import Limits
 from lowtide.errors import PlanError
 from lowtide.plans import Split
 from lowtide.simulator import simulate
+from lowtide.tracing.trace import trace_once
 
 WORDS, WIDTH, LENGTH = 1500, 16, 128
 
@@ -148,6 +149,25 @@ def test_token_wise_modules_are_split_where_the_loss_is_not_enough() -> None:
         assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
         for one, other in zip(gradients(model, loss_fn, ids), plain, strict=True):
             assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_few_traces_are_made(model: Language, floor: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the split step: one that also finds what can be split, and one with as few parts as will do."""
+    traces: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traces.append(1)
+        return trace_once(*args, **kwargs)
+
+    monkeypatch.setattr("lowtide.api.split_search.trace_once", counted)
+    monkeypatch.setattr("lowtide.api.split_search.trace", None)  # no real steps, though the plain step was measured
+    graph = lowtide.trace(model, loss_of(model), tokens(), mode="real")
+    search = SplitSearch(model, loss_of(model), (tokens(),), None, graph, Limits(split=True, time_limit_s=1))
+    plan = search.solve(int(share * floor))
+    assert plan.splits and len(traces) <= 2
+    search.solve(int((share + 0.05) * floor))
+    assert len(traces) <= 3
 
 
 def test_logits_that_are_read_are_not_split() -> None:

@@ -57,6 +57,19 @@ LOSSES: dict[str, Loss] = {
     "probabilities": lambda z, y, w, t: F.cross_entropy(z.view(-1, WORDS), t.softmax(-1).view(-1, WORDS)),
     "per token": lambda z, y, w, t: F.cross_entropy(z.view(-1, WORDS), y.view(-1), reduction="none").mean(),
     "negative log-likelihood": lambda z, y, w, t: F.nll_loss(F.log_softmax(z, -1).view(-1, WORDS), y.view(-1)),
+    "sequence by sequence": lambda z, y, w, t: torch.stack(
+        [F.cross_entropy(one.float(), labels) for one, labels in zip(z, y, strict=True)]
+    ).mean(),
+    "blocks of tokens": lambda z, y, w, t: (
+        sum(
+            F.cross_entropy(one.flatten(0, 1), labels.flatten(), reduction="sum")
+            for one, labels in zip(z.split(5, 1), y.split(5, 1), strict=True)
+        )
+        / 31
+    ),
+    "a temperature for each sequence, and a bias": lambda z, y, w, t: plain_mean(
+        z / t[:, :1, :1].exp() + w[None, None], y, w, t
+    ),
     "some words": lambda z, y, w, t: F.cross_entropy(z[..., 1:90].reshape(-1, 89), y.clamp(max=88).view(-1)),
 }
 

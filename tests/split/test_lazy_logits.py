@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.errors import LowtideError
 from lowtide.plans import Split
 from lowtide.split.lazy_logits import LazyLogits
 from lowtide.split.split_forward import splitting
@@ -39,6 +40,9 @@ def test_shapes_and_types_are_known_without_values(head: nn.Linear) -> None:
     assert "not computed" in repr(logits)
     assert logits.double().dtype is torch.float64 and logits[:, :-1].shape == (2, 4, 11)
     assert logits.to(torch.bfloat16).view(10, 11).dtype is torch.bfloat16
+    assert logits.new_zeros(3).dtype is torch.float32 and logits.new_tensor([1.0]).shape == (1,)
+    assert [each.shape for each in logits] == [(5, 11)] * 2 and [len(each) for each in logits.split(2, 1)] == [2] * 3
+    assert [each.shape[1] for each in torch.chunk(logits, 3, dim=1)] == [2, 2, 1]
     assert not logits.is_computed
 
 
@@ -126,3 +130,50 @@ def test_a_loss_and_logits_returned_beside_it_hold_no_cycle(head: nn.Linear) -> 
 def test_without_gradients_the_layer_runs_as_it_is(head: nn.Linear) -> None:
     with torch.no_grad(), splitting(nn.Sequential(head), [Split("0", 3)]):
         assert type(head(HIDDEN)) is Tensor
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_layer_with_backward_hooks_runs_as_it_is(
+    kind: str, head: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    hidden = HIDDEN.clone().requires_grad_()
+
+    def gradient(num_parts: int) -> Tensor:
+        with splitting(nn.Sequential(head), [Split("0", num_parts)]):
+            (found,) = torch.autograd.grad(head(hidden).square().sum(), hidden)
+        return found
+
+    plain = gradient(1)
+    handle = getattr(head, kind)(lambda module, gradients, *rest: (3 * gradients[0],))
+    assert torch.allclose(gradient(3), 3 * plain, rtol=1e-5)
+    assert "a backward hook is registered on it" in caplog.text
+    handle.remove()
+
+
+def test_gradients_of_logits_are_given_before_a_loss_and_refused_after(head: nn.Linear) -> None:
+    def loss_of(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.view(-1, 11), torch.zeros(10, dtype=torch.long))
+
+    logits, plain = lazy_output(head), head(HIDDEN)
+    for each in (logits, plain):
+        each.retain_grad()
+        loss_of(each).backward()
+    assert torch.equal(logits.grad, plain.grad)
+    for ask in (
+        lambda logits, loss: logits.register_hook(print),
+        lambda logits, loss: logits.retain_grad(),
+        lambda logits, loss: torch.autograd.grad(loss, logits),
+    ):
+        logits = lazy_output(head)
+        loss = loss_of(logits)
+        with pytest.raises(LowtideError, match="computed in parts"):
+            ask(logits, loss)  # type: ignore[no-untyped-call]
+
+
+def test_a_metric_without_gradients_computes_none(head: nn.Linear) -> None:
+    """Of logits that need a gradient: the loss under no_grad has none and takes no memory for one."""
+    logits = lazy_output(head)
+    with torch.no_grad():
+        metric = F.cross_entropy(logits.view(-1, 11), torch.zeros(10, dtype=torch.long))
+    assert not metric.requires_grad and not logits.chain.heads[0].has_loss and not logits.is_computed
+    assert torch.allclose(metric, F.cross_entropy(head(HIDDEN).view(-1, 11), torch.zeros(10, dtype=torch.long)))

@@ -169,6 +169,11 @@ def op_argument_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def op_defaults(op: Any) -> dict[str, Any]:
+    """Map the names of an op's arguments to their defaults, None where there is none. Obsolete with a public schema."""
+    return {argument.name: argument.default_value for argument in op._schema.arguments}
+
+
 class ReadGuard(PlainDispatchMode):
     """A dispatch mode that calls `refuse(tensor)` when an op reads one of `tensors` or an alias of it.
 

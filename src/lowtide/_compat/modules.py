@@ -24,6 +24,9 @@ register_optimizer_step_pre_hook: Callable[..., Any] = required(
 WeakTensorKeyDictionary: Callable[[], Any] = required(
     "torch.utils.weak.WeakTensorKeyDictionary", "the engine cannot keep facts about tensors between steps"
 )
+# Hooks of all modules, which torch changes in place.
+_backward_hooks = optional("torch.nn.modules.module._global_backward_hooks", {})
+_backward_pre_hooks = optional("torch.nn.modules.module._global_backward_pre_hooks", {})
 _forward_hooks_with_kwargs = optional("torch.nn.modules.module._global_forward_hooks_with_kwargs", {})
 
 
@@ -54,6 +57,11 @@ def child_modules(module: nn.Module) -> dict[str, Any]:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether hooks run around the module's forward. Obsolete with a public function that lists them."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks wait for the gradient of the module's output. Obsolete like `has_forward_hooks`."""
+    return bool(module._backward_pre_hooks or module._backward_hooks or _backward_pre_hooks or _backward_hooks)
 
 
 def child_name(parent: nn.Module, child: nn.Module) -> str | None:

@@ -5,14 +5,15 @@ seconds, and the solver plans regions and moves for it. So the search over split
 solver. It first finds what can be split: output layers whose logits reach the loss without being read otherwise, and
 token-wise modules that need several times the memory of their input. It then looks for the fewest parts with which a
 plan fits, for the loss alone, and if that is not enough for the token-wise modules too. Peaks are interpolated between
-one part and the most parts. A step split four times as finely is solved as well: memory that the loss does not need may
-save more time elsewhere.
+one part and some parts. The step with the finer parts is solved as well: memory that the loss does not need may save
+more time elsewhere.
 
-Probing traces run on fake tensors. Graphs for which plans are returned are traced as the plain step was: for real if it
-was, so that their seconds can be compared.
+All traces of split steps run on fake tensors, once each. If the plain step was measured, their ops get its measured
+seconds (`graph.transferred_costs`), so that plans can be compared.
 
-Cost: a trace to find what can be split, one or two to interpolate between, and a trace and a search for each of the two
-numbers of parts that are solved for.
+Cost: a trace with 16 parts of the loss, which also finds what can be split, one with as few parts as will do, and a
+search on each. Only where these do not reach the budget, up to three traces more: with the most parts of the loss, and
+with some and the most parts of token-wise modules.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.graph.step_graph import Split, StepGraph
+from lowtide.graph.transferred_costs import with_costs_of
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
@@ -47,10 +49,13 @@ _FEWEST_ROWS, _FEWEST_ROWS_ON_CPU = 128, 16
 # The most parts of the loss, and ops of all slices, that are tried: every part adds ops to the graph, some twenty for
 # the loss, and the time of tracing and planning grows with them.
 _MOST_LOSS_PARTS, _MOST_TOKEN_OPS = 64, 12_000
+# Parts of the loss and of token-wise modules in the first trace, from which peaks of fewer parts are interpolated.
+_FIRST_LOSS_PARTS, _FIRST_TOKEN_PARTS = 16, 4
 _MOST_SEARCHED_OPS = 3_000  # above, the floor is estimated from the usual checkpoints
 # Outputs and insides of modules below this share of the activations at the peak are not worth a split.
 _LEAST_SHARE = 0.002
-_FINER = 4  # a plan is also made with this many times as many parts
+# Where other memory than that of the parts makes the peak, one part takes at most this share of the budget.
+_SHARE_OF_BUDGET = 16
 _PROBE_S = 2.0  # of searching for a floor
 _LEAST_GAIN = 0.99  # parts that lower the floor by less than 1 % are not used
 
@@ -80,9 +85,8 @@ class SplitSearch:
         self._model, self._loss_fn, self._args, self._optimizer = model, loss_fn, args, optimizer
         self._plain, self._limits, self._device = plain, limits, device
         self._by_path = dict(model.named_modules(remove_duplicate=False))
-        self._probed: dict[Splits, StepGraph] = {}
         self._peaks: dict[Splits, int] = {}
-        self._traced: dict[Splits, StepGraph] = {(): plain}
+        self._graphs: dict[Splits, StepGraph] = {(): plain}
 
     def solve(self, budget: int | str) -> Plan:
         """The fastest plan predicted within `budget`, with or without splits.
@@ -147,34 +151,55 @@ class SplitSearch:
             finest = (*finest, *self._tokens(number))
         if not finest:
             return 0
-        graph = self._probe(finest)
+        graph = self.graph(finest)
         if len(graph.ops) > _MOST_SEARCHED_OPS:
             return self._least_peak(finest)
         return search_for(graph, "eager", self._limits.host, _PROBE_S, self._limits.lossy).floor.peak_bytes
 
     def graph(self, splits: Splits) -> StepGraph:
-        """The trace of the step with these splits, real if that of the plain step was."""
-        if splits not in self._traced:
-            mode = "real" if self._plain.is_measured else "fake"
-            self._traced[splits] = self._trace(splits, mode)
-        return self._traced[splits]
+        """The trace of the step with these splits, with measured costs if the plain step was measured."""
+        if splits not in self._graphs:
+            with splitting(self._model, splits, is_quiet=True):
+                self._add(splits, self._traced())
+        return self._graphs[splits]
+
+    def _add(self, splits: Splits, graph: StepGraph) -> None:
+        if self._plain.is_measured and not graph.is_measured:
+            graph = with_costs_of(graph, self._plain)
+        self._graphs[splits] = replace(graph, splits=splits)
+
+    def _traced(self) -> StepGraph:
+        facts = {"optimizer": self._optimizer, "device": self._device}
+        try:
+            return trace_once(self._model, self._loss_fn, *self._args, **facts)
+        except FakeTraceError:
+            return trace(self._model, self._loss_fn, *self._args, **facts)
 
     def _chosen(self, budget_bytes: int) -> list[Splits]:
-        """The splits to solve for: the fewest parts that fit and finer ones, or the smallest peak if none fits."""
+        """The splits to solve for: the fewest parts that fit and finer ones, or those of the smallest peaks."""
         base: Splits = ()
-        for parts, numbers in ((self._losses, self._loss_numbers), (self._tokens, self._token_numbers)):
+        chosen: list[Splits] = []
+        for parts, numbers, first in (
+            (self._losses, self._loss_numbers, _FIRST_LOSS_PARTS),
+            (self._tokens, self._token_numbers, _FIRST_TOKEN_PARTS),
+        ):
             if not numbers:
                 continue
-            finest = (*base, *parts(numbers[-1]))
-            least = self._least_peak(finest)
-            if least > _LEAST_GAIN * self._least_peak(base):
+            whole, most = self._least_peak(base), min(first, numbers[-1])
+            least = self._least_peak((*base, *parts(most)))
+            if least - (whole - least) / most <= budget_bytes < least:  # smaller parts may fit
+                most = numbers[-1]
+                least = self._least_peak((*base, *parts(most)))
+            if least > _LEAST_GAIN * whole:
                 continue
-            number = self._fewest(base, finest, numbers, budget_bytes)
-            if number is not None:
-                finer = min(_FINER * number, numbers[-1])
-                return list(dict.fromkeys([(*base, *parts(number)), (*base, *parts(finer))]))
-            base = (*base, *parts(self._fewest(base, finest, numbers, int(least / _LEAST_GAIN)) or numbers[-1]))
-        return [base] if base else []
+            tried = [number for number in numbers if number <= most]
+            number = self._fewest(base, (*base, *parts(most)), tried, budget_bytes)
+            if number is not None:  # the trace of the finer parts exists
+                return list(dict.fromkeys([*chosen, (*base, *parts(number)), (*base, *parts(most))]))
+            small = [number for number in numbers if _SHARE_OF_BUDGET * (whole - least) <= number * budget_bytes]
+            base = (*base, *parts(min(small, default=numbers[-1])))
+            chosen.append(base)
+        return chosen
 
     def _fewest(self, base: Splits, finest: Splits, numbers: Sequence[int], limit_bytes: int) -> int | None:
         """The fewest parts with a peak within `limit_bytes`, interpolated between one part and the most; None if none.
@@ -191,32 +216,11 @@ class SplitSearch:
     def _least_peak(self, splits: Splits) -> int:
         """The smallest simulated peak of the usual checkpoints: an upper bound of the floor, for little work."""
         if splits not in self._peaks:
-            graph = self._probe(splits)
+            graph = self.graph(splits)
             plans = reference_plans(graph).values()
             peaks = [simulate(graph).peak_bytes, *(simulate(graph, plan).peak_bytes for plan in plans)]
             self._peaks[splits] = min(peaks)
         return self._peaks[splits]
-
-    def _probe(self, splits: Splits) -> StepGraph:
-        if splits in self._traced:
-            return self._traced[splits]
-        if splits not in self._probed:
-            self._probed[splits] = self._trace(splits, "fake")
-        return self._probed[splits]
-
-    def _trace(self, splits: Splits, mode: Any) -> StepGraph:
-        with splitting(self._model, splits, is_quiet=True):
-            graph = self._run(mode)
-        return replace(graph, splits=splits)
-
-    def _run(self, mode: Any) -> StepGraph:
-        facts = {"optimizer": self._optimizer, "device": self._device}
-        try:
-            if mode == "fake" and self._device is None:
-                return trace_once(self._model, self._loss_fn, *self._args, optimizer=self._optimizer)
-            return trace(self._model, self._loss_fn, *self._args, mode=mode, **facts)
-        except FakeTraceError:
-            return trace(self._model, self._loss_fn, *self._args, **facts)
 
     # What can be split.
 
@@ -246,13 +250,13 @@ class SplitSearch:
     def _facts(self) -> tuple[dict[str, int], dict[str, int]]:
         """Output layers and token-wise modules that can be split, with the rows of each. Takes one trace."""
         rows = self._plausible_heads()
-        number = max(self._numbers(max(rows.values(), default=0), _MOST_LOSS_PARTS), default=2)
+        number = max(self._numbers(max(rows.values(), default=0), _FIRST_LOSS_PARTS), default=2)
         heads = tuple(Split(path, number) for path in rows)
         with _noted_inputs(self._by_path) as seen, splitting(self._model, heads, is_quiet=True) as runners:
-            graph = self._run("fake")
+            graph = self._traced()
         losses = {each.split.path: each.num_rows for each in runners if each.num_calls and not each.num_whole}
         if len(losses) == len(heads):
-            self._probed[heads] = replace(graph, splits=heads)
+            self._add(heads, graph)
         return losses, self._token_wise(seen)
 
     def _plausible_heads(self) -> dict[str, int]:

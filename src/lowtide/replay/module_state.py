@@ -241,6 +241,11 @@ class ModuleSnapshot:
             and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
         )
 
+    def binds_same_objects(self) -> bool:
+        """Return whether all names are bound as before, and containers have the same contents."""
+        has_same_contents = self._containers is None or self._containers.are_unchanged()
+        return self.tree.are_bound_to(self.values) and has_same_contents
+
     def has_same_parts(self) -> bool:
         """Return whether the same tensors are to be copied as for this, if the names are bound as before."""
         is_unchanged = self._containers is None or self._containers.are_unchanged()

@@ -55,6 +55,7 @@ class HeadCall:
         self.members: list[weakref.ref[Any]] = []  # lazy tensors made of this output
         self.dtype = _compute_dtype(hidden)
         self.needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in self.tensors)
+        self.has_loss = False  # whether a loss in parts was computed, which has no gradient of the logits
         self._versions = _compat.versions_of(self.tensors)
 
     @property
@@ -68,6 +69,11 @@ class HeadCall:
     @property
     def num_rows(self) -> int:
         return self.hidden.shape[:-1].numel()
+
+    @property
+    def part_rows(self) -> int:
+        """How many rows a part has at most."""
+        return next(end for _, end in row_ranges(self.num_rows, self.num_parts))
 
     def detached(self) -> HeadCall:
         """The same call without gradients."""
@@ -121,7 +127,9 @@ def _inputs(heads: Sequence[HeadCall]) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for head in heads:
         tensors = (head.hidden, head.weight, head.bias)
-        found += tensors if head.needs_grad else [None if each is None else each.detach() for each in tensors]
+        needs_grad = head.needs_grad and torch.is_grad_enabled()
+        head.has_loss = head.has_loss or needs_grad
+        found += tensors if needs_grad else [None if each is None else each.detach() for each in tensors]
     return found
 
 
@@ -141,7 +149,8 @@ class _Job:
             head.check_unchanged()
 
     def parts(self) -> list[tuple[int, int]]:
-        return list(row_ranges(self.layout.num_rows, max(head.num_parts for head in self.heads)))
+        size = min(head.part_rows for head in self.heads)
+        return list(row_ranges(self.layout.num_rows, -(-self.layout.num_rows // size)))
 
     def passes(self, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[_HeadPass]:
         """One pass over the rows for each head. `needs` says which of its three tensors need a gradient."""

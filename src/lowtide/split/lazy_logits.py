@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.errors import LowtideError
 from lowtide.replay.environment import modes_now
 from lowtide.split.chunked_loss import HeadCall
 from lowtide.split.row_chain import RowChain, autocast_as
@@ -117,6 +118,7 @@ class LazyLogits(Tensor):
                 return f"LazyLogits(shape={tuple(lazy.row_layout.shape)}, dtype={lazy.probe.dtype}, not computed)"
         args, kwargs = _with_known(args, kwargs)
         if any(True for _ in lazies_in((args, kwargs))):
+            _refuse_gradients_after_loss(name, args, kwargs)
             handler = HANDLERS.get(name)
             if handler is not None and "out" not in kwargs:
                 found = handler(func, args, kwargs)
@@ -220,6 +222,19 @@ def _with_known(args: Any, kwargs: Any) -> Any:
 def _plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with _compat.without_torch_function():
         return func(*args, **kwargs)
+
+
+def _refuse_gradients_after_loss(name: str, args: Any, kwargs: Any) -> None:
+    """Raise if a gradient of logits is asked for after a loss: the loss has no node for them, so none would arrive."""
+    if name == "grad":
+        wanted = kwargs.get("inputs", args[1:2])
+    else:
+        wanted = args[:1] if name in ("register_hook", "retain_grad") else ()
+    if any(head.has_loss for lazy in lazies_in(wanted) for head in lazy.chain.heads):
+        raise LowtideError(
+            f"{name} on logits whose loss split=True has computed in parts: they have no gradient. Ask for it before "
+            "the loss is computed (the logits are then computed in full), or fit without split=True."
+        )
 
 
 def _is_in_place(name: str) -> bool:

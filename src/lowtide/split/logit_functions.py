@@ -9,6 +9,7 @@ arguments that it has no rule for: the logits are then computed in full.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,36 @@ def _contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 or kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
         return NotImplemented
     return LazyLogits(lazy.chain, lazy.row_layout.compacted(), lazy.probe, (func, args, kwargs))
+
+
+@_handles("unbind", "__iter__")
+def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if lazy.row_layout.vocab_dim == dim % lazy.dim():
+        return NotImplemented
+    parts = tuple(lazy.select(dim, index) for index in range(lazy.shape[dim]))
+    return iter(parts) if func.__name__ == "__iter__" else parts
+
+
+@_handles("split", "chunk", "tensor_split")
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, dim = args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    if not isinstance(lazy, LazyLogits) or not isinstance(dim, int):
+        return NotImplemented
+    with _compat.without_torch_function(), _compat.without_modes():
+        indices = torch.empty(lazy.shape, dtype=torch.int8, device="meta")
+        sizes = [part.shape[dim] for part in func(indices, *args[1:], **kwargs)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(lazy.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
+
+
+_NEW = "new_empty new_full new_ones new_tensor new_zeros".split()
+
+
+@_handles(*_NEW)
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, *rest = args
+    return func(lazy.probe, *rest, **kwargs) if _is_lazy_alone(lazy, (rest, kwargs)) else NotImplemented
 
 
 def _changed(lazy: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], *, copies: bool) -> Any:

@@ -92,7 +92,7 @@ class RowChain:
 def aligned(tensor: Tensor, layout: RowLayout) -> AlignedRows | Tensor | None:
     """A tensor that is combined with logits of this layout, as an argument of a chain; None if that is not possible.
 
-    It may be a number, have the shape of the logits, or one value per column or per row.
+    It may be a number, have the shape of the logits, or be broadcast to it from one value per column or per row.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         return None  # its gradient would have to be summed over the rows
@@ -101,13 +101,16 @@ def aligned(tensor: Tensor, layout: RowLayout) -> AlignedRows | Tensor | None:
     if tuple(tensor.shape) == layout.shape:
         matrix = layout.matrix_of(tensor)
         return None if matrix is None else AlignedRows(matrix)
-    if layout.vocab_dim != len(layout.shape) - 1:
+    if layout.vocab_dim != len(layout.shape) - 1 or tensor.dim() > len(layout.shape):
         return None
-    if tuple(tensor.shape) == (layout.vocab_size,):
-        return tensor
-    if tuple(tensor.shape) == (*layout.row_shape, 1):
-        return AlignedRows(tensor.reshape(-1, 1))
-    return None
+    if tensor.numel() == tensor.shape[-1] == layout.vocab_size:
+        return tensor.reshape(-1)
+    if tensor.shape[-1] != 1:
+        return None  # a value for each word and some rows: it would have to be copied for the others
+    try:
+        return AlignedRows(tensor.expand(*layout.row_shape, 1).reshape(-1, 1))
+    except RuntimeError:  # it does not fit: the real op will raise
+        return None
 
 
 def autocast_as(wanted: Autocast) -> AbstractContextManager[Any]:

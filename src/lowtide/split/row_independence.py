@@ -12,7 +12,7 @@ Cost: one run of the module without memory or arithmetic, a few milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
+from lowtide.replay.module_state import ModuleTree
 from lowtide.replay.op_facts import facts_of
 
 _NUM_TOKENS = 1009  # a prime, so that no reshape can hide it in a product of other sizes
@@ -49,7 +50,7 @@ def why_not_row_wise(module: nn.Module, forward: Callable[..., Any], width: int,
         }
     if any(_NUM_TOKENS in tensor.shape for tensor in slots.values()):
         return f"a parameter has a dimension of {_NUM_TOKENS}, which the proof uses for the tokens"
-    follower = _Follower(tokens)
+    follower = _Follower(tokens, slots.values())
     try:
         with torch.no_grad(), _compat.without_modes(), torch.random.fork_rng(devices=[]), follower:
             output = torch.func.functional_call(_Bare(module, forward), _below(slots), (tokens,))
@@ -73,7 +74,15 @@ class _Bare(nn.Module):
         self.training = module.training
 
     def forward(self, tokens: Tensor) -> Any:
-        return self._function(tokens)
+        state = ModuleTree(self.module).snapshot()
+        assert state is not None
+        try:
+            output = self._function(tokens)
+            if not state.binds_same_objects():
+                raise _NotRowWise("it changes its attributes: slices would change them more often, and to other values")
+            return output
+        finally:
+            state.restore(is_done=False)  # its attributes hold no tensors without values then
 
 
 def _below(slots: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,8 +92,9 @@ def _below(slots: dict[str, Tensor]) -> dict[str, Tensor]:
 class _Follower(_compat.PlainDispatchMode):
     """Follows the tensors that hold one row for each token; raises `_NotRowWise` at the first op without a rule."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, state: Iterable[Tensor]) -> None:
         super().__init__()
+        self._state = set(map(id, state))  # parameters and buffers
         self._with_rows: dict[int, Tensor] = {id(tokens): tokens}  # the tensors are held so that ids stay unique
 
     def has_rows(self, tensor: Tensor) -> bool:
@@ -93,13 +103,15 @@ class _Follower(_compat.PlainDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        written = facts_of(func).written_tensors(args, kwargs)
+        if any(id(tensor) in self._state for tensor in written):
+            raise _NotRowWise(f"{facts_of(func).name} writes to a parameter or buffer")
         given = [tensor for tensor in tensors_in((args, kwargs)) if self.has_rows(tensor)]
         if not given:
             return out
         name = facts_of(func).name.split(".")[1]
         others = [tensor for tensor in tensors_in((args, kwargs)) if not self.has_rows(tensor)]
         made = list(tensors_in(out))
-        written = facts_of(func).written_tensors(args, kwargs)
         if all(self.has_rows(tensor) for tensor in written):
             problem = _problem(func, name, args, kwargs, given, others, made)
         else:
@@ -183,11 +195,9 @@ def _product_problem(name: str, args: Sequence[Any], first: Tensor, num: int) ->
 
 def _dim_problem(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], first: Tensor, num: int) -> str:
     """For an op along some dimensions: whether these leave the tokens alone."""
-    names = _compat.op_argument_names(func)
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    defaults = _compat.op_defaults(func)
+    named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
     dims = named.get("dim", named.get("dims"))
-    if dims is None:
-        dims = 0 if "dim" in names and name in _ALONG_ONE else None
     if dims is None:
         return "reduces over the tokens"
     ndim = first.dim() + (name == "unsqueeze")

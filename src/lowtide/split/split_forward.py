@@ -56,6 +56,9 @@ class SplitForward:
             return forward(*args, **kwargs)
         if len(list(row_ranges(tokens.shape[:-1].numel(), self.split.num_parts))) < 2:
             return forward(*args, **kwargs)  # one part: the plain step, to the bit
+        if self.split.kind == "loss" and _compat.has_backward_hooks(module):  # they wait for a gradient of the logits
+            self._log("a backward hook is registered on it")
+            return forward(*args, **kwargs)
         self.num_calls, self.num_rows = self.num_calls + 1, tokens.shape[:-1].numel()
         if self.split.kind == "loss":
             return self._lazy(module, tokens)
@@ -82,7 +85,7 @@ class SplitForward:
         """Whether the module treats every token alike: the proof, and once real values are there, these too."""
         why = why_not_row_wise(module, forward, tokens.shape[-1], tokens.dtype, tokens.dim())
         has_values = type(tokens) in _compat.PLAIN_TYPES and not tokens.is_meta
-        if not why and has_values and not values_agree(module, forward, tokens):
+        if not why and has_values and not values_agree(module, forward, tokens, self.split.num_parts):
             why = "its output for some tokens changes when others are left out"
         if why:
             self._refused = why

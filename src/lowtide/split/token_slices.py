@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.errors import LowtideError
+from lowtide.errors import ChangedInPlaceError, LowtideError
 from lowtide.replay.environment import Environment, RandomStates
+from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.split.chunked_loss import row_ranges
 
 Forward = Callable[..., Tensor]
@@ -36,7 +37,8 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, t
 def run_in_slices(module: nn.Module, forward: Forward, tokens: Tensor, num_parts: int) -> Tensor:
     """`forward(tokens)`, in up to `num_parts` slices along all dimensions but the last."""
     parameters = [each for each in module.parameters() if each.requires_grad]
-    job = _SliceJob(forward, tokens, parameters, num_parts)
+    has_values = type(tokens) in _compat.PLAIN_TYPES and not tokens.is_meta
+    job = _SliceJob(forward, tokens, parameters, num_parts, snapshot_of(module) if has_values else None)
     return _Slices.apply(job, _SavedInput.apply(job, tokens, *parameters))
 
 
@@ -46,14 +48,36 @@ def sliced(tokens: Tensor, start: int, end: int) -> Tensor:
 
 
 class _SliceJob:
-    """One call of a module: its input while the forward runs, and the environment of each slice for its replay."""
+    """One call of a module: its input while the forward runs, its state and each slice's environment for the replay.
 
-    def __init__(self, forward: Forward, tokens: Tensor, parameters: list[nn.Parameter], num_parts: int) -> None:
-        self.forward, self.parameters = forward, parameters
+    `state` is None in a trace on fake tensors, where nothing can change between forward and backward.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        tokens: Tensor,
+        parameters: list[nn.Parameter],
+        num_parts: int,
+        state: ModuleSnapshot | None,
+    ) -> None:
+        self.forward, self.parameters, self.state = forward, parameters, state
         self.parts = list(row_ranges(tokens.shape[:-1].numel(), num_parts))
         self.tokens: Tensor | None = tokens.detach()
         self.environments: list[Environment] = []
         self.gradient: Tensor | None = None  # of the output, from one node's backward to the other's
+
+    def restore(self) -> Callable[[], None]:
+        """Give the module the state that it had in the forward; call the result to give it the present one back."""
+        if self.state is None:
+            return lambda: None
+        lost = self.state.lost()
+        if lost:
+            raise ChangedInPlaceError(
+                f"{lost[0][0]} was changed in place between forward and backward of a module that split=True runs in "
+                "slices, so its slices cannot be run again. Call backward() first."
+            )
+        return self.state.restore()
 
 
 class _SavedInput(torch.autograd.Function):
@@ -79,26 +103,29 @@ class _SavedInput(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         for_tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format) if needs[0] else None
         sums: list[Tensor | None] = [None] * len(parameters)
-        for (start, end), environment in zip(job.parts, job.environments, strict=True):
-            part = sliced(tokens, start, end).detach().requires_grad_(needs[0])
-            undo = environment.restore()
-            try:
-                with torch.enable_grad():
-                    output = job.forward(part)
-            finally:
-                undo()
-            wanted = [part, *parameters] if needs[0] else parameters
-            found = list(
-                torch.autograd.grad(output, wanted, sliced(gradient, start, end).view(output.shape), allow_unused=True)
-            )
-            del output, part, wanted
-            if for_tokens is not None:
-                own = found.pop(0)
-                where = sliced(for_tokens, start, end)
-                where.zero_() if own is None else where.copy_(own)
-                del own
-            _add(sums, found)
-            del found
+        undo_state = job.restore()
+        try:
+            for (start, end), environment in zip(job.parts, job.environments, strict=True):
+                part = sliced(tokens, start, end).detach().requires_grad_(needs[0])
+                undo = environment.restore()
+                try:
+                    with torch.enable_grad():
+                        output = job.forward(part)
+                finally:
+                    undo()
+                wanted = [part, *parameters] if needs[0] else parameters
+                towards = sliced(gradient, start, end).view(output.shape)
+                found = list(torch.autograd.grad(output, wanted, towards, allow_unused=True))
+                del output, part, wanted, towards
+                if for_tokens is not None:
+                    own = found.pop(0)
+                    where = sliced(for_tokens, start, end)
+                    where.zero_() if own is None else where.copy_(own)
+                    del own
+                _add(sums, found)
+                del found
+        finally:
+            undo_state()
         finished = [None if each is None else each.to(one.dtype) for each, one in zip(sums, parameters, strict=True)]
         return None, for_tokens, *finished
 
@@ -123,8 +150,9 @@ class _Slices(torch.autograd.Function):
         tokens, job.tokens = job.tokens, None
         assert tokens is not None
         whole: Tensor | None = None
+        generators = () if job.state is None else job.state.generators()
         for start, end in job.parts:
-            environment = Environment([tokens.device], (), preserve_rng_state=True)
+            environment = Environment([tokens.device], generators, preserve_rng_state=True)
             part = job.forward(sliced(tokens, start, end))
             environment.drew()
             job.environments.append(environment)
@@ -133,6 +161,8 @@ class _Slices(torch.autograd.Function):
             sliced(whole, start, end).copy_(part)
             del part
         assert whole is not None
+        if job.state is not None:
+            job.state = job.state.forward_done(runs_all=True)
         return whole
 
     @staticmethod
@@ -141,29 +171,32 @@ class _Slices(torch.autograd.Function):
         return None, gradient.new_empty(0)
 
 
-def values_agree(module: nn.Module, forward: Forward, tokens: Tensor) -> bool:
-    """Whether the module gives the same for a few tokens together and in two slices, up to rounding.
+def values_agree(module: nn.Module, forward: Forward, tokens: Tensor, num_parts: int = 2) -> bool:
+    """Whether the module gives the same for a few tokens together and in slices, up to rounding.
 
-    It runs in evaluation mode for this, without dropout. Random states are as before.
+    The slices are two halves, and as many tokens as the first and the last of `num_parts` slices have. The module runs
+    in evaluation mode for this, without dropout. Random states are as before.
     """
     num_rows = min(_MOST_CHECKED_ROWS, tokens.shape[:-1].numel())
     if num_rows < 2:
         return True
     some = sliced(tokens.detach(), 0, num_rows)
+    parts = list(row_ranges(tokens.shape[:-1].numel(), num_parts))
+    sizes = {end - start for start, end in (parts[0], parts[-1])}
+    ranges = [*row_ranges(num_rows, 2), *((0, size) for size in sorted(sizes) if size < num_rows)]
     modes = {each: each.training for each in module.modules()}
     states = RandomStates([tokens.device])
     try:
         module.eval()
         with torch.no_grad(), _compat.without_modes():
             whole = forward(some)
-            halves = [forward(sliced(some, *part)) for part in row_ranges(num_rows, 2)]
-        if any(half.shape[:-2] != whole.shape[:-2] for half in halves):
-            return False
-        together = torch.cat(halves, -2)
-        if together.shape != whole.shape:
-            return False
-        scale = float(whole.abs().max()) or 1.0
-        return float((together - whole).abs().max()) <= _TOLERANCES.get(whole.dtype, 1e-3) * scale
+            scale = float(whole.abs().max()) or 1.0
+            most = _TOLERANCES.get(whole.dtype, 1e-3) * scale
+            for start, end in ranges:
+                part, same = forward(sliced(some, start, end)), whole[..., start:end, :]
+                if part.shape != same.shape or not float((part - same).abs().max()) <= most:
+                    return False
+        return True
     finally:
         states.set()
         for each, training in modes.items():

@@ -180,7 +180,7 @@ class Recorder(_compat.PlainDispatchMode):
     def _find_used(self, position: int) -> None:
         for index in list(self._in_use):
             value = self.values[index]
-            if value.uses is None or value.uses.count() <= value.num_aliases:
+            if value.uses is None or value.uses.count() <= value.num_saved:
                 for save in self._in_use.pop(index):
                     save.used = position if save.used < 0 else save.used
 
@@ -312,6 +312,7 @@ class Recorder(_compat.PlainDispatchMode):
         saves = []
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
+            self.values[index].num_saved += self.num_forward < 0
             self.values[index].note_saved(tensor, is_plain=type(tensor) in _seen_through())
             saves.append(
                 RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0, number=self._number_save(call))
@@ -348,7 +349,10 @@ class Recorder(_compat.PlainDispatchMode):
                 save.used = save.released
             value = self.values[save.value]
             value.num_aliases -= 1
-            if save.in_backward and save.value not in self._polled:  # no plan drops it: counts as a Python reference
+            value.num_saved -= not save.in_backward
+            if save.in_backward and not value.num_saved and save.value not in self._polled:
+                # Saved by a replay in the backward, which no plan changes: counts as a Python reference. If a save of
+                # the forward is still there, the replay has got the value from that.
                 value.dropped = max(value.dropped, save.released)
             if not value.num_aliases and save.value not in self._polled and value.born >= 0:
                 self._forget(value)

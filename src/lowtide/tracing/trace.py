@@ -228,7 +228,7 @@ def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
 
     with contextlib.suppress(Exception):  # the step may run on real tensors only; else the real trace raises
         # If a plain step fits, the real trace checks that the step does not vary.
-        predicted = _trace_fake(model, loss_fn, args, optimizer, setting, fits if ranks.is_alone else None)
+        predicted = _trace_fake(model, loss_fn, args, optimizer, setting, fits if ranks.is_alone else False)
     if ranks.any(predicted is None, "trace on fake tensors") or predicted is None:
         return _trace_real(model, loss_fn, args, optimizer, setting)
     if ranks.all(fits(predicted), "whether a plain step fits"):
@@ -252,10 +252,16 @@ def _needed_bytes(graph: StepGraph) -> int:
 
 
 @one_at_a_time
-def trace_once(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any, optimizer: Any = None) -> StepGraph:
+def trace_once(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *args: Any,
+    optimizer: Any = None,
+    device: torch.device | str | None = None,
+) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
     with CacheOff(model):
-        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, None), lambda graph: True)
+        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, device), is_enough=True)
 
 
 def _trace_fake(
@@ -264,7 +270,7 @@ def _trace_fake(
     args: Any,
     optimizer: Any,
     setting: _Setting,
-    is_enough: Callable[[StepGraph], bool] | None = None,
+    is_enough: Callable[[StepGraph], bool] | bool = False,
 ) -> StepGraph:
     """Trace on fake tensors. A step is recorded twice, to see whether it varies, unless the first graph `is_enough`."""
     if _compat.gathered_units(model):
@@ -279,7 +285,7 @@ def _trace_fake(
         return _predicted_graph(recorder, optimizer, setting, unseen_bytes)
 
     def can_stop(recorder: Recorder) -> bool:
-        return is_enough is not None and is_enough(graph_of(recorder))
+        return is_enough if isinstance(is_enough, bool) else is_enough(graph_of(recorder))
 
     try:
         with fakes_hidden_from_transformers():

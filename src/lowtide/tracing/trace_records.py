@@ -80,7 +80,8 @@ class RawOp:
 class RawValue:
     """One storage: the op that made it (-1: before the step) and when Python dropped its last reference.
 
-    `num_aliases` counts the recorder's own references, one for each live saved tensor.
+    `num_aliases` counts the recorder's own references, one for each live saved tensor; `num_saved` those of them that
+    were saved in the forward.
     """
 
     bytes: int
@@ -90,6 +91,7 @@ class RawValue:
     uses: _compat.StorageUses | None
     dropped: int = -1
     num_aliases: int = 0
+    num_saved: int = 0
     item_bytes: int | None = None  # unknown until it is saved; 0: codecs cannot encode it
     row_length: int = 1
     is_settled: bool = False  # equal in every replay: integers, and results computed from settled values only
