@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.profiler import profile, record_function
@@ -26,6 +28,20 @@ def test_peaks_within_marks() -> None:
 
     peaks = profiler.cpu_peaks_within(call, "here")
     assert [peak // BYTES for peak in peaks] == [1, 2], "events of record_function have no times, or other names"
+
+
+def test_releases_in_threads_without_a_profiler() -> None:
+    """gloo's threads release the last reference to the input of a collective now and then."""
+
+    def call() -> None:
+        for _ in range(8):
+            held = [torch.empty(BYTES, dtype=torch.uint8).zero_()]
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+
+    totals = profiler.cpu_allocation_totals(call)
+    assert max(totals) < 2 * BYTES, "memory events have no addresses, or other threads do not reuse them"
 
 
 def test_an_active_profiler_is_seen() -> None:
