@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.api.measure import measure
-from lowtide.distributed.agreement import plan_hash, sendable
+from lowtide.distributed.agreement import plan_hash
 from lowtide.distributed.data_parallel import unwrapped
 from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
@@ -214,7 +214,7 @@ class _PipelineFit:
             for stage in self._stages:
                 stage.find_plans(self._time_limit_s)
             if keys.index(key) == self._ranks.rank:
-                made = [[sendable(plan) for plan in stage.plans] for stage in self._stages]
+                made = [[replace(plan, graph=None) for plan in stage.plans] for stage in self._stages]
         plans = self._ranks.gathered(made, "plans of stages")[keys.index(key)]
         for stage, own in zip(self._stages, plans, strict=True):
             stage.plans = own
