@@ -84,6 +84,7 @@ from lowtide._compat.dispatch import (
 from lowtide._compat.distributed import (
     fake_process_group,
     finished_collective,
+    flat_parameter_wrappers,
     gathered_parameters,
     gathered_units,
     group_timeout,
@@ -244,6 +245,7 @@ __all__ = [
     "fills_later",
     "find_torch_checkpoint",
     "finished_collective",
+    "flat_parameter_wrappers",
     "flattened",
     "flop_formula",
     "foreach_rule",

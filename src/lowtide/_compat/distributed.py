@@ -67,6 +67,12 @@ def gathered_units(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
+def flat_parameter_wrappers(model: nn.Module) -> list[nn.Module]:
+    """List the modules of a model that are wrapped in `FullyShardedDataParallel` (FSDP1). Obsolete with FSDP1."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
+
+
 def gathered_parameters(model: nn.Module) -> list[list[Tensor]]:
     """List, for each group of parameters that FSDP2 gathers at once, the tensors that are allocated for it.
 
