@@ -161,7 +161,8 @@ class _PipelineFit:
             if not any(are_over):
                 most = {stage: max(counts[stage] for counts in self._in_flight) for stage in self._in_flight[0]}
                 return PipelineHandle(dict(self._handles), most, peak_bytes)
-            missing_bytes += max(0, excess)
+            if excess > 0:
+                missing_bytes = max(missing_bytes, peak_bytes - self._predicted(chosen))
             chosen += any(are_over[rank] for rank in self._same)
         raise InfeasibleBudgetError(
             f"no plan kept the stages within their budgets in {_MAX_ROUNDS} rounds; this rank has "
