@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import _compat
+from lowtide.graph.step_graph import KEPT_IN_PLACE
 
 
 @pytest.fixture
@@ -43,3 +46,30 @@ def test_gathered_parameters_of_fsdp(alone: None) -> None:
     assert type(shard) is torch.Tensor and _compat.local_bytes(model[0].weight) == 64, (
         "DTensor lists its parts otherwise"
     )
+
+
+def test_collectives_that_write_to_an_argument(alone: None) -> None:
+    """Replays return such a result without communication: each op returns a `Work` last, and writes to argument 0."""
+    found: list[Any] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not str(func).startswith(KEPT_IN_PLACE):
+                return func(*args, **(kwargs or {}))
+            _compat.wait_for_collective(func(*args))
+            found.append((func, args[0]))
+            return _compat.finished_collective(func, args[0])
+
+    x, y = torch.ones(2), torch.zeros(2)
+    with Seen():
+        distributed.all_reduce(x)
+        distributed.all_to_all_single(y, x, async_op=True).wait()
+        distributed.all_to_all([y], [x])
+        distributed.reduce_scatter(y, [x])
+    assert [str(func).split(".")[1] for func, _ in found] == [
+        "allreduce_",
+        "alltoall_base_",
+        "alltoall_",
+        "reduce_scatter_",
+    ], "functions of torch.distributed call other ops"
+    assert all(isinstance(written, list) or written is y for _, written in found) and torch.equal(y, x)

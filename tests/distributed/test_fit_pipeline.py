@@ -75,7 +75,7 @@ def planned(name: str) -> dict[str, Any]:
     before = whole.measured_peak_bytes
     whole.remove()
     fixed = 2 * sum(parameter.nbytes for parameter in pipeline.model.parameters())
-    budget = int(fixed + 0.85 * (before - fixed))
+    budget = int(fixed + 0.65 * (before - fixed))
     handle = lowtide.fit_pipeline(pipeline.schedule, pipeline.step, budget=budget, time_limit_s=1.0)
     clean = all(gradient is None for gradient in gradients(pipeline.model))
     results = []

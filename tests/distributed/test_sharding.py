@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,6 +19,7 @@ from torch.nn.functional import gelu
 import lowtide
 from distributed.jobs import Net, batch, run_ranks, same, seeded, succeeded
 from distributed.test_data_parallel import FAST, loss_of
+from lowtide.api.measure import measured_peak
 from lowtide.distributed.agreement import plan_hash
 from lowtide.plans import Plan, Recompute
 from sweeps import sweep
@@ -148,8 +149,13 @@ def fitted(way: str) -> dict[str, Any]:
     budget, plain_peak = tight(model, way, optimizer)
     handle = lowtide.fit(model, loss_of(model), batch_for(way), budget=budget, optimizer=optimizer, **FAST)
     found = steps(model, way)
+    graph = handle.plan.graph
+    assert graph is not None
+    model.zero_grad()
+    more = [measured_peak(model, loss_of(model), (batch_for(way),), graph, optimizer, []) for _ in range(6)]
     return {
         "same": all(map(same, expected, found)),
+        "more peaks": more,
         "hash": plan_hash(handle.plan),
         "peaks": (handle.plan.peak_bytes, handle.measured_peak_bytes, budget, plain_peak),
         "regions": [region.name for region in handle.plan.regions],
@@ -181,8 +187,10 @@ def check(results: list[dict[str, Any]], way: str) -> None:
     for each in results:
         predicted, measured, budget, plain_peak = each["peaks"]
         assert each["same"] and each["regions"] and each["sharded again"]
-        # gloo frees the input of an asynchronous collective when its thread is done: peaks of such small steps vary.
-        assert measured <= budget < plain_peak and abs(predicted - measured) <= 0.12 * measured
+        assert measured <= budget < plain_peak
+        # gloo's threads hold tensors of a collective a little longer than the step does, in some runs: that adds to a
+        # measured peak, and the lowest of several is the step's own.
+        assert abs(predicted - min(measured, *each["more peaks"])) <= 0.01 * predicted
         assert each["collectives"][0] == each["collectives"][1]  # a replay communicates nothing
         if way.startswith("fsdp"):
             assert each["state bytes"] == each["planned state bytes"]
@@ -203,6 +211,20 @@ def planned_before(way: str) -> dict[str, Any]:
 def test_a_plan_applied_before_sharding(way: str) -> None:
     for each in succeeded(run_ranks(planned_before, way)):
         assert each["same"] and each["replays"] == 4
+
+
+def flat() -> tuple[str, str]:
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    try:
+        lowtide.fit(model, loss_of(model), batch(), budget="1GiB", **FAST)
+    except lowtide.TraceError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_the_older_fsdp_is_refused() -> None:
+    for kind, text in succeeded(run_ranks(flat)):
+        assert kind == "TraceError" and "Use torch.distributed.fsdp.fully_shard" in text
 
 
 def refused() -> str:

@@ -84,12 +84,15 @@ from lowtide._compat.dispatch import (
 )
 from lowtide._compat.distributed import (
     fake_process_group,
+    finished_collective,
+    flat_parameter_wrappers,
     gathered_parameters,
     gathered_units,
     group_timeout,
     is_distributed_type,
     pipeline_actions,
     pipeline_stages,
+    wait_for_collective,
 )
 from lowtide._compat.dynamo import (
     LimitWatch,
@@ -243,6 +246,8 @@ __all__ = [
     "fakes_hidden_from_transformers",
     "fills_later",
     "find_torch_checkpoint",
+    "finished_collective",
+    "flat_parameter_wrappers",
     "flattened",
     "flop_formula",
     "foreach_rule",
@@ -339,6 +344,7 @@ __all__ = [
     "version_of_saved",
     "version_owner",
     "versions_of",
+    "wait_for_collective",
     "waits_for_device",
     "with_marked_version",
     "without_bucket_graphs",

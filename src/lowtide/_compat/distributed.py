@@ -39,6 +39,25 @@ def is_distributed_type(kind: type) -> bool:
     return kind.__module__.startswith("torch.distributed")
 
 
+def wait_for_collective(output: Any) -> None:
+    """Wait until the results of a `c10d` op, which returned `output`, are written; on an accelerator, its stream waits.
+
+    Relies on `Work.unbox`; obsolete when ops of torch.distributed return their results.
+    """
+    work = output[-1] if isinstance(output, tuple | list) else output
+    torch.distributed.distributed_c10d.Work.unbox(work).wait()
+
+
+def finished_collective(func: Any, written: Any) -> Any:
+    """Return what a `c10d` op returns for the tensors `written`, without communication.
+
+    Relies on `FakeWork`, `Work.boxed` and the schemas of these ops; obsolete likewise.
+    """
+    fake = required("torch._C._distributed_c10d.FakeWork", "results of collectives cannot be kept for replays")
+    work = torch.distributed.distributed_c10d.Work.boxed(fake())
+    return (written, work) if len(func._schema.returns) > 1 else work
+
+
 def gathered_units(model: nn.Module) -> list[Any]:
     """List the modules of a model that `fully_shard` (FSDP2) was called on.
 
@@ -46,6 +65,12 @@ def gathered_units(model: nn.Module) -> list[Any]:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def flat_parameter_wrappers(model: nn.Module) -> list[nn.Module]:
+    """List the modules of a model that are wrapped in `FullyShardedDataParallel` (FSDP1). Obsolete with FSDP1."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
 
 
 def gathered_parameters(model: nn.Module) -> list[list[Tensor]]:

@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -57,11 +58,33 @@ def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
 def _allocations(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
     """Return time and change of every allocation and release on the CPU, in order.
 
-    Relies on the events named `[memory]` with arguments `Bytes` and `Device Type`.
+    Threads that the profiler does not follow, such as gloo's, release tensors without an event. Such a release is
+    found when another block is allocated at the same addresses, and counted just before that.
+
+    Relies on the events named `[memory]` with arguments `Addr`, `Bytes` and `Device Type`.
     """
     memory = [event for event in events if event.get("name") == "[memory]"]
     memory.sort(key=lambda event: event["ts"])
-    return [(e["ts"], e["args"]["Bytes"]) for e in memory if e["args"]["Device Type"] == _CPU_DEVICE_TYPE]
+    found: list[tuple[float, int]] = []
+    starts: list[int] = []  # addresses of blocks that are allocated now, sorted
+    sizes: dict[int, int] = {}
+    for event in memory:
+        time, address, change = event["ts"], event["args"]["Addr"], event["args"]["Bytes"]
+        if event["args"]["Device Type"] != _CPU_DEVICE_TYPE or not change:
+            continue
+        position = bisect_left(starts, address)
+        if change > 0:
+            if position and starts[position - 1] + sizes[starts[position - 1]] > address:
+                position -= 1
+            while position < len(starts) and starts[position] < address + change:
+                found.append((time, -sizes.pop(starts.pop(position))))
+            starts.insert(position, address)
+            sizes[address] = change
+        elif address in sizes:
+            starts.pop(position)
+            del sizes[address]
+        found.append((time, change))
+    return found
 
 
 def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:

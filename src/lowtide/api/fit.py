@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from lowtide.api.measure import RealSteps, can_measure
 from lowtide.api.split_search import SplitSearch
 from lowtide.api.tuner import CachedFit, FitCache, Progress, Tuner, log_fitted
-from lowtide.distributed.agreement import attached, check_same_plan, plan_of_first, sendable, with_common_costs
+from lowtide.distributed.agreement import (
+    SentPlan,
+    attached,
+    check_same_plan,
+    plan_of_first,
+    sendable,
+    with_common_costs,
+)
 from lowtide.distributed.ranks import Ranks, current, deciding_with, ranks_of
 from lowtide.eager.handle import refuse_other_checkpointing
 from lowtide.eager.out_of_memory import BudgetWatch
@@ -272,8 +279,9 @@ class _Fitting:
     def _try_cached(self, cache: FitCache, tuner: Tuner) -> None:
         cached = self._ranks.made_by_first(lambda: _sendable_cached(cache.read()), "cached plan")
         if cached is not None:
-            self._correct(cached.correction_bytes)
-            tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, self._corrected, cached.plan))])
+            plan, correction_bytes = cached
+            self._correct(correction_bytes)
+            tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, self._corrected, plan))])
 
     def _try_candidates(self, tuner: Tuner) -> None:
         """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
@@ -320,12 +328,12 @@ class _Fitting:
             found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
             return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
 
-        def made() -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+        def made() -> tuple[list[tuple[ShortlistedPlan, SentPlan]], InfeasibleBudgetError | None]:
             candidates, error = self._limits.candidates(graph, self.budget_bytes)
-            return [replace(each, plan=sendable(each.plan)) for each in candidates], error
+            return [(replace(each, plan=Plan()), sendable(each.plan)) for each in candidates], error
 
-        candidates, error = self._ranks.made_by_first(made, "candidates")
-        return [replace(each, plan=attached(self._ranks, graph, each.plan)) for each in candidates], error
+        sent, error = self._ranks.made_by_first(made, "candidates")
+        return [replace(each, plan=attached(self._ranks, graph, plan)) for each, plan in sent], error
 
     def _smallest(self) -> list[ShortlistedPlan]:
         """The plan with the smallest peak, though measured peaks were above predictions: its own may not be."""
@@ -399,8 +407,8 @@ def _solved(ranks: Ranks, limits: Limits, graph: StepGraph, budget_bytes: int) -
     return replace(made, peak_bytes=peak_bytes, graph=graph)
 
 
-def _sendable_cached(cached: CachedFit | None) -> CachedFit | None:
-    return None if cached is None else replace(cached, plan=sendable(cached.plan))
+def _sendable_cached(cached: CachedFit | None) -> tuple[SentPlan, int] | None:
+    return None if cached is None else (sendable(cached.plan), cached.correction_bytes)
 
 
 class Refitter:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.api.measure import measure
-from lowtide.distributed.agreement import plan_hash, sendable
+from lowtide.distributed.agreement import plan_hash
 from lowtide.distributed.data_parallel import unwrapped
 from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
@@ -161,7 +161,8 @@ class _PipelineFit:
             if not any(are_over):
                 most = {stage: max(counts[stage] for counts in self._in_flight) for stage in self._in_flight[0]}
                 return PipelineHandle(dict(self._handles), most, peak_bytes)
-            missing_bytes += max(0, excess)
+            if excess > 0:
+                missing_bytes = max(missing_bytes, peak_bytes - self._predicted(chosen))
             chosen += any(are_over[rank] for rank in self._same)
         raise InfeasibleBudgetError(
             f"no plan kept the stages within their budgets in {_MAX_ROUNDS} rounds; this rank has "
@@ -214,7 +215,7 @@ class _PipelineFit:
             for stage in self._stages:
                 stage.find_plans(self._time_limit_s)
             if keys.index(key) == self._ranks.rank:
-                made = [[sendable(plan) for plan in stage.plans] for stage in self._stages]
+                made = [[replace(plan, graph=None) for plan in stage.plans] for stage in self._stages]
         plans = self._ranks.gathered(made, "plans of stages")[keys.index(key)]
         for stage, own in zip(self._stages, plans, strict=True):
             stage.plans = own

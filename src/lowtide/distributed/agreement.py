@@ -2,24 +2,29 @@
 
 All ranks trace, since a step with collectives needs everyone. Their graphs differ in bytes and seconds, so fixed bytes
 are raised to the largest of any rank (`with_common_costs`), and times are the lowest rank's. That rank solves; its plan
-is sent to the others without its graph, and each rank attaches its own (`plan_of_first`). Plans name modules and
-positions of ops, so a plan made on one rank fits a graph on another if the ranks run the same modules.
+is sent to the others without its graph, and each rank attaches its own (`plan_of_first`). Plans name modules, so a plan
+made on one rank fits a graph on another if the ranks run the same modules. Retained outputs are named by the position
+of their op, and ranks may run different ops in a module: ring attention (context parallelism) does on a causal mask.
+They are therefore sent as `OpName`s and located in each rank's own graph. One that a rank cannot retain is retained on
+no rank.
 
 `check_same_plan` compares a hash of the decisions once the plan is on the model. It covers what changes the step, in a
-canonical order, and not predictions or names of graphs.
+canonical order, and not predictions, names of graphs or positions of ops.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from lowtide.distributed.ranks import Ranks
 from lowtide.errors import PlanError, RankError
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plans.step_plan import Plan
+from lowtide.plans.step_plan import Move, Plan
 
 
 def plan_hash(plan: Plan) -> str:
@@ -32,17 +37,23 @@ def plan_hash(plan: Plan) -> str:
         "in_flight_bytes": plan.in_flight_bytes,
         "engine": plan.engine,
     }
-    return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()
+    return hash_of(decisions)
+
+
+def hash_of(data: Any) -> str:
+    """A hash of data that JSON can represent."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_plan(ranks: Ranks, plan: Plan) -> None:
     """Raise `RankError` on all ranks unless all have the same plan."""
     if ranks.is_alone:
         return
-    hashes = ranks.gathered(plan_hash(plan), "hash of the plan")
+    sent = sendable(plan)
+    hashes = ranks.gathered((plan_hash(sent.plan), hash_of(sorted(sent.retained))), "hash of the plan")
     if len(set(hashes)) > 1:
         ranks_by_hash = {each: [n for n, other in enumerate(hashes) if other == each] for each in hashes}
-        texts = ", ".join(f"ranks {members} have {each[:8]}" for each, members in ranks_by_hash.items())
+        texts = ", ".join(f"ranks {members} have {each[0][:8]}" for each, members in ranks_by_hash.items())
         raise RankError(f"the ranks have different plans ({texts}); a step under them could wait forever")
 
 
@@ -65,19 +76,107 @@ def plan_of_first(ranks: Ranks, graph: StepGraph, make: Callable[[], Plan]) -> P
     return attached(ranks, graph, ranks.made_by_first(lambda: sendable(make()), "plan"))
 
 
-def sendable(plan: Plan) -> Plan:
-    """The plan without its graph, which is large and of one rank."""
-    return replace(plan, graph=None)
+# An op by the call that runs it (path of the module, number of its call), its name, and how many ops of that name that
+# call runs before it.
+OpName = tuple[str, int, str, int]
 
 
-def attached(ranks: Ranks, graph: StepGraph, plan: Plan) -> Plan:
+@dataclass(frozen=True)
+class SentPlan:
+    """A plan without positions of ops. `retained[n]` names the ops that the n-th region of `plan` retains outputs of.
+
+    `moved` are those among them whose outputs are moved off the device, with the moves, which have no position either.
+    """
+
+    plan: Plan
+    retained: tuple[tuple[OpName, ...], ...] = ()
+    moved: tuple[tuple[OpName, Move], ...] = ()
+
+
+def sendable(plan: Plan) -> SentPlan:
+    """The plan without its graph, which is large and of one rank, and without positions in that graph."""
+    graph = plan.graph
+    if graph is None or not any(region.keep_ops for region in plan.regions):
+        return SentPlan(replace(plan, graph=None))
+    names = op_names(graph)
+    graph = plan.segmented(graph)
+    firsts = [graph.calls[call].first for call in plan.calls(graph)]
+    retained = [
+        tuple(names[first + op] for op in region.keep_ops) for first, region in zip(firsts, plan.regions, strict=True)
+    ]
+    by_call = {(region.path, region.nth): first for first, region in zip(firsts, plan.regions, strict=True)}
+    moved = [
+        (names[by_call[move.path, move.nth] + move.op], replace(move, op=0))
+        for move in plan.moves
+        if move.op is not None
+    ]
+    bare = tuple(replace(region, keep_ops=()) for region in plan.regions)
+    others = tuple(move for move in plan.moves if move.op is None)
+    return SentPlan(replace(plan, graph=None, regions=bare, moves=others), tuple(retained), tuple(moved))
+
+
+def attached(ranks: Ranks, graph: StepGraph, sent: SentPlan) -> Plan:
     """A received plan with this rank's graph. Raises on all ranks if the graph of one has no such calls."""
+    located = _Located(graph, sent)
     with ranks.together("check of the plan"):
         try:
-            plan.calls(graph)
+            located.locate()
         except PlanError as error:
             raise PlanError(
                 f"the plan of the lowest rank does not fit the step of rank {ranks.rank}: {error}. All ranks must run "
                 "the same modules in the same order."
             ) from error
-    return replace(plan, graph=graph, fingerprint=graph.fingerprint)
+    if any(sent.retained):
+        located.forget(set().union(*ranks.gathered(located.not_here, "outputs that cannot be retained")))
+    return located.plan()
+
+
+class _Located:
+    """A received plan, and where the ops that it retains are in the graph of this rank."""
+
+    def __init__(self, graph: StepGraph, sent: SentPlan) -> None:
+        self._graph, self._sent = graph, sent
+        self._positions: list[dict[OpName, int]] = []  # for each region, counted from its first op
+        self.not_here: set[OpName] = set()  # ops that do not run in their region here, or whose outputs it cannot keep
+
+    def locate(self) -> None:
+        calls, graph = self._sent.plan.calls(self._graph), self._sent.plan.segmented(self._graph)
+        if not any(self._sent.retained):
+            return
+        numbers = {name: number for number, name in enumerate(op_names(self._graph))}
+        for call, retained in zip(calls, self._sent.retained, strict=True):
+            first, end = graph.calls[call].first, graph.calls[call].end
+            found = {name: numbers.get(name, -1) for name in retained}
+            self._positions.append({name: at - first for name, at in found.items() if first <= at < end})
+            self.not_here.update(name for name in retained if name not in self._positions[-1])
+        kept = {call: tuple(found.values()) for call, found in zip(calls, self._positions, strict=True)}
+        missing = graph.retainable.missing(kept)
+        for call, found in zip(calls, self._positions, strict=True):
+            self.not_here.update(name for name, at in found.items() if at in missing.get(call, ()))
+
+    def forget(self, names: set[OpName]) -> None:
+        """Retain no outputs of these ops."""
+        self._positions = [{name: at for name, at in found.items() if name not in names} for found in self._positions]
+
+    def plan(self) -> Plan:
+        plan = self._sent.plan
+        if self._positions:
+            regions = tuple(
+                replace(region, keep_ops=tuple(sorted(found.values())))
+                for region, found in zip(plan.regions, self._positions, strict=True)
+            )
+            at = {name: position for found in self._positions for name, position in found.items()}
+            moves = (replace(move, op=at[name]) for name, move in self._sent.moved if name in at)
+            plan = replace(plan, regions=regions, moves=(*plan.moves, *moves))
+        return replace(plan, graph=self._graph, fingerprint=self._graph.fingerprint)
+
+
+def op_names(graph: StepGraph) -> list[OpName]:
+    """The name of each op of the forward."""
+    counts: Counter[tuple[str, int, str]] = Counter()
+    names: list[OpName] = []
+    for op in graph.ops[: graph.num_forward]:
+        place = (graph.calls[op.call].path, graph.nths[op.call], op.name) if op.call >= 0 else ("", 0, op.name)
+        names.append((*place, counts[place]))
+        counts[place] += 1
+    return names

@@ -41,6 +41,10 @@ FLAGS = ("random", "collective", "mutates", "view", "index", "custom", "opaque",
 KEPT_COLLECTIVES = tuple(
     f"_c10d_functional.{name}" for name in ("all_reduce", "reduce_scatter_tensor", "all_to_all_single")
 )
+# Those that torch.distributed's own functions call, such as `all_to_all_single`: they write to their first argument.
+KEPT_IN_PLACE = tuple(
+    f"c10d.{name}" for name in ("allreduce_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +88,14 @@ class Op:
     @property
     def is_kept(self) -> bool:
         """Whether a region around this op always keeps its result for the replay: chosen indices, reduced tensors."""
-        return "index" in self.flags or self.name.startswith(KEPT_COLLECTIVES)
+        return "index" in self.flags or self.name.startswith(KEPT_COLLECTIVES + KEPT_IN_PLACE)
 
     @property
     def kept_outputs(self) -> tuple[int, ...]:
         """The outputs that such a region keeps."""
         if "index" in self.flags:
             return self.outputs[1:] or self.outputs  # (values, indices), or indices alone
-        return self.outputs if self.is_kept else ()
+        return (self.outputs or self.mutates) if self.is_kept else ()
 
 
 @dataclass(frozen=True, slots=True)

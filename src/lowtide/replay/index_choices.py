@@ -6,8 +6,10 @@ function, and with `grouped_mm` no shape would show it. So the forward keeps one
 replays return these copies. Everything derived from them is then the same too.
 
 Results of collectives that reduce or exchange tensors between ranks (tensor and expert parallelism) are kept in the
-same way: a replay does not communicate, and does not wait for other ranks. Such a collective has two ops. The first
-starts it, and in a replay returns an empty tensor; the second, `wait_tensor`, returns the result of the forward.
+same way: a replay does not communicate, and does not wait for other ranks. A functional collective has two ops. The
+first starts it, and in a replay returns an empty tensor; the second, `wait_tensor`, returns the result of the forward.
+One that writes to its argument (`torch.distributed.all_to_all_single`) is waited for in the forward, and a replay
+copies its result to the argument.
 
 The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores the
 position in that log at which it begins, so that its own replay and the outer one read the same entries. Only modules
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.graph.step_graph import KEPT_COLLECTIVES
+from lowtide.graph.step_graph import KEPT_COLLECTIVES, KEPT_IN_PLACE
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.divergence import ReplayError
 from lowtide.replay.op_facts import OpFacts, facts_of
@@ -139,7 +141,9 @@ class _IndexChoiceMode(_compat.DispatchMode):
         if cursor.is_replay:
             raise _differs(func, "the forward made no choice there")
         output = func(*args, **kwargs)
-        parts, build = _compat.flattened(output)
+        parts, build = (list(tensors_in(args[0])), list) if kind == "in place" else _compat.flattened(output)
+        if kind == "in place":
+            _compat.wait_for_collective(output)
         with _compat.bare_kernels():  # copies, as the model may write to the originals
             copies: list[Tensor | None]
             if kind == "start":
@@ -155,6 +159,8 @@ class _IndexChoiceMode(_compat.DispatchMode):
             return _chosen_before(choice, func, args, kwargs)
         if choice.op is not func:
             raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
+        if kind == "in place":
+            return _written_before(choice, func, args)
         with _compat.bare_kernels():
             if kind == "wait":
                 return args[0].copy_(choice.parts[0])  # type: ignore[arg-type]
@@ -167,6 +173,18 @@ class _IndexChoiceMode(_compat.DispatchMode):
         for part in parts:
             reference = _compat.StorageReference(part)
             self._cursor.pending[_compat.storage_id(part)] = reference
+
+
+def _written_before(choice: IndexChoice, func: Any, args: Any) -> Any:
+    """Write what a collective wrote in the forward to its argument; return what the collective returns."""
+    targets = list(tensors_in(args[0]))
+    shapes = [[list(tensor.shape) for tensor in tensors if tensor is not None] for tensors in (targets, choice.parts)]
+    if shapes[0] != shapes[1]:
+        raise _differs(func, f"it writes to {shapes[0]}, and wrote to {shapes[1]} in the forward")
+    with _compat.bare_kernels():
+        for target, kept in zip(targets, choice.parts, strict=True):
+            target.copy_(kept)  # type: ignore[arg-type]
+    return _compat.finished_collective(func, args[0])
 
 
 def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> Any:
@@ -212,7 +230,7 @@ _known: dict[int, str] = {}  # by the id of an op: ops live as long as torch and
 
 
 def _kind(func: Any) -> str:
-    """Return how outputs of an op are kept: "index", "start" and "wait" of a collective, or "" if they are not."""
+    """Return how outputs of an op are kept: "index"; "start", "wait", "in place" of a collective; "" if not at all."""
     known = _known.get(id(func))
     if known is None:
         known = _known[id(func)] = _kind_of(facts_of(func)) if _compat.is_op_with_schema(func) else ""
@@ -224,4 +242,6 @@ def _kind_of(facts: OpFacts) -> str:
         return "index"
     if facts.name.startswith(KEPT_COLLECTIVES):
         return "start"
+    if facts.name.startswith(KEPT_IN_PLACE):
+        return "in place"
     return "wait" if facts.name.startswith("_c10d_functional.wait_tensor") else ""

@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.graph.step_graph import KEPT_IN_PLACE
 from lowtide.replay.arguments import tensors_in
 
 _INDEX_OPS = frozenset(
@@ -78,6 +79,8 @@ def facts_of(func: Any) -> OpFacts:
         "index": (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS,
         "custom": not is_own and namespace not in _compat.COLLECTIVE_NAMESPACES,
     }
+    if name.startswith(KEPT_IN_PLACE):  # their schemas declare no writes
+        written, flags["mutates"] = frozenset({0}), True
     names = tuple(_compat.op_argument_names(func))
     is_batch_norm = is_own and base in _BATCH_NORMS
     return OpFacts(

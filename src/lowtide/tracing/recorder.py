@@ -213,8 +213,9 @@ class Recorder(_compat.PlainDispatchMode):
         mutated = facts.written_tensors(args, kwargs)
         if mutated and "mutates" not in flags:
             flags = (*flags, "mutates")
+        is_reduction = "collective" in flags and self.num_forward >= 0  # such as of DDP's buckets: no need to restore
         if self._before_write is not None:
-            for tensor in mutated:
+            for tensor in () if is_reduction else mutated:
                 if any(self._existed(value) for value in self.values_of(iter([tensor]))):
                     self._before_write(tensor)
             for item in (*args, *kwargs.values()):

@@ -54,6 +54,11 @@ def arguments(model: object, loss_fn: object, mode: object) -> nn.Module:
         raise TypeError(f"loss_fn is a function of the batch that returns the loss, not {type(loss_fn).__name__}")
     if mode not in ("auto", "real", "fake"):
         raise ValueError(f"mode is 'auto', 'real' or 'fake', not {mode!r}")
+    if _compat.flat_parameter_wrappers(checked):
+        raise TraceError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which replaces parameters by parts of flat ones "
+            "in every step, and cannot be traced. Use torch.distributed.fsdp.fully_shard (FSDP2)."
+        )
     lazy = [name for name, parameter in _named_tensors(checked) if _compat.is_uninitialized(parameter)]
     if lazy:
         raise TraceError(f"{lazy[0]} is not initialised yet: run the model once before tracing it")
