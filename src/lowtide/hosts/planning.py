@@ -101,9 +101,9 @@ class BudgetOptions:
             if handle in _OF_CALLBACKS:
                 handle.remove()
 
-    def _fit(self, *args: Any, **options: Any) -> None:
+    def _fit(self, model: nn.Module, step: Callable[..., Tensor], *args: Any, **options: Any) -> None:
         """`lowtide.fit` with the options of the callback, for a training that begins."""
-        self.handle = lowtide.fit(*args, budget=self.budget, **options, **self._options)
+        self.handle = lowtide.fit(model, step, *args, budget=self.budget, **{**options, **self._options})
         self.handle.see_inputs()
         _OF_CALLBACKS.add(self.handle)
 
