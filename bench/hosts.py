@@ -1,5 +1,8 @@
 """What hosts do about memory, against a budget: `python bench/hosts.py llama lora unet`; `--small` tries it on the CPU.
 
+`--ways ours,plain` runs some of the ways only; the table so far is written to `--out` after each row. A row that takes
+longer than `--row-s` is given up, and no row begins when the job's share of `--total-s` is used up.
+
 Each job runs whole training steps (forward, backward, gradient clipping, AdamW) in these ways:
 
 - plain;
@@ -11,7 +14,7 @@ Each job runs whole training steps (forward, backward, gradient clipping, AdamW)
 The machine may have no accelerate, TRL, PEFT or diffusers. The loops are therefore written here as the hosts run them:
 the Trainer's step in bfloat16 autocast with float32 weights, a LoRA on `q_proj` and `v_proj` of a frozen bfloat16
 model, and a UNet with the widths and depths of SDXL's. Peaks are the allocator's over a whole step; times are medians
-of steps of one process, way by way.
+of steps of one process, way by way. lowtide's rows come first, after the one whose peak is their budget.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import signal
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -296,67 +301,149 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare(make: Callable[[bool], HostJob], small: bool) -> list[str]:
-    """The table of one job."""
-    job = make(small)
-    lines = [f"### {job.title}", "", "| | peak | step | over plain |", "|---|---|---|---|"]
-    print("\n".join(lines), flush=True)
-    plain_s = 0.0
+class RowTimeout(Exception):
+    """A row took longer than it may."""
 
-    def row(name: str, context: Any, note: str = "") -> int:
-        nonlocal plain_s
-        try:
-            with context:
-                peak, seconds = measured(job)
-        except torch.OutOfMemoryError:
-            job.optimizer.zero_grad(set_to_none=True)
-            lines.append(f"| {name} | out of memory | | |")
-            print(lines[-1], flush=True)
-            return 0
-        plain_s = plain_s or seconds
-        slower = f"{100 * (seconds / plain_s - 1):+.1f} %"
-        lines.append(f"| {name} | {format_bytes(peak)} | {1000 * seconds:.0f} ms | {slower} |{note}")
-        print(lines[-1], flush=True)
-        return peak
 
-    row("plain", contextlib.nullcontext())
-    budget = row("checkpointing, every block", checkpointed(job))
-    row("checkpointing, inputs of blocks offloaded", checkpointed(job, offload=True))
-    row("offloading, every saved tensor", offloaded(job))
-    for name, host in {
-        "lowtide, at the checkpointing's peak": 0,
-        "lowtide, the same with host memory": "64GiB",
-    }.items():
-        if not budget or (host and DEVICE.type == "cpu"):
-            continue
-        start = time.perf_counter()
-        try:
-            handle = lowtide.fit(
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Any:
+    """A context in which `RowTimeout` is raised after `seconds`, between two operations of the host."""
+
+    def stop(*_: Any) -> None:
+        raise RowTimeout(f"gave up after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class Row:
+    """One way: its measured peak and median step, or a note on why there is none."""
+
+    name: str
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+    def text(self, plain_s: float) -> str:
+        """A line of the Markdown table."""
+        if not self.seconds:
+            return f"| {self.name} | | | | {self.note} |"
+        slower = f"{100 * (self.seconds / plain_s - 1):+.1f} %" if plain_s else ""
+        return (
+            f"| {self.name} | {format_bytes(self.peak_bytes)} | {1000 * self.seconds:.0f} ms | {slower} | {self.note} |"
+        )
+
+
+class HostTable:
+    """Runs the ways of one job, lowtide's before those that only it is compared with."""
+
+    def __init__(self, job: HostJob, row_s: float, ends_at: float, write: Callable[[str], None]) -> None:
+        self.job, self.row_s, self.ends_at, self._write = job, row_s, ends_at, write
+        self.rows: list[Row] = []
+        self._budget = 0
+
+    def run(self, ways: list[str]) -> None:
+        """Add a row for each way, in the order of `WAYS`."""
+        for way, name in WAYS.items():
+            if way in ways and not (way == "ours-host" and DEVICE.type == "cpu"):
+                self._add(way, name)
+
+    def __str__(self) -> str:
+        plain_s = next((row.seconds for row in self.rows if row.name == WAYS["plain"]), 0.0)
+        head = [f"### {self.job.title}", "", "| | peak | step | over plain | |", "|---|---|---|---|---|"]
+        return "\n".join([*head, *(row.text(plain_s) for row in self.rows)])
+
+    def _add(self, way: str, name: str) -> None:
+        left_s = min(self.row_s, self.ends_at - time.perf_counter())
+        row = Row(name, note="not run: no time left")
+        if left_s > 0:
+            try:
+                with time_limit(left_s):
+                    row = self._measured(way, name)
+            except (torch.OutOfMemoryError, RowTimeout, LowtideError) as error:
+                is_memory = isinstance(error, torch.OutOfMemoryError)
+                row = Row(name, note="out of memory" if is_memory else str(error).splitlines()[0])
+                self.job.optimizer.zero_grad(set_to_none=True)
+        self.rows.append(row)
+        print(row.text(0.0), flush=True)
+        self._write(str(self))
+
+    def _measured(self, way: str, name: str) -> Row:
+        job = self.job
+        if way in ("ours", "ours-host"):
+            budget, start = self._checkpointing_peak(), time.perf_counter()
+            host = "64GiB" if way == "ours-host" else 0
+            with lowtide.fit(
                 job.model, job.loss_fn, job.batch, budget=budget, optimizer=job.optimizer, host=host, tune_s=8.0
-            )
-        except LowtideError as error:
-            lines.append(f"| {name} | refused: {str(error).splitlines()[0]} | | |")
-            print(lines[-1], flush=True)
-            continue
-        with handle:
-            row(name, contextlib.nullcontext(), f" planned in {time.perf_counter() - start:.0f} s")
-    return lines
+            ):
+                note = f"budget {format_bytes(budget)}, planned in {time.perf_counter() - start:.0f} s"
+                return Row(name, *measured(job), note)
+        contexts = {"plain": contextlib.nullcontext(), "offloading": offloaded(job)}
+        with contexts.get(way) or checkpointed(job, offload=way == "checkpointing-offloading"):
+            row = Row(name, *measured(job))
+        if way == "checkpointing":
+            self._budget = row.peak_bytes
+        return row
+
+    def _checkpointing_peak(self) -> int:
+        """The budget, measured here if the row of the host's checkpointing was not wanted or has failed."""
+        if not self._budget:
+            with checkpointed(self.job):
+                self._budget, _ = measured(self.job, limit_s=0.0)
+        return self._budget
+
+
+WAYS = {
+    "checkpointing": "checkpointing, every block",
+    "ours": "lowtide, at the checkpointing's peak",
+    "ours-host": "lowtide, the same with host memory",
+    "plain": "plain",
+    "checkpointing-offloading": "checkpointing, inputs of blocks offloaded",
+    "offloading": "offloading, every saved tensor",
+}  # in the order in which they run
+JOBS = {"llama": llama, "lora": lora, "unet": unet}
 
 
 def main() -> None:
-    jobs = {"llama": llama, "lora": lora, "unet": unet}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(jobs)}; all by default")
+    parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(JOBS)}; all by default")
+    parser.add_argument("--ways", default=",".join(WAYS), help="those to run, with commas; all by default: %(default)s")
+    parser.add_argument("--out", type=Path, help="a file for the tables, written after each row")
+    parser.add_argument("--row-s", type=float, default=120.0, help="the most that a row may take")
+    parser.add_argument("--total-s", type=float, default=560.0, help="the most that all rows may take")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    print(f"{device_name(DEVICE.type)}, {versions()}\n")
-    for name in options.jobs or jobs:
-        compare(jobs[name], options.small)
-        print(flush=True)
+    jobs, ways = options.jobs or list(JOBS), options.ways.split(",")
+    for given, known in ((jobs, JOBS), (ways, WAYS)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+    ends_at = time.perf_counter() + options.total_s
+    tables = [f"{device_name(DEVICE.type)}, {versions()}"]
+    print(tables[0], flush=True)
+
+    def write(table: str) -> None:
+        if options.out is not None:
+            options.out.write_text("\n\n".join([*tables, table]) + "\n", encoding="utf-8")
+
+    for number, name in enumerate(jobs):
+        torch.manual_seed(0)
+        now = time.perf_counter()
+        share = now + (ends_at - now) / (len(jobs) - number)
+        table = HostTable(JOBS[name](options.small), options.row_s, share, write)
+        print(f"\n### {table.job.title}", flush=True)
+        table.run(ways)
+        tables.append(str(table))
+        del table
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
+    print("\n" + "\n\n".join(tables[1:]))
 
 
 if __name__ == "__main__":

@@ -162,6 +162,54 @@ def test_batches_that_grow_are_covered_by_a_probe_or_planned_for(tmp_path: Path)
     assert 1 <= len(replans) <= 4 and all(replan.is_new for replan in replans)
 
 
+def vision_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=64, patch_size=8, **sizes))
+
+
+def test_the_batches_of_an_update_count(tmp_path: Path) -> None:
+    """The trainer reads all of them before the first is used, and holds those before until then."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"pixel_values": torch.randn(3, 64, 64, generator=generator), "labels": n % 2} for n in range(144)]
+    batch_bytes = 8 * 3 * 64 * 64 * 4
+
+    def run(accumulation: int, *callbacks: Any) -> Any:
+        options = {"max_steps": 2, "gradient_accumulation_steps": accumulation}
+        made = trainer(tmp_path, *callbacks, rows=rows, model=vision_model(), **options)
+        made.train()
+        return made
+
+    plain = run(2)
+    callback = lowtide.hosts.transformers.Budget(int(0.9 * plain.peak_bytes), **OPTIONS)
+    fitted = run(2, callback)
+    assert_same_training(plain, fitted)
+    assert callback.handle.plan.graph.static_bytes["batch"] > 3 * batch_bytes  # of this one, and of two read before
+    assert fitted.peak_bytes <= callback.budget and callback.handle.stats().num_replays > 0
+    callback.budget = 16 * batch_bytes
+    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"17 batches of 384(.|\n)*or make gradient_acc") as raised:
+        run(8, callback)
+    assert raised.value.floor_bytes > 17 * batch_bytes and callback.handle.is_removed
+
+
+def test_a_plan_that_an_interrupted_training_left_is_replaced(tmp_path: Path) -> None:
+    class Interrupts(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    plain = trainer(tmp_path, max_steps=1)
+    plain.train()
+    first, second, model = budget_for(plain), budget_for(plain), tiny_llama()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, first, Interrupts(), model=model, max_steps=1).train()
+    assert not first.handle.is_removed
+    with pytest.raises(LowtideError, match="two of these callbacks in one trainer"):
+        trainer(tmp_path, second, first, model=model, max_steps=1).train()
+    trainer(tmp_path, second, model=model, max_steps=1).train()
+    assert first.handle.is_removed and second.handle.stats().num_replays > 0
+    assert "forward" not in vars(model)
+
+
 def test_what_cannot_be_planned_for_is_refused_with_what_to_do(tmp_path: Path) -> None:
     callback = lowtide.hosts.transformers.Budget("1GiB")
     made = trainer(tmp_path, callback)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowtide
 from hosts.training import OPTIONS, assert_same_weights, measured, parameter_bytes, weights
+from lowtide.errors import LowtideError
 from sweeps import sweep
 
 transformers = pytest.importorskip("transformers")
@@ -117,3 +118,11 @@ def test_the_floor_of_a_small_batch_is_the_optimizers_step() -> None:
     scores(model, image).square().mean().backward()
     optimizer.step()
     assert lowtide.measure(optimizer.step, device="cpu").peak_bytes < usual.graph.optimizer_workspace_bytes / 4
+
+
+def test_timms_own_checkpointing_is_refused() -> None:
+    """Its models have the attribute `grad_checkpointing`, which `set_grad_checkpointing` sets."""
+    model = resnet()
+    model.grad_checkpointing = True
+    with pytest.raises(LowtideError, match=r"call model\.set_grad_checkpointing\(False\) first"):
+        lowtide.fit(model, lambda x: scores(model, x).square().mean(), torch.randn(1, 3, 16, 16), budget="1GiB")

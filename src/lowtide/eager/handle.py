@@ -472,6 +472,11 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
                 f"{name or 'the model'} has gradient checkpointing on already: "
                 "call model.gradient_checkpointing_disable() first (diffusers: disable_gradient_checkpointing())"
             )
+        if getattr(module, "grad_checkpointing", False) is True:  # timm's name for it
+            raise LowtideError(
+                f"{name or 'the model'} has gradient checkpointing on already: call "
+                "model.set_grad_checkpointing(False) first"
+            )
         if isinstance(module, nn.DataParallel):
             raise LowtideError(
                 "DataParallel copies modules for every step, without their plans: start one process per device "

@@ -56,7 +56,8 @@ def prepare(
     prepared = accelerator.prepare(model, optimizer, loader, *others)
     model, optimizer, loader = prepared[:3]
     step = _LossOf(model, loss_fn or _own_loss)
-    batches = [(planning.on_device(batch, accelerator.device),) for batch in examples.of(loader)]
+    found = [planning.on_device(batch, accelerator.device) for batch in examples.of(loader)]
+    batches = [(batch, *planning.held(batch, 0)) for batch in found]
     folder = None if accelerator.project_dir is None else Path(accelerator.project_dir) / planning.FOLDER
     was_training = model.training
     model.train()
@@ -93,7 +94,7 @@ class _LossOf:
     def __init__(self, model: nn.Module, loss_fn: Loss) -> None:
         self._model, self._loss_fn = model, loss_fn
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *ahead: Any) -> Tensor:
         return self._loss_fn(self._model, batch)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-import lowtide
 from lowtide.errors import LowtideError
 from lowtide.hosts import planning
 
@@ -49,7 +48,7 @@ class LightningBudget(planning.BudgetOptions, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Plan for the training that starts. Raises `InfeasibleBudgetError` if no plan meets the budget."""
-        self._take_off()
+        self._take_off_all(pl_module)
         _refuse(trainer, pl_module)
         self._step = _TrainingStep(trainer, pl_module)
         loaders = trainer.train_dataloader
@@ -60,17 +59,14 @@ class LightningBudget(planning.BudgetOptions, Callback):
         folder = Path(trainer.default_root_dir) / planning.FOLDER
         # Lightning clears gradients between forward and backward, so those of the step before are there in a forward.
         with self._step.without_logging(), planning.accumulating(pl_module, 2):
-            self.handle = lowtide.fit(
+            self._fit(
                 pl_module,
                 self._step,
                 *batches[0],
                 more_batches=batches[1:],
-                budget=self.budget,
                 optimizer=trainer.optimizers[0],
                 cache=planning.cache_in(folder, trainer.world_size),
-                **self._options,
             )
-        self.handle.see_inputs()
         if trainer.is_global_zero:
             planning.save(self.handle, folder)
         planning.forget_peaks(trainer.strategy.root_device)
@@ -161,6 +157,8 @@ def _takes_index(training_step: Callable[..., Any]) -> bool:
 
 def _refuse(trainer: Any, module: Any) -> None:
     """Raise, with what to do, if the trainer does something that a plan cannot be made for."""
+    if sum(isinstance(callback, LightningBudget) for callback in trainer.callbacks) > 1:
+        raise LowtideError("Budget cannot plan for two of these callbacks in one trainer: leave all but one out")
     if not module.automatic_optimization:
         raise LowtideError(
             "Budget cannot plan for manual optimization, whose training_step contains the backwards: call "

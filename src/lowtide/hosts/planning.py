@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from lowtide.errors import LowtideError
-from lowtide.units import check_bytes
+import lowtide
+from lowtide.errors import InfeasibleBudgetError, LowtideError
+from lowtide.units import check_bytes, format_bytes
 
 FOLDER = "lowtide"  # inside the host's output folder
 REPORT_S = 2.0  # for the curve of the report, at the start of each training
@@ -91,6 +93,23 @@ class BudgetOptions:
         if self.handle is not None and not self.handle.is_removed:
             self.handle.remove()
 
+    def _take_off_all(self, model: nn.Module) -> None:
+        """Take off the plan of the training before, and one that another callback left when its training failed."""
+        self._take_off()
+        with contextlib.suppress(LowtideError):  # no plan, which is usual
+            handle = lowtide.handle_of(model)
+            if handle in _OF_CALLBACKS:
+                handle.remove()
+
+    def _fit(self, model: nn.Module, step: Callable[..., Tensor], *args: Any, **options: Any) -> None:
+        """`lowtide.fit` with the options of the callback, for a training that begins."""
+        self.handle = lowtide.fit(model, step, *args, budget=self.budget, **{**options, **self._options})
+        self.handle.see_inputs()
+        _OF_CALLBACKS.add(self.handle)
+
+
+_OF_CALLBACKS: weakref.WeakSet[Any] = weakref.WeakSet()  # handles, which a host may leave on a model after an error
+
 
 def largest_of(batches: list[Any]) -> list[Any]:
     """The batches that no other one covers in every dimension, the one with the most elements first; at most four."""
@@ -157,6 +176,37 @@ def mapped(function: Callable[[Tensor], Any], batch: Any) -> Any:
 def on_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on `device`."""
     return mapped(lambda tensor: tensor.to(device), batch)
+
+
+def held(batch: Any, num: int) -> list[Any]:
+    """Batches that a host holds on the device beside `batch`: `num` copies of it. On the CPU it is one more.
+
+    They are passed to the step that is planned for, which leaves them alone, as arguments count. accelerate's data
+    loaders read one batch ahead, into host memory, which is the memory that is planned for if the device is the CPU.
+    """
+    return [mapped(torch.clone, batch) for _ in range(num + _is_on_host(batch))]
+
+
+def _is_on_host(batch: Any) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(batch))
+
+
+def check_reading(handle: Any, batch: Any, num: int) -> None:
+    """Raise `InfeasibleBudgetError` if `num` batches, which a host holds while it reads the next, are too many.
+
+    No activations or gradients exist then, so no plan makes a difference. On the CPU it is one more, as in `held`.
+    """
+    plan, num = handle.plan, num + _is_on_host(batch)
+    static = sum(size for kind, size in plan.graph.static_bytes.items() if kind not in ("gradients", "batch"))
+    size = sum(tensor.nbytes for tensor in tensors_of(batch))
+    if plan.budget_bytes and static + num * size > plan.budget_bytes:
+        raise InfeasibleBudgetError(
+            f"while the trainer reads the batches of the next update, it holds {num} batches of {format_bytes(size)}, "
+            f"and {format_bytes(static)} of parameters and optimizer state: more than the budget of "
+            f"{format_bytes(plan.budget_bytes)}\nRaise the budget, or make gradient_accumulation_steps or the batch "
+            "smaller.",
+            static + num * size,
+        )
 
 
 def _readable(loader: Iterable[Any]) -> Iterable[Any]:

@@ -24,7 +24,6 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-import lowtide
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.hosts import planning
 
@@ -53,7 +52,7 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Plan for the training that begins. Raises `InfeasibleBudgetError` if no plan meets the budget."""
         trainer = _trainer_of(self)
-        self._take_off()
+        self._take_off_all(trainer.model)
         _refuse(trainer)
         _take_over_checkpointing(trainer.model)
         handler = trainer.callback_handler
@@ -61,32 +60,31 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
         # as the handler is going through the old one.
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         try:
-            self._fit(trainer)
+            self._plan(trainer)
         except InfeasibleBudgetError as error:
             if not args.auto_find_batch_size:
                 raise
             # The trainer tries a smaller batch if the message of a RuntimeError has these words.
             raise RuntimeError(f"{error}\nauto_find_batch_size takes this for: CUDA out of memory.") from error
 
-    def _fit(self, trainer: Any) -> None:
+    def _plan(self, trainer: Any) -> None:
         args, folder = trainer.args, Path(trainer.args.output_dir) / planning.FOLDER
         trainer.model_wrapped.train()  # as every training step does
         examples = self._examples.of(trainer.get_train_dataloader())
         trainer.accelerator._dataloaders.pop()  # the loader that was made for the examples
-        step = _Step(trainer)
+        step, num_batches = _Step(trainer), args.gradient_accumulation_steps
         batches = [step.prepared(batch) for batch in examples]
-        with planning.accumulating(trainer.model, args.gradient_accumulation_steps), step.unchanged_trainer():
-            self.handle = lowtide.fit(
-                trainer.model,
-                step,
-                *batches[0],
-                more_batches=batches[1:],
-                budget=self.budget,
-                optimizer=trainer.optimizer,
-                cache=planning.cache_in(folder, args.world_size),
-                **self._options,
+        with planning.accumulating(trainer.model, num_batches), step.unchanged_trainer():
+            cache = planning.cache_in(folder, args.world_size)
+            self._fit(
+                trainer.model, step, *batches[0], more_batches=batches[1:], optimizer=trainer.optimizer, cache=cache
             )
-        self.handle.see_inputs()
+        try:
+            # Those of one update are held until those of the next have been read.
+            planning.check_reading(self.handle, batches[0][0], 2 * num_batches)
+        except InfeasibleBudgetError:
+            self._take_off()
+            raise
         if trainer.is_world_process_zero():
             planning.save(self.handle, folder)
         planning.forget_peaks(args.device)
@@ -113,13 +111,17 @@ class _Step:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    def prepared(self, batch: Any) -> tuple[Any, Tensor | int | None]:
-        """The arguments of a call: a batch on the device, and the number of items that the loss is divided by."""
+    def prepared(self, batch: Any) -> tuple[Any, ...]:
+        """The arguments of a call: a batch, the number of items that the loss is divided by, and the batches ahead.
+
+        The trainer reads all batches of an update before the first of them is used, and they are on the device.
+        """
         trainer = self._trainer
         (batch,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
-        return trainer._prepare_inputs(batch), num_items
+        batch = trainer._prepare_inputs(batch)
+        return batch, num_items, *planning.held(batch, trainer.args.gradient_accumulation_steps - 1)
 
-    def __call__(self, batch: Any, num_items: Tensor | int | None) -> Tensor:
+    def __call__(self, batch: Any, num_items: Tensor | int | None, *ahead: Any) -> Tensor:
         trainer = self._trainer
         with trainer.compute_loss_context_manager():
             # A copy: trainers take the labels out of the batch, and add options to it.
@@ -181,7 +183,9 @@ def _trainer_of(callback: transformers.TrainerCallback) -> Any:
 def _refuse(trainer: Any) -> None:
     """Raise, with what to do, if the trainer does something that a plan cannot be made for."""
     args, cure = trainer.args, ""
-    if args.torch_compile:
+    if sum(isinstance(callback, Budget) for callback in trainer.callback_handler.callbacks) > 1:
+        cure = "two of these callbacks in one trainer: leave all but one out (trainer.remove_callback)"
+    elif args.torch_compile:
         cure = "torch_compile=True: leave it off, or train lowtide.compile(model, budget=...) without this callback"
     elif getattr(args, "activation_offloading", False):
         cure = (
