@@ -146,6 +146,24 @@ def fills_later(node: Any) -> bool:
 _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 
+def ends_cheaply(node: Any) -> bool:
+    """Return whether the op of an autograd node computes no more after its last save than one pass over its output.
+
+    Norms, dropout and activations. An op that is not listed is taken for an expensive one, such as a matrix product,
+    which saves its inputs first. Relies on the names of nodes; obsolete with documented ones.
+    """
+    return node.name().rstrip("0123456789") in _END_CHEAPLY
+
+
+# fmt: off
+_END_CHEAPLY = frozenset(f"{name}Backward" for name in (
+    "CudnnBatchNorm", "Div", "Elu", "FusedRmsNorm", "Gelu", "Glu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu",
+    "LogSoftmax", "MiopenBatchNorm", "Mish", "Mul", "NativeBatchNorm", "NativeDropout", "NativeGroupNorm",
+    "NativeLayerNorm", "Relu", "Sigmoid", "Silu", "Softmax", "Softplus", "Tanh",
+))
+# fmt: on
+
+
 def sequence_of(node: Any) -> int:
     """Return the sequence number of an autograd node, which grows in the order of the forward.
 

@@ -125,6 +125,21 @@ class Stop(BaseException):
     """Raised to end a replay early. Not an `Exception`, which code in the region may catch."""
 
 
+class StopAt(NamedTuple):
+    """Where a replay may stop: after the save with this index, of the autograd node with this number; -1 for nowhere.
+
+    `at_end`: the region's last op makes that save, or only cheap ones follow. Running them costs less than `Stop` does,
+    which is raised in a hook and passes through some twenty frames of torch.
+    """
+
+    save: int
+    node: int
+    at_end: bool = False
+
+
+NO_STOP = StopAt(-1, 0)
+
+
 class Options(NamedTuple):
     """Options of a region. `determinism_check` is as in torch, with "values" in addition."""
 
@@ -138,7 +153,7 @@ class Options(NamedTuple):
             return ()
         return facts_of(tensor) if self.determinism_check == "default" else (*facts_of(tensor), checksum(tensor))
 
-    def collector(self, needed: list[bool], stop: tuple[int, int]) -> Collector:
+    def collector(self, needed: list[bool], stop: StopAt) -> Collector:
         """Return the cheapest collector for these saves."""
         kind = CollectorOfAll if all(needed) and self.determinism_check != "values" else Collector
         return kind(self, needed, stop)
@@ -148,18 +163,15 @@ DEFAULT_OPTIONS = Options()
 
 
 class Collector:
-    """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored.
-
-    `stop` is the index of the save after which the replay may end, and the number of the autograd node that makes it.
-    """
+    """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored."""
 
     __slots__ = (
-        *("_metadata", "_sequence", "_options", "_stop_node", "is_stopped", "needed", "stop", "tensors", "versions"),
+        *("_metadata", "_sequence", "_options", "_stop_at", "is_stopped", "needed", "stop", "tensors", "versions"),
     )
 
-    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int]) -> None:
+    def __init__(self, options: Options, needed: list[bool], stop: StopAt) -> None:
         self._options, self.needed = options, needed
-        self.stop, self._stop_node = stop
+        self.stop, self._stop_at = stop.save, stop
         self._sequence = 0
         self._metadata: list[Any] = []
         self.tensors: list[Tensor | None] = []
@@ -189,7 +201,8 @@ class Collector:
     def _may_stop(self) -> None:
         # Inner regions save their inputs under no_grad, ops do not: such a tensor has been filled.
         is_input = not torch.is_grad_enabled()
-        if is_input or _compat.sequence_number() - self._sequence - 1 == self._stop_node:
+        _, node, at_end = self._stop_at
+        if is_input or (not at_end and _compat.sequence_number() - self._sequence - 1 == node):
             self.is_stopped = True
             raise Stop
 

@@ -42,10 +42,12 @@ from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.replay.recomputing import (
     DEFAULT_OPTIONS,
     METADATA,
+    NO_STOP,
     Collector,
     Options,
     Replaying,
     Stop,
+    StopAt,
     facts_of,
     new_metadata,
 )
@@ -114,7 +116,7 @@ class Frame:
     # fmt: off
     __slots__ = (
         "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions",
-        "_is_default", "_is_done", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
+        "_is_default", "_is_done", "_last_node", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
         "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_versions",
     )
     # fmt: on
@@ -132,6 +134,7 @@ class Frame:
         self._function = function if replay is None else None  # it may hold much alive
         self._replay_function = replay
         self._is_done = False
+        self._last_node = -1
         self._mutated_path: Any = None
         self._metadata: list[Any] = []
         self._is_default = options.determinism_check == "default"
@@ -203,6 +206,7 @@ class Frame:
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Record what the forward changed, and share equal metadata with the module's last call."""
         self._is_done = True
+        self._last_node = _compat.sequence_number() - 1
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
         versions = _compat.versions_of(tensors)
         if versions != self._input_versions:
@@ -267,8 +271,8 @@ class Frame:
         counts = list(map(sys.getrefcount, self._tokens))
         return [True] * len(counts) if min(counts) > _UNUSED else [count > _UNUSED for count in counts]
 
-    def _stop(self, needed: list[bool]) -> tuple[int, int]:
-        """Return the save at which a replay may stop and the number of its autograd node; (-1, 0) for no early stop.
+    def _stop(self, needed: list[bool]) -> StopAt:
+        """Return the save at which a replay may stop, with its autograd node.
 
         That is the last needed save, if the running node made it. Usually it did, as the last node of the region is the
         first that unpacks. Of the running node it is known whether its op fills a tensor before saving it.
@@ -278,8 +282,23 @@ class Frame:
             last -= 1
         node = _compat.running_node()
         if last < 0 or not self._options.early_stop or node is None or _compat.fills_later(node):
-            return -1, 0
-        return last, _compat.sequence_of(node) - self._sequence
+            return NO_STOP
+        number = _compat.sequence_of(node)
+        return StopAt(last, number - self._sequence, self._is_end(last, number, node))
+
+    def _is_end(self, save: int, number: int, node: Any) -> bool:
+        """Return whether little is left of the region after this save, which the running node made.
+
+        With collectives a replay always stops: on other ranks, larger tensors may let it stop.
+        """
+        num_after = self._last_node - number
+        if save < len(self._metadata) - 1 or not 0 <= num_after <= _MAX_OPS_AFTER_STOP or not self._is_default:
+            return False
+        if not _compat.ends_cheaply(node) or _is_distributed():
+            return False
+        shape, _, device = self._metadata[save]
+        num_elements = max(shape.numel(), self._metadata[save - 1][0].numel())
+        return num_elements <= (_MAX_ELEMENTS_ON_CPU if device.type == "cpu" else _MAX_ELEMENTS)
 
     def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
         self._check(collector, tensors)
@@ -403,17 +422,26 @@ class Frame:
 
     def _replayed_ops(self, tensors: list[Tensor]) -> list[str] | None:
         """Run once more and list the ops in the replay's graph, for an error message."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _is_distributed():
             return None  # collectives on one rank alone would wait for the others
         since = _compat.sequence_number()
         try:
-            output = self._run_again(tensors, Collector(self._options, [], (-1, 0)))
+            output = self._run_again(tensors, Collector(self._options, [], NO_STOP))
         except Exception:
             return None
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
 
+# A replay runs to its end if at most this many ops follow its last save, on tensors of at most so many elements. An
+# exception takes 40 us of the host. A pass over 2**22 elements takes an H200 8 us; one over 2**15, a CPU core 20 us.
+_MAX_OPS_AFTER_STOP = 2
+_MAX_ELEMENTS, _MAX_ELEMENTS_ON_CPU = 1 << 22, 1 << 15
+
 _UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # the reference count of a token that autograd does not hold
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @_compat.disable_dynamo
