@@ -190,8 +190,8 @@ class Collector:
     def pack(self, tensor: Tensor) -> Tensor:
         index = len(self.tensors)
         self._metadata.append(self._options.facts(tensor))
-        # With its history, the tensor would keep the replay's graph alive.
-        saved = tensor if tensor.grad_fn is None else tensor.detach()
+        # With its history, the tensor would keep the replay's graph alive. (`grad_fn` makes an object, `is_leaf` none.)
+        saved = tensor if tensor.is_leaf else tensor.detach()
         self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
         self.versions.append(version_of_saved(tensor))
         if index == self.stop:
@@ -199,8 +199,9 @@ class Collector:
         return saved  # used if the region itself computes a gradient
 
     def _may_stop(self) -> None:
-        # Inner regions save their inputs under no_grad, ops do not: such a tensor has been filled.
-        is_input = not torch.is_grad_enabled()
+        # torch calls hooks for the saves of ops with gradients disabled. An inner region enables them to save its inputs,
+        # which have been filled, and which a whole replay of that region follows.
+        is_input = torch.is_grad_enabled()
         _, node, at_end = self._stop_at
         if is_input or (not at_end and _compat.sequence_number() - self._sequence - 1 == node):
             self.is_stopped = True
@@ -219,7 +220,7 @@ class CollectorOfAll(Collector):
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
-        saved = tensor if tensor.grad_fn is None else tensor.detach()
+        saved = tensor if tensor.is_leaf else tensor.detach()
         index = len(self.tensors)
         self.tensors.append(saved)
         self.versions.append(version_of_saved(tensor))

@@ -181,7 +181,7 @@ class Frame:
             self._unpack_input: Callable[[Any], Tensor] | None = None
         else:
             pack, self._unpack_input = hooks
-            with torch.no_grad():
+            with torch.enable_grad():  # see `Collector._may_stop`
                 self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
 
     @_compat.never_compiled
