@@ -33,7 +33,9 @@ def num_ends(layer: Ending, x: Tensor) -> int:
     return layer.log.num_ends
 
 
-@pytest.mark.parametrize("end", [nn.ReLU(), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.5)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "end", [nn.ReLU(), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.5)], ids=lambda e: type(e).__name__
+)
 def test_a_replay_runs_to_its_end_where_only_a_cheap_op_is_left(end: nn.Module) -> None:
     assert num_ends(Ending(end), torch.randn(2, 8, requires_grad=True)) == 2
 

@@ -199,8 +199,8 @@ class Collector:
         return saved  # used if the region itself computes a gradient
 
     def _may_stop(self) -> None:
-        # torch calls hooks for the saves of ops with gradients disabled. An inner region enables them to save its inputs,
-        # which have been filled, and which a whole replay of that region follows.
+        # torch disables gradients around its calls of hooks. An inner region enables them to save its inputs: these
+        # have been filled, and all of that region follows.
         is_input = torch.is_grad_enabled()
         _, node, at_end = self._stop_at
         if is_input or (not at_end and _compat.sequence_number() - self._sequence - 1 == node):

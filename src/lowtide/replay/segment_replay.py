@@ -254,7 +254,9 @@ class SegmentFrame(Frame):
         stop = super()._stop(needed)
         if stop.save < 0:
             return stop
-        return stop._replace(node=stop.node - self.calls[self._call_of(stop.save)]._sequence)  # that of the segment is 0
+        return stop._replace(
+            node=stop.node - self.calls[self._call_of(stop.save)]._sequence
+        )  # that of the segment is 0
 
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         """Replay the calls up to the last one with a needed save, or all while a profile is recorded."""
