@@ -1,4 +1,4 @@
-"""Where a replay ends: after its last save, unless the rest costs less than stopping does."""
+"""Where a replay ends: after its last save, by an exception if anything is left to compute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import lowtide
 class Ending(nn.Module):
     """A linear layer and some function of its output; `num_ends` counts how often the forward ran to its end."""
 
-    def __init__(self, end: nn.Module, width: int = 8) -> None:
+    def __init__(self, end: nn.Module) -> None:
         super().__init__()
-        self.first, self.end = nn.Linear(width, width), end
+        self.first, self.end = nn.Linear(8, 8), end
         self.log = Log()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,19 +33,14 @@ def num_ends(layer: Ending, x: Tensor) -> int:
     return layer.log.num_ends
 
 
-@pytest.mark.parametrize(
-    "end", [nn.ReLU(), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.5)], ids=lambda e: type(e).__name__
-)
-def test_a_replay_runs_to_its_end_where_only_a_cheap_op_is_left(end: nn.Module) -> None:
+@pytest.mark.parametrize("end", [nn.ReLU(), nn.LayerNorm(8), nn.Softmax(-1)], ids=str)
+def test_a_replay_returns_where_its_last_op_saves_results(end: nn.Module) -> None:
     assert num_ends(Ending(end), torch.randn(2, 8, requires_grad=True)) == 2
 
 
-def test_a_replay_stops_before_a_matrix_product_that_nothing_needs() -> None:
-    assert num_ends(Ending(nn.Linear(8, 8)), torch.randn(2, 8, requires_grad=True)) == 1
-
-
-def test_a_replay_stops_before_a_pass_over_a_large_tensor() -> None:
-    assert num_ends(Ending(nn.GELU(), width=64), torch.randn(1024, 64, requires_grad=True)) == 1
+@pytest.mark.parametrize("end", [nn.Linear(8, 8), nn.GELU(), nn.Sequential(nn.ReLU(), nn.Flatten(0))], ids=str)
+def test_a_replay_stops_where_an_op_is_left(end: nn.Module) -> None:
+    assert num_ends(Ending(end), torch.randn(2, 8, requires_grad=True)) == 1
 
 
 def test_a_region_whose_last_part_is_another_region_does_not_run_that() -> None:

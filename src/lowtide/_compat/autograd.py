@@ -146,20 +146,19 @@ def fills_later(node: Any) -> bool:
 _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 
-def ends_cheaply(node: Any) -> bool:
-    """Return whether the op of an autograd node computes no more after its last save than one pass over its output.
+def saves_results(node: Any) -> bool:
+    """Return whether the op of an autograd node saves results, and so has computed everything at its last save.
 
-    Norms, dropout and activations. An op that is not listed is taken for an expensive one, such as a matrix product,
-    which saves its inputs first. Relies on the names of nodes; obsolete with documented ones.
+    Norms, dropout on an accelerator, and some activations. Most other ops save their inputs, before they compute.
+    Relies on the names of nodes; obsolete with documented ones.
     """
-    return node.name().rstrip("0123456789") in _END_CHEAPLY
+    return node.name().rstrip("0123456789") in _SAVE_RESULTS
 
 
 # fmt: off
-_END_CHEAPLY = frozenset(f"{name}Backward" for name in (
-    "CudnnBatchNorm", "Div", "Elu", "FusedRmsNorm", "Gelu", "Glu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu",
-    "LogSoftmax", "MiopenBatchNorm", "Mish", "Mul", "NativeBatchNorm", "NativeDropout", "NativeGroupNorm",
-    "NativeLayerNorm", "Relu", "Sigmoid", "Silu", "Softmax", "Softplus", "Tanh",
+_SAVE_RESULTS = frozenset(f"{name}Backward" for name in (
+    "CudnnBatchNorm", "FusedRmsNorm", "LogSoftmax", "MiopenBatchNorm", "NativeBatchNorm", "NativeDropout",
+    "NativeGroupNorm", "NativeLayerNorm", "Relu", "Sigmoid", "Softmax", "Tanh",
 ))
 # fmt: on
 

@@ -158,9 +158,7 @@ def _whole_state_of(generator: torch.Generator) -> bytes:
 
 def _set_whole_state(generator: torch.Generator, state: bytes) -> None:
     with _compat.without_modes():
-        tensor = torch.empty(len(state), dtype=torch.uint8, device="cpu")
-        ctypes.memmove(tensor.data_ptr(), state, len(state))
-        generator.set_state(tensor)
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))  # allocates no tensor memory
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:

@@ -128,8 +128,8 @@ class Stop(BaseException):
 class StopAt(NamedTuple):
     """Where a replay may stop: after the save with this index, of the autograd node with this number; -1 for nowhere.
 
-    `at_end`: the region's last op makes that save, or only cheap ones follow. Running them costs less than `Stop` does,
-    which is raised in a hook and passes through some twenty frames of torch.
+    `at_end`: nothing is left to compute after that save. Returning costs less than `Stop` does, which is raised in a
+    hook and passes through some twenty frames of torch.
     """
 
     save: int

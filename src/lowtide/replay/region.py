@@ -287,18 +287,13 @@ class Frame:
         return StopAt(last, number - self._sequence, self._is_end(last, number, node))
 
     def _is_end(self, save: int, number: int, node: Any) -> bool:
-        """Return whether little is left of the region after this save, which the running node made.
+        """Return whether nothing is left of the region after this save, which the running node made.
 
-        With collectives a replay always stops: on other ranks, larger tensors may let it stop.
+        (Letting one more op run would be faster on small tensors, but its output would add to the peak.) With a process
+        group a replay always stops: collectives may follow that autograd does not see.
         """
-        num_after = self._last_node - number
-        if save < len(self._metadata) - 1 or not 0 <= num_after <= _MAX_OPS_AFTER_STOP or not self._is_default:
-            return False
-        if not _compat.ends_cheaply(node) or _is_distributed():
-            return False
-        shape, _, device = self._metadata[save]
-        num_elements = max(shape.numel(), self._metadata[save - 1][0].numel())
-        return num_elements <= (_MAX_ELEMENTS_ON_CPU if device.type == "cpu" else _MAX_ELEMENTS)
+        is_last = save == len(self._metadata) - 1 and number == self._last_node
+        return is_last and _compat.saves_results(node) and not _is_distributed()
 
     def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
         self._check(collector, tensors)
@@ -431,11 +426,6 @@ class Frame:
             return None
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
-
-# A replay runs to its end if at most this many ops follow its last save, on tensors of at most so many elements. An
-# exception takes 40 us of the host. A pass over 2**22 elements takes an H200 8 us; one over 2**15, a CPU core 20 us.
-_MAX_OPS_AFTER_STOP = 2
-_MAX_ELEMENTS, _MAX_ELEMENTS_ON_CPU = 1 << 22, 1 << 15
 
 _UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # the reference count of a token that autograd does not hold
 
