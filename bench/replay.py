@@ -20,7 +20,7 @@ from typing import Any
 
 import families
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, TooSlow, at_most, device_name, versions
 from ways import Way, checkpointed, host_and_device_s, in_turns, step
 from zoo import Job
 
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--families", nargs="*", default=list(families.FAMILIES))
     parser.add_argument("--small", action="store_true", help="only the batches that the host limits")
+    parser.add_argument("--limit-s", type=float, default=0, help="seconds for each family and batch; 0 for no limit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.device == "cpu":
@@ -146,9 +147,10 @@ def main() -> None:
     for name in options.families:
         for small_batch in (True,) if options.small else (False, True):
             try:
-                for line in rows_of(name, options.device, small_batch, options.rounds):
-                    page.add(line)
-            except Exception as error:  # one family must not cost the others their rows
+                with at_most(options.limit_s):
+                    for line in rows_of(name, options.device, small_batch, options.rounds):
+                        page.add(line)
+            except (Exception, TooSlow) as error:  # one family must not cost the others their rows
                 page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:120]} |")
             if options.device == "cuda":
                 torch.cuda.empty_cache()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,26 @@ class Page:
         print(*lines, sep="\n", flush=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / self._name).write_text("\n".join(self._lines) + "\n")
+
+
+class TooSlow(BaseException):
+    """A case ran past its limit. Not an `Exception`, which code under measurement may catch."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise `TooSlow` in the block after so many seconds, so that one case does not cost the others their time.
+
+    Python raises it when the running call into torch returns. 0 is no limit.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise TooSlow(f"not done after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

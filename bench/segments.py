@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, TooSlow, at_most, device_name, median_over, timed, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="chains whose names contain this; their rows are added to the page")
+    parser.add_argument("--limit-s", type=float, default=0, help="seconds for each chain; 0 for no limit")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -230,8 +231,14 @@ def main() -> None:
     page = Page(options.out, name, *header)
     for title, make in chains(options.device).items():
         if options.only in title:
-            for line in rows_of(title, *make(), options.device, options.rounds):
-                page.add(line)
+            try:
+                with at_most(options.limit_s):
+                    for line in rows_of(title, *make(), options.device, options.rounds):
+                        page.add(line)
+            except (Exception, TooSlow) as error:  # one chain must not cost the others their rows
+                page.add(f"| {title} | failed: {type(error).__name__}: {str(error).splitlines()[0][:120]} |")
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -138,3 +138,25 @@ def test_a_call_after_the_backward() -> None:
     assert calls == ["returned"], "torch.autograd.backward no longer calls _engine_run_backward"
     torch.ones(2, requires_grad=True).sum().backward()
     assert calls == ["returned"] and torch.autograd._engine_run_backward is original
+
+
+def test_hooks_for_saves_of_ops_run_with_gradients_disabled() -> None:
+    modes = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        modes.append(torch.is_grad_enabled())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.ones(2, requires_grad=True).exp()
+    assert modes == [False], "replays take a save under enabled gradients for the input of an inner region"
+
+
+def test_ops_that_save_results_are_named_as_before() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    for layer in (nn.ReLU(), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Softmax(-1), nn.Tanh(), nn.Sigmoid()):
+        node = layer(x).grad_fn
+        assert node is not None and autograd.saves_results(node), f"{layer} has the node {node and node.name()}"
+    for layer in (nn.Linear(4, 4), nn.GELU()):
+        node = layer(x).grad_fn
+        assert node is not None and not autograd.saves_results(node)

@@ -214,12 +214,15 @@ def is_op(value: Any) -> bool:
     return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+
+
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a context whose ops are hidden from dispatch modes (a selective checkpoint would count them).
 
     Obsolete with a public one.
     """
-    return disable_modes() if num_dispatch_modes() else contextlib.nullcontext()
+    return disable_modes() if num_dispatch_modes() else _NO_CONTEXT
 
 
 @contextlib.contextmanager

@@ -125,6 +125,21 @@ class Stop(BaseException):
     """Raised to end a replay early. Not an `Exception`, which code in the region may catch."""
 
 
+class StopAt(NamedTuple):
+    """Where a replay may stop: after the save with this index, of the autograd node with this number; -1 for nowhere.
+
+    `at_end`: nothing is left to compute after that save. Returning costs less than `Stop` does, which is raised in a
+    hook and passes through some twenty frames of torch.
+    """
+
+    save: int
+    node: int
+    at_end: bool = False
+
+
+NO_STOP = StopAt(-1, 0)
+
+
 class Options(NamedTuple):
     """Options of a region. `determinism_check` is as in torch, with "values" in addition."""
 
@@ -138,7 +153,7 @@ class Options(NamedTuple):
             return ()
         return facts_of(tensor) if self.determinism_check == "default" else (*facts_of(tensor), checksum(tensor))
 
-    def collector(self, needed: list[bool], stop: tuple[int, int]) -> Collector:
+    def collector(self, needed: list[bool], stop: StopAt) -> Collector:
         """Return the cheapest collector for these saves."""
         kind = CollectorOfAll if all(needed) and self.determinism_check != "values" else Collector
         return kind(self, needed, stop)
@@ -148,18 +163,15 @@ DEFAULT_OPTIONS = Options()
 
 
 class Collector:
-    """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored.
-
-    `stop` is the index of the save after which the replay may end, and the number of the autograd node that makes it.
-    """
+    """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored."""
 
     __slots__ = (
-        *("_metadata", "_sequence", "_options", "_stop_node", "is_stopped", "needed", "stop", "tensors", "versions"),
+        *("_metadata", "_sequence", "_options", "_stop_at", "is_stopped", "needed", "stop", "tensors", "versions"),
     )
 
-    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int]) -> None:
+    def __init__(self, options: Options, needed: list[bool], stop: StopAt) -> None:
         self._options, self.needed = options, needed
-        self.stop, self._stop_node = stop
+        self.stop, self._stop_at = stop.save, stop
         self._sequence = 0
         self._metadata: list[Any] = []
         self.tensors: list[Tensor | None] = []
@@ -178,8 +190,8 @@ class Collector:
     def pack(self, tensor: Tensor) -> Tensor:
         index = len(self.tensors)
         self._metadata.append(self._options.facts(tensor))
-        # With its history, the tensor would keep the replay's graph alive.
-        saved = tensor if tensor.grad_fn is None else tensor.detach()
+        # With its history, the tensor would keep the replay's graph alive. (`grad_fn` makes an object, `is_leaf` none.)
+        saved = tensor if tensor.is_leaf else tensor.detach()
         self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
         self.versions.append(version_of_saved(tensor))
         if index == self.stop:
@@ -187,9 +199,11 @@ class Collector:
         return saved  # used if the region itself computes a gradient
 
     def _may_stop(self) -> None:
-        # Inner regions save their inputs under no_grad, ops do not: such a tensor has been filled.
-        is_input = not torch.is_grad_enabled()
-        if is_input or _compat.sequence_number() - self._sequence - 1 == self._stop_node:
+        # torch disables gradients around its calls of hooks. An inner region enables them to save its inputs: these
+        # have been filled, and all of that region follows.
+        is_input = torch.is_grad_enabled()
+        _, node, at_end = self._stop_at
+        if is_input or (not at_end and _compat.sequence_number() - self._sequence - 1 == node):
             self.is_stopped = True
             raise Stop
 
@@ -206,7 +220,7 @@ class CollectorOfAll(Collector):
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
-        saved = tensor if tensor.grad_fn is None else tensor.detach()
+        saved = tensor if tensor.is_leaf else tensor.detach()
         index = len(self.tensors)
         self.tensors.append(saved)
         self.versions.append(version_of_saved(tensor))

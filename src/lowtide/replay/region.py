@@ -42,10 +42,12 @@ from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.replay.recomputing import (
     DEFAULT_OPTIONS,
     METADATA,
+    NO_STOP,
     Collector,
     Options,
     Replaying,
     Stop,
+    StopAt,
     facts_of,
     new_metadata,
 )
@@ -114,7 +116,7 @@ class Frame:
     # fmt: off
     __slots__ = (
         "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions",
-        "_is_default", "_is_done", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
+        "_is_default", "_is_done", "_last_node", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
         "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_versions",
     )
     # fmt: on
@@ -132,6 +134,7 @@ class Frame:
         self._function = function if replay is None else None  # it may hold much alive
         self._replay_function = replay
         self._is_done = False
+        self._last_node = -1
         self._mutated_path: Any = None
         self._metadata: list[Any] = []
         self._is_default = options.determinism_check == "default"
@@ -178,7 +181,7 @@ class Frame:
             self._unpack_input: Callable[[Any], Tensor] | None = None
         else:
             pack, self._unpack_input = hooks
-            with torch.no_grad():
+            with torch.enable_grad():  # see `Collector._may_stop`
                 self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
 
     @_compat.never_compiled
@@ -203,6 +206,7 @@ class Frame:
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Record what the forward changed, and share equal metadata with the module's last call."""
         self._is_done = True
+        self._last_node = _compat.sequence_number() - 1
         self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
         versions = _compat.versions_of(tensors)
         if versions != self._input_versions:
@@ -267,8 +271,8 @@ class Frame:
         counts = list(map(sys.getrefcount, self._tokens))
         return [True] * len(counts) if min(counts) > _UNUSED else [count > _UNUSED for count in counts]
 
-    def _stop(self, needed: list[bool]) -> tuple[int, int]:
-        """Return the save at which a replay may stop and the number of its autograd node; (-1, 0) for no early stop.
+    def _stop(self, needed: list[bool]) -> StopAt:
+        """Return the save at which a replay may stop, with its autograd node.
 
         That is the last needed save, if the running node made it. Usually it did, as the last node of the region is the
         first that unpacks. Of the running node it is known whether its op fills a tensor before saving it.
@@ -278,8 +282,18 @@ class Frame:
             last -= 1
         node = _compat.running_node()
         if last < 0 or not self._options.early_stop or node is None or _compat.fills_later(node):
-            return -1, 0
-        return last, _compat.sequence_of(node) - self._sequence
+            return NO_STOP
+        number = _compat.sequence_of(node)
+        return StopAt(last, number - self._sequence, self._is_end(last, number, node))
+
+    def _is_end(self, save: int, number: int, node: Any) -> bool:
+        """Return whether nothing is left of the region after this save, which the running node made.
+
+        (Letting one more op run would be faster on small tensors, but its output would add to the peak.) With a process
+        group a replay always stops: collectives may follow that autograd does not see.
+        """
+        is_last = save == len(self._metadata) - 1 and number == self._last_node
+        return is_last and _compat.saves_results(node) and not _is_distributed()
 
     def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
         self._check(collector, tensors)
@@ -403,17 +417,21 @@ class Frame:
 
     def _replayed_ops(self, tensors: list[Tensor]) -> list[str] | None:
         """Run once more and list the ops in the replay's graph, for an error message."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _is_distributed():
             return None  # collectives on one rank alone would wait for the others
         since = _compat.sequence_number()
         try:
-            output = self._run_again(tensors, Collector(self._options, [], (-1, 0)))
+            output = self._run_again(tensors, Collector(self._options, [], NO_STOP))
         except Exception:
             return None
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
 
 _UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # the reference count of a token that autograd does not hold
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @_compat.disable_dynamo

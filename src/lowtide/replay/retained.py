@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide.replay import region
 from lowtide.replay.environment import RandomStates
-from lowtide.replay.recomputing import Collector, Options
+from lowtide.replay.recomputing import NO_STOP, Collector, Options, StopAt
 from lowtide.replay.retaining_modes import (
     CaptureProfile,
     CaptureProfileMode,
@@ -287,7 +287,7 @@ class _Retaining(region.Frame):
             return super().replay()
         self._check_arguments()
         tensors, needed, retained = self._input_tensors(), self._needed(), self._retained
-        stop = (-1, 0) if retained.begin_replay(needed) else self._stop(needed)
+        stop = NO_STOP if retained.begin_replay(needed) else self._stop(needed)
         collector: Collector = RetainingCollector(self._options, needed, stop, retained)
         try:
             self._run_again(tensors, collector, retained.replay_mode(collector, self._own_modules()))
@@ -350,8 +350,9 @@ class RetainingCollector(Collector):
 
     __slots__ = ("_retained",)
 
-    def __init__(self, options: Options, needed: list[bool], stop: tuple[int, int], retained: RetainedCall) -> None:
-        super().__init__(options, needed, stop)
+    def __init__(self, options: Options, needed: list[bool], stop: StopAt, retained: RetainedCall) -> None:
+        # Retained outputs are those up to the last save: what follows would run without them.
+        super().__init__(options, needed, stop._replace(at_end=False))
         self._retained = retained
 
     @_compat.never_compiled

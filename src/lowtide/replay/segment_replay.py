@@ -29,7 +29,7 @@ from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, LastCall, is_held_itself, tensors_in
 from lowtide.replay.environment import Environment
 from lowtide.replay.object_state import nothing
-from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying
+from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, StopAt
 from lowtide.replay.region import Frame, Hooks
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def run(
     finally:
         _compat.pop_hooks()
     call.forward_done(args, kwargs, tensors)
-    frame._is_done = True
+    frame._is_done, frame._last_node = True, call._last_node
     segment.call_done(frame, output)
     return output
 
@@ -250,9 +250,13 @@ class SegmentFrame(Frame):
     def _input_tensors(self) -> list[Tensor]:
         return []
 
-    def _stop(self, needed: list[bool]) -> tuple[int, int]:
-        stop, number = super()._stop(needed)  # relative to 0: the segment has no sequence number
-        return (stop, number - self.calls[self._call_of(stop)]._sequence) if stop >= 0 else (stop, number)
+    def _stop(self, needed: list[bool]) -> StopAt:
+        stop = super()._stop(needed)
+        if stop.save < 0:
+            return stop
+        return stop._replace(
+            node=stop.node - self.calls[self._call_of(stop.save)]._sequence
+        )  # that of the segment is 0
 
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         """Replay the calls up to the last one with a needed save, or all while a profile is recorded."""
