@@ -1055,3 +1055,20 @@ def test_values_for_which_there_is_no_room_stay(monkeypatch: pytest.MonkeyPatch)
         del output
         monkeypatch.setattr(engine.Moves, "_warn_once", lambda *_: None)
         both(model, reference, lambda model: model(data()).square().mean().backward())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_noise_that_rrelu_saves_before_it_draws_it_is_not_moved(inplace: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.RReLU(inplace=inplace))
+    x = torch.randn(4, 8, 64)  # of three dimensions, so that the in-place op changes a view
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+    expected = gradients()
+    moves = tuple(Move(path, 0, save) for path, save in (("0", 0), ("1", 0), ("1", 1)))
+    with lowtide.apply(model, Plan(moves=moves)) as handle:
+        found = gradients()
+        assert handle.stats().moved_bytes > 0
+    assert all(map(torch.equal, found, expected))

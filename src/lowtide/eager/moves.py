@@ -66,14 +66,17 @@ class Moves:
             else:
                 self._outputs.setdefault((move.path, move.nth), {})[move.op] = move
         self._module_tensors = ModuleTensors()
-        for module in model.modules():
+        self._kept: set[str] = set()  # paths of modules whose saves are never moved
+        for path, module in model.named_modules():
             self._module_tensors.look(module)
+            if isinstance(module, nn.RReLU):  # it saves its noise before it draws it: a copy would hold nothing
+                self._kept.add(path)
         self._open = _Open()
         self._is_full = False
 
     def counting(self, path: str, nth: int) -> Counting | None:
         """Hooks that count the saves of one call and move those named; None for a call without moves."""
-        moves = self._by_call.get((path, nth))
+        moves = self._by_call.get((path, nth)) if path not in self._kept else None
         return Counting(self, moves) if moves and _compat.no_hooks_in_force() else None
 
     def hooks_for_inputs(self, path: str, nth: int, args: Any, kwargs: Any) -> Hooks | None:
