@@ -179,10 +179,10 @@ class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
 
 # Values of torch's `activation_memory_budget` whose choices are among the variants. More cost planning time.
 FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-# Torch's partitioner is asked for them in joint graphs of up to this many nodes: a block has some hundreds. In graphs of
-# many layers it would take longer than compiling. Not a number of seconds, which depend on what else runs, and which the
-# first graph of a process spends on imports.
-_MOST_NODES = 1500
+# Torch's partitioner is asked for them in joint graphs of up to this many nodes: a block has some hundreds. In graphs
+# of many layers it would take longer than compiling. A limit in seconds would depend on what else runs, and the first
+# graph of a process spends seconds on imports.
+_MOST_NODES = 800
 _numbers = itertools.count()
 _CPU = torch.device("cpu")
 
