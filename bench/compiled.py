@@ -6,18 +6,22 @@ Every contestant compiles each block as a graph of its own (`block.compile()`), 
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at 0.9, 0.6, 0.3 and 0.05; torch's
 checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak of each peer, without and
 with host memory. All run in turns, and it is the ratio to the plain steps of the same round that counts: clocks drift.
-`--seconds` is the time for each family; what comes late is named and left out. On the CPU the families are tiny and the
-table shows only that the script works.
+`--seconds` is the time for each family: what comes late is named and left out, and a family that takes twice as long is
+given up. The file is written after each family. On the CPU the families are tiny and the table shows only that the
+script works.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
+import signal
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,7 @@ CHECKPOINT = "checkpoint per block"
 DEAR = 0.02  # what a peer costs, of the plain step, from which ours is said as a share of it
 HOST = 64 * GIB
 _ROUNDS_SHARE = 0.25  # of the time that there is, for timing what has been compiled
+_PEERS_SHARE = 0.35  # of the time that there is, after which no further peer is compiled: ours need as long
 _MOST_STEPS = 40  # until ours has settled
 
 
@@ -97,13 +102,18 @@ class Ours(Regional):
         for module in self._modules:
             module._compiled_call_impl = None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the choice is final; False if there was no time left."""
+        sequence = self.handle.session.current
+        return sequence is not None and sequence.is_settled
+
     def settle(self, deadline: float) -> float:
         start = time.perf_counter()
         with self:
             for _ in range(_MOST_STEPS):
                 step(self.job)
-                sequence = self.handle.session.current
-                if (sequence is not None and sequence.is_settled) or time.monotonic() > deadline:
+                if self.is_settled or time.monotonic() > deadline:
                     break
             step(self.job)  # raises if no choice holds
         return time.perf_counter() - start
@@ -181,7 +191,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     job = families.make(name, options.device)
     page.add("", f"## {name}", "")
     last_compile = start + (1 - _ROUNDS_SHARE) * options.seconds
-    peers, alike = _peers(job, options.device, last_compile)
+    peers, alike = _peers(job, options.device, start + _PEERS_SHARE * options.seconds)
     ours: list[tuple[Target, Ours, float]] = []
     for target in _targets(peers, options):
         if time.monotonic() > last_compile:
@@ -225,6 +235,9 @@ def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list
     found: dict[int, Peer] = {}
     alike: list[str] = []
     for label, contestant in contestants.items():
+        if len(found) > 1 and time.monotonic() > deadline:
+            alike.append(f"{label}: no time left.")
+            continue
         settled_s, peak = contestant.settle(deadline), peak_of(contestant, device)
         if peak in found:
             alike.append(f"{label} has the same peak as {found[peak].label}.")
@@ -252,8 +265,23 @@ def _row(target: Target, theirs: float, ours: Found, peak: int, settled_s: float
     return (
         f"| {target.label} | {target.budget / GIB:.3f} | {_over(theirs)} | {1e3 * ours.seconds:.1f} "
         f"| {_over(ours.over)}{behind} | {share} | {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} "
-        f"| {settled_s:.1f} | {contestant.handle.session.watch} |"
+        f"| {settled_s:.1f}{'' if contestant.is_settled else ', **not yet**'} | {contestant.handle.session.watch} |"
     )
+
+
+@contextlib.contextmanager
+def given_up_after(seconds: float) -> Iterator[None]:
+    """Context manager that raises `TimeoutError` inside, also in the middle of a compile."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0 if seconds == float("inf") else seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main() -> None:
@@ -277,9 +305,12 @@ def main() -> None:
     )
     for name in options.families:
         try:
-            compare(name, options, page)
-        except torch.OutOfMemoryError as error:
-            page.add(f"{name}: {str(error).splitlines()[0]}", "")
+            with given_up_after(2 * options.seconds):
+                compare(name, options, page)
+        except Exception as error:  # the other families shall still be measured
+            traceback.print_exc()
+            page.add(f"{name}: **failed**, {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "")
+            torch._dynamo.reset()
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()

@@ -24,7 +24,9 @@ from kernelless import (
     session_of,
     squeeze,
 )
+from lowtide.graph.segments import all_blocks
 from lowtide.solvers import shared_budget
+from lowtide.solvers.compiled_search import anchor_groups, compiled_references
 
 pytestmark = [
     pytest.mark.usefixtures("compiler"),
@@ -289,3 +291,33 @@ def test_what_blocks_save_waits_in_host_memory(step: Any, monkeypatch: pytest.Mo
     for _ in range(2):
         assert_equal(expected, left_behind(model, step))
         assert len(store) == 0 and store.stats().moved_up_bytes > 0
+
+
+def test_blocks_of_a_whole_graph_are_found() -> None:
+    """The compiled model is no call of its own graph: blocks directly below it have no parent."""
+
+    class TwoStacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ModuleList(MLP() for _ in range(3))
+            self.second = nn.ModuleList(Normed() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in (*self.first, *self.second):
+                x = block(x)
+            return x
+
+    for model, paths in (
+        (Stack(*(MLP() for _ in range(4))), [f"blocks.{number}" for number in range(4)]),
+        (TwoStacks(), [f"{name}.{number}" for name in ("first", "second") for number in range(3)]),
+    ):
+        lowtide.compile(model, budget=PLENTY, regional=False)
+        squared(model).backward()
+        (planned,) = session_of(model).graphs
+        assert planned.torch_ways, "torch's own ways are asked for in small graphs, however slow the machine"
+        graph = planned.step
+        assert [graph.calls[call].path for call in all_blocks(graph)] == paths
+        assert len(anchor_groups(graph)) == len(paths) - 1, "the input of each block but the first"
+        needs, keeps = graph.needs, compiled_references(graph)["a checkpoint per block"].keeps
+        free = [op for op in keeps if needs.recomputable[op] and not needs.is_rerun[op]]
+        assert len(free) == len(paths) - 1

@@ -69,19 +69,26 @@ class Steps:
         self.session.first_variant(self.graph)
         self.session.is_compiling()
 
-    def run(self, num_calls: int = 3, *, graph: FakeGraph | None = None, has_backward: bool = True) -> list[Variant]:
-        x = self.forward(num_calls, graph or self.graph)
+    def run(
+        self,
+        num_calls: int = 3,
+        *,
+        graph: FakeGraph | None = None,
+        has_backward: bool = True,
+        input_bytes: int = 0,
+    ) -> list[Variant]:
+        x = self.forward(num_calls, graph or self.graph, input_bytes)
         if has_backward:
             x.backward()
         if self._measured is not None:
             self.meter.measured = self._measured(self.ran)
         return self.ran
 
-    def forward(self, num_calls: int, graph: FakeGraph) -> Tensor:
+    def forward(self, num_calls: int, graph: FakeGraph, input_bytes: int = 0) -> Tensor:
         x = torch.ones(1, requires_grad=True)
         self.ran = []
         for _ in range(num_calls):
-            run = self.session.next_run(graph)
+            run = self.session.next_run(graph, input_bytes)
             self.ran.append(run.variant)
             x = x * 2
             run.end((x,))
@@ -132,6 +139,41 @@ def test_a_budget_that_no_choice_meets_is_an_error_in_the_end() -> None:
     assert len(steps.session._sequence.measured) <= 6
     with pytest.raises(InfeasibleBudgetError):
         steps.run()
+
+
+def test_larger_steps_are_measured_anew() -> None:
+    """Graphs with symbolic shapes serve all lengths: a choice that holds for short ones may not for long ones."""
+    length, steps = 1, Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
+    ran = [steps.run(input_bytes=1) for _ in range(4)]
+    assert 60 < saved(ran[-1]) <= 95 and steps.session.current.is_settled
+    length = 2
+    longer = [steps.run(input_bytes=2) for _ in range(8)]
+    assert saved(longer[0]) > 47 and saved(longer[-1]) <= 47 and steps.session.current.is_settled
+    length = 1
+    assert [steps.run(input_bytes=1) for _ in range(8)] == [longer[-1]] * 8, "one choice for all lengths"
+    length = 4
+    with pytest.raises(InfeasibleBudgetError, match="measured"):
+        for _ in range(20):
+            steps.run(input_bytes=4)
+
+
+def test_short_steps_do_not_decide_for_long_ones() -> None:
+    lengths = [1, 2] * 12
+    steps = Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
+    for length in lengths:
+        ran = steps.run(input_bytes=length)
+    assert saved(ran) <= 47 and steps.session.current.is_settled
+    assert steps.session.current.peaks == [BASE + 2 * saved(ran)]
+
+
+def test_a_length_that_never_comes_again_is_not_waited_for() -> None:
+    length, steps = 1, Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
+    for length in [1] * 4 + [2] + [1] * 24:
+        steps.run(input_bytes=length)
+    num_resets = steps.meter.num_resets
+    assert steps.session.current.is_settled
+    steps.run(input_bytes=1)
+    assert steps.meter.num_resets == num_resets
 
 
 def test_without_a_meter_predictions_decide() -> None:

@@ -100,6 +100,32 @@ def test_budgets_hold_or_are_refused(name: str) -> None:
         assert peak_bytes(model, loss) <= 1.02 * budget
 
 
+def test_accumulated_gradients_are_within_the_budget() -> None:
+    """The second of two backwards begins with gradients, so a choice that holds for the first is too large for it."""
+
+    def wide_stack() -> Stack:
+        return Stack(*(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(4)))
+
+    def accumulate(model: nn.Module) -> Tensor:
+        model(rows(64)).square().mean().backward()
+        return model(rows(64)).square().mean()
+
+    floors = []
+    for step in (squared, accumulate):
+        with pytest.raises(lowtide.InfeasibleBudgetError, match="measured") as caught:
+            model = lowtide.compile(wide_stack(), budget=1)
+            for _ in range(14):
+                model.zero_grad()
+                step(model).backward()
+        floors.append(caught.value.floor_bytes)
+    model = lowtide.compile(wide_stack(), budget=floors[1])
+    for _ in range(14):
+        model.zero_grad()
+        accumulate(model).backward()
+    assert peak_bytes(model, accumulate) <= 1.02 * floors[1]
+    assert session_of(model).current.held_sizes[-1].gradient_bytes > 0
+
+
 def test_a_profiler_of_the_users_is_left_alone() -> None:
     model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
     squared(model).backward()

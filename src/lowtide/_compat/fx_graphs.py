@@ -91,6 +91,12 @@ class FakeInputs:
         self._inputs = inputs if any(fake is None for fake in fakes) else fakes
         self._numbers = [(each, getattr(each, "item_memo", None)) for each in self._inputs]
 
+    @property
+    def symbolic(self) -> list[int]:
+        """The positions of tensors whose shapes have symbols."""
+        tensors = [(at, each) for at, each in enumerate(self._inputs) if isinstance(each, Tensor)]
+        return [at for at, each in tensors if any(isinstance(size, torch.SymInt) for size in each.shape)]
+
     def again(self) -> list[Any]:
         """The inputs for another compile, to be called inside of a `TracingContext`."""
         context = required("torch._guards.TracingContext", "joint graphs cannot be read").try_get()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container
@@ -180,9 +179,10 @@ class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
 
 # Values of torch's `activation_memory_budget` whose choices are among the variants. More cost planning time.
 FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-# Torch's partitioner is asked for them if it took less than this for its own choice: not for graphs of many layers,
-# where it would take longer than compiling.
-_MOST_PARTITION_S = 0.5
+# Torch's partitioner is asked for them in joint graphs of up to this many nodes: a block has some hundreds. In graphs
+# of many layers it would take longer than compiling. A limit in seconds would depend on what else runs, and the first
+# graph of a process spends seconds on imports.
+_MOST_NODES = 800
 _numbers = itertools.count()
 _CPU = torch.device("cpu")
 
@@ -211,6 +211,7 @@ class PlannedGraph:
         self._module, self._compiler = _compat.copied_module(module), compiler
         # Fake tensors: this object outlives the step, and must not keep its tensors.
         self._inputs = _compat.FakeInputs(module, inputs)
+        self._symbolic = self._inputs.symbolic
         self._is_static = _compat.static_inputs(module)
         tensors = [each if isinstance(each, Tensor) else None for each in inputs]
         self.device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), _CPU)
@@ -236,7 +237,7 @@ class PlannedGraph:
         if session is None or any(map(_compat.is_fake, args)):  # DDP's own compiler looks at the strides of outputs
             return self._variant(self._first)(*args)
         session.see(args)
-        run = session.next_run(self)
+        run = session.next_run(self, sum(args[position].nbytes for position in self._symbolic))
         compiled = self._variant(run.variant)
         with run.context:
             outputs = compiled(*args)
@@ -295,14 +296,12 @@ class PlannedGraph:
 
     def _first_partition(self, joint: Any, inputs: Any, **facts: Any) -> Any:
         """Read the joint graph and torch's own choice of saved values, then partition as the session chooses."""
-        start = time.perf_counter()
-        forward, backward = _compat.torch_partition(_compat.copied_module(joint), inputs, **facts)
-        partition_s = time.perf_counter() - start
         session = self._session_of()
         with contextlib.nullcontext() if session is None else session.watch.planning():
+            forward, backward = _compat.torch_partition(_compat.copied_module(joint), inputs, **facts)
             read = self._read(joint)
             self.step, self.default = read.graph, _kept(read, forward, facts)
-            if partition_s <= _MOST_PARTITION_S:
+            if len(joint.graph.nodes) <= _MOST_NODES:
                 self.torch_ways = self._torch_ways(joint, inputs, facts)
             self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
             self._first = self.variants[0] if session is None else session.first_variant(self)

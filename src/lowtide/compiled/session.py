@@ -10,6 +10,9 @@ session is created by `lowtide.compile` or, with `torch.compile(backend="lowtide
 - **Correction.** The peak of a step in which nothing was compiled is measured, call by call (`step_profile`). If it is
   over the budget, or low enough for a faster choice, variants are chosen again with what was measured in place of
   predictions, at most six times per sequence.
+- **Larger steps.** A choice that holds was measured for steps of a certain size: the bytes of gradients that are there
+  when the forward begins, and of inputs whose shapes are symbolic. When a larger step comes, such as the second one of
+  an accumulated gradient, the next of that size is measured and corrected likewise.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide import _compat
+from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
 from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
@@ -89,45 +92,6 @@ _WORTH_A_COMPILE = 0.005
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class OverBudget:
-    """The smallest peak of a step that does not fit its budget, and how it is known: "predicted" or "measured"."""
-
-    floor_bytes: int
-    how: str
-
-
-@dataclass
-class CallSequence:
-    """The graph numbers of a step's calls, in order, and the variants chosen for them.
-
-    `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, `timed` their
-    seconds on an accelerator. When corrections have ended, `trials` are run; `is_settled` ends both.
-    """
-
-    numbers: tuple[int, ...]
-    choice: VariantChoice
-    over: OverBudget | None = None
-    is_settled: bool = False
-    num_unmeasured: int = 0
-    measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
-    timed: list[tuple[VariantChoice, float]] = field(default_factory=list)
-    trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
-
-    @property
-    def peaks(self) -> list[int]:
-        """Measured peaks of the present choice, in bytes."""
-        return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
-
-    def seconds_of(self, choice: VariantChoice) -> float | None:
-        """Median measured seconds of forward and backward under a choice; None if it was not timed."""
-        found = [seconds for each, seconds in self.timed if each.is_like(choice)]
-        return median(found) if found else None
-
-    def begins_with(self, numbers: tuple[int, ...]) -> bool:
-        return self.numbers[: len(numbers)] == numbers
-
-
 @dataclass
 class GraphRun:
     """How to run one call of a graph: the variant, a context around it, and `end`, to be called with the outputs."""
@@ -180,6 +144,7 @@ class Session:
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
         self._sequence: CallSequence | None = None
         self._is_clean = False
+        self._size = StepSize()  # of the present step, as far as it has run
         self._store: ActivationStore | None = None
 
     @property
@@ -202,8 +167,8 @@ class Session:
         self._sequence = self._planned((*called, *[graph.number] * left))
         return self._sequence.choice.variants[len(called)]
 
-    def next_run(self, graph: PlannedGraph) -> GraphRun:
-        """How to run the call of `graph` that begins now."""
+    def next_run(self, graph: PlannedGraph, input_bytes: int = 0) -> GraphRun:
+        """How to run the call of `graph` that begins now; `input_bytes` are those of inputs with symbolic shapes."""
         if graph.number not in self._graphs:  # compiled for another model
             with self.watch.planning():
                 self.first_variant(graph)
@@ -213,6 +178,8 @@ class Session:
             return GraphRun(graph.variants[0])
         self._end_step()
         called = self._calls.numbers
+        before = self._size if called else StepSize(self._gradient_bytes())
+        self._size = replace(before, input_bytes=before.input_bytes + input_bytes)
         self._called_modules[len(called)] = self.calling
         sequence = self._sequence_of((*called, graph.number))
         if sequence is None:  # an unknown order of calls: the smallest variant, until the step has ended
@@ -342,25 +309,41 @@ class Session:
         gradients = (each.grad for each in known if each is not None and each.grad is not None)
         return self.chooser.start_bytes(instances) + sum(each.nbytes for each in gradients)
 
+    def _gradient_bytes(self) -> int:
+        """Bytes of the gradients of all parameters that graphs have seen."""
+        known = (reference() for reference in self._seen.values())
+        return sum(each.grad.nbytes for each in known if each is not None and each.grad is not None)
+
     def _measure(self, sequence: CallSequence) -> None:
         self._marking, meter = None, self._meter
+        if sequence.over is None:
+            sequence.expect(self._size)
         if meter is None or all(each.is_settled for each in self._sequences.values()):
             self._is_clean = False
             return
         if self._is_clean and not sequence.is_settled:
-            measured = meter.peak_bytes()
+            measured = meter.peak_bytes() if self._size == sequence.size else None
             if measured is not None:
+                sequence.num_unmeasured = 0
                 self._judge(sequence, measured, meter.profile() if isinstance(meter, StepMeter) else None)
             else:
-                sequence.num_unmeasured += 1
-                if sequence.num_unmeasured >= _MOST_UNMEASURED:  # a profiler of the user's is always active
-                    sequence.is_settled = True
-                    if not sequence.choice.is_within:
-                        sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
+                self._leave_unmeasured(sequence)
         if sequence.over is None:
             meter.reset()
             self._is_clean = True
             self._marking = meter if isinstance(meter, StepMeter) and not sequence.is_settled else None
+
+    def _leave_unmeasured(self, sequence: CallSequence) -> None:
+        """Stop measuring after some steps that a profiler of the user's watched, or that were smaller than expected."""
+        sequence.num_unmeasured += 1
+        if sequence.num_unmeasured < _MOST_UNMEASURED:
+            return
+        if self._size != sequence.size:
+            sequence.is_settled = True  # until a step comes that is not known to hold
+            return
+        if not sequence.choice.is_within and not sequence.held_sizes:
+            sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
+        sequence.settle()
 
     def _marker(self, position: int) -> Mark | None:
         """Marks the begin of a call's forward; returns what marks the other points of the call. None: not measured."""
@@ -404,8 +387,9 @@ class Session:
         self.chooser.learn(instances, before, measured, profile, is_over=measured > budget)
         now = self.chooser.choose(instances, budget)
         step_s = sum(graph.step_s for graph in instances)
-        if measured <= budget and before.extra_s - now.extra_s < _WORTH_A_COMPILE * step_s:
-            now = before  # not worth another compile
+        is_worth_it = before.extra_s - now.extra_s >= _WORTH_A_COMPILE * step_s
+        if measured <= budget and (sequence.held_sizes or not is_worth_it):
+            now = before  # a faster choice may not hold for the sizes before this one
         is_last = len(sequence.measured) >= _MOST_CORRECTIONS
         if not is_last and any(now.is_like(choice) for choice, peak in sequence.measured if peak > budget):
             others = (each for each in self.chooser.last_resorts(instances))
@@ -420,8 +404,10 @@ class Session:
             return
         sequence.choice = min(held, key=lambda choice: choice.extra_s)
         is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
-        sequence.trials = self.chooser.alternatives(instances, sequence.choice, budget) if is_timed else []
-        sequence.is_settled = not sequence.trials
+        has_trials = is_timed and not sequence.held_sizes
+        sequence.trials = self.chooser.alternatives(instances, sequence.choice, budget) if has_trials else []
+        if not sequence.trials:
+            sequence.settle()
 
     def _try_next(
         self, sequence: CallSequence, instances: list[PlannedGraph], measured: int, profile: StepProfile | None
@@ -441,7 +427,7 @@ class Session:
         if sequence.trials:
             sequence.choice = sequence.trials.pop(0)
             return
-        sequence.is_settled = True
+        sequence.settle()
         well_timed = [
             choice for choice in held if sum(each.is_like(choice) for each, _ in sequence.timed) >= _TIMED_STEPS
         ]

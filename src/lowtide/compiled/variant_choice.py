@@ -160,9 +160,12 @@ class VariantChooser:
         return [each for each in found if not each.is_like(choice)]
 
     def last_resorts(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
-        """Choices that save least, whatever their predicted peaks: as torch's partitioner does, and as ours."""
+        """Choices that save least, whatever their predicted peaks: as torch's partitioner does, and as ours.
+
+        For one graph, which has a large peak if it saves too little, those of torch's with the smallest predicted peak.
+        """
         if len(instances) == 1:
-            return []
+            return sorted(self._torch_choices(instances), key=lambda choice: choice.peak_bytes)[:1]
         return [
             *self._torch_choices(instances)[-1:],
             self._uniform([graph.variants[-1] for graph in instances], instances),

@@ -318,7 +318,8 @@ def all_blocks(graph: StepGraph) -> list[int]:
 def _repeated(graph: StepGraph) -> list[list[int]]:
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
-        if call.parent >= 0 and call.end > call.first and index not in graph.unreplayable:
+        is_model = call.parent < 0 and not call.path
+        if not is_model and call.end > call.first and index not in graph.unreplayable:
             groups[call.kind, call.parent].append(index)
     return [calls for calls in groups.values() if len(calls) > 1]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
-from lowtide.graph.segments import block_calls
+from lowtide.graph.segments import all_blocks
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import Timeline, simulate
@@ -38,7 +38,7 @@ def anchor_groups(graph: StepGraph) -> list[frozenset[int]]:
 
     Narrow positions are the inputs of blocks; if fewer than three, positions at which one activation is live.
     """
-    entries = [_makers(graph, graph.calls[call].inputs) for call in block_calls(graph)]
+    entries = [_makers(graph, graph.calls[call].inputs) for call in all_blocks(graph)]
     groups = [group for group in entries if group]
     return groups if len(groups) > 2 else _narrow_positions(graph)
 
@@ -50,7 +50,7 @@ def every(groups: list[frozenset[int]], step: int) -> frozenset[int]:
 
 def compiled_references(graph: StepGraph) -> dict[str, Plan]:
     """The plans of `baselines.reference_plans` for the compiled engine."""
-    blocks = block_calls(graph)
+    blocks = all_blocks(graph)
     plans = {"nothing": Plan(engine="compiled")}
     if blocks:
         outside = set(range(graph.num_forward))

@@ -1,0 +1,81 @@
+"""`CallSequence`: the calls of a step in order, the variants they run, and the steps that were measured with them.
+
+A choice of variants is known to hold for steps up to a certain `StepSize`. Gradients that are kept from one backward to
+the next (gradient accumulation) and longer batches in graphs with symbolic shapes make a step larger. When such a step
+comes, the sequence is measured again with steps of that size, and only those count: a choice that holds on the first
+part of an accumulated gradient may not hold on the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from lowtide.compiled.variant_choice import VariantChoice
+
+
+@dataclass(frozen=True)
+class OverBudget:
+    """The smallest peak of a step that does not fit its budget, and how it is known: "predicted" or "measured"."""
+
+    floor_bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Bytes of gradients that are there when a step's first call begins, and of inputs whose shapes are symbolic."""
+
+    gradient_bytes: int = 0
+    input_bytes: int = 0
+
+    def is_within(self, other: StepSize) -> bool:
+        return self.gradient_bytes <= other.gradient_bytes and self.input_bytes <= other.input_bytes
+
+
+@dataclass
+class CallSequence:
+    """The graph numbers of a step's calls, in order, and the variants chosen for them.
+
+    `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, `timed` their
+    seconds on an accelerator, both for steps of the present `size`. When corrections have ended, `trials` are run;
+    `is_settled` ends both. `held_sizes` are those of steps at which the choice was measured to hold.
+    """
+
+    numbers: tuple[int, ...]
+    choice: VariantChoice
+    over: OverBudget | None = None
+    is_settled: bool = False
+    num_unmeasured: int = 0
+    measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
+    timed: list[tuple[VariantChoice, float]] = field(default_factory=list)
+    trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
+    size: StepSize | None = None
+    held_sizes: list[StepSize] = field(default_factory=list)
+
+    def expect(self, size: StepSize) -> None:
+        """Measure anew from here on if a step of this size is larger than those measured."""
+        if any(size.is_within(each) for each in self.held_sizes):
+            return
+        if self.is_settled or self.size is None or (size != self.size and self.size.is_within(size)):
+            self.size, self.is_settled, self.trials, self.num_unmeasured = size, False, None, 0
+            self.measured, self.timed = [], []
+
+    def settle(self) -> None:
+        """Keep the present choice for steps up to the present size."""
+        assert self.size is not None
+        size, self.is_settled = self.size, True
+        self.held_sizes = [each for each in self.held_sizes if not each.is_within(size)] + [size]
+
+    @property
+    def peaks(self) -> list[int]:
+        """Measured peaks of the present choice, in bytes."""
+        return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
+
+    def seconds_of(self, choice: VariantChoice) -> float | None:
+        """Median measured seconds of forward and backward under a choice; None if it was not timed."""
+        found = [seconds for each, seconds in self.timed if each.is_like(choice)]
+        return median(found) if found else None
+
+    def begins_with(self, numbers: tuple[int, ...]) -> bool:
+        return self.numbers[: len(numbers)] == numbers
