@@ -396,7 +396,7 @@ class EagerSearch:
         graph = with_segments(self.graph, best.spans)
         search = LowestPeakSearch(graph, Nesting(graph, replayable(graph, stops_of(graph))), keepable(graph))
         alike = [each for each in segmented if each.spans == best.spans]
-        regions = search.lowest(alike, self.effort.is_over_after(1, len(graph.ops)))
+        regions = search.lowest_near(alike, self.effort.is_over_after(1, len(graph.ops)))
         played = EagerIntervals(graph, regions)
         return replace(best, regions=regions, peak_bytes=played.peak_bytes, extra_s=played.extra_s)
 

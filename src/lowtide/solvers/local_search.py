@@ -334,6 +334,7 @@ class LocalSearch:
 _MOST_LOWEST_VISITED_OPS = 600_000  # simulated ops of all visited sets, about a second
 _MOST_LOWEST_VISITS = 1_500
 _PATIENCE = 16  # expansions in a row that find no lower peak before the search ends
+_LITTLE_PATIENCE = 3  # the same where the search starts from small candidates
 _NUM_LOWEST_SEEDS = 8  # candidates of other generators to begin with
 _NUM_SINGLES = 6  # sets of one region that are expanded whatever their peak
 _NUM_RETAINING = 6  # sets with small peaks for which retaining outputs is tried
@@ -352,17 +353,28 @@ class LowestPeakSearch:
         self._expanded: set[_Key] = set()
 
     def lowest(self, known: Iterable[Candidate], is_late: Callable[[], bool]) -> Regions:
-        """The regions with the smallest peak, starting from the smallest of the candidates `known`."""
-        for seed in nsmallest(_NUM_LOWEST_SEEDS, known, key=lambda each: (each.peak_bytes, each.extra_s)):
-            self._visit(seed.regions)
-            self._visit(self._nesting.without_redundant(dict.fromkeys(seed.regions, ())))
+        """The regions with the smallest peak, starting from the smallest of the candidates `known` and from none."""
+        self._visit_known(known)
         self._visit({})
         self._expand({})
         singles = sorted((score, calls) for score, calls in self._queue if len(calls) == 1)
         for _, calls in singles[:_NUM_SINGLES]:
             self._expand(calls)
+        return self._lowest_near(is_late, _PATIENCE)
+
+    def lowest_near(self, known: Iterable[Candidate], is_late: Callable[[], bool]) -> Regions:
+        """As `lowest`, starting from `known` alone and giving up sooner: they are small already."""
+        self._visit_known(known)
+        return self._lowest_near(is_late, _LITTLE_PATIENCE)
+
+    def _visit_known(self, known: Iterable[Candidate]) -> None:
+        for seed in nsmallest(_NUM_LOWEST_SEEDS, known, key=lambda each: (each.peak_bytes, each.extra_s)):
+            self._visit(seed.regions)
+            self._visit(self._nesting.without_redundant(dict.fromkeys(seed.regions, ())))
+
+    def _lowest_near(self, is_late: Callable[[], bool], patience: int) -> Regions:
         num_vain = 0
-        while self._queue and num_vain < _PATIENCE and self._num_left > 0 and not is_late():
+        while self._queue and num_vain < patience and self._num_left > 0 and not is_late():
             before = self._least
             self._expand(heappop(self._queue)[1])
             num_vain = num_vain + 1 if self._least == before else 0
