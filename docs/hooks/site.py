@@ -1,7 +1,7 @@
 """Adds the results of bench/ to the site, and rewrites links to them.
 
-Pages link to `../bench/results/x.md` (`../../` from docs/hosts) and `../README.md`, which is right in the repository. On
-the site the results are pages below `benchmarks/`, generated here from the files, and the index replaces the README.
+Pages link to `../bench/results/x.md` (`../../` from docs/hosts) and `../README.md`, which is right in the repository.
+On the site the results are pages below `benchmarks/`, generated here from the files, and the index replaces the README.
 """
 
 from __future__ import annotations
