@@ -1,7 +1,7 @@
-"""What the site needs beside the pages in docs/: the results of bench/, and links that lead there.
+"""Adds the results of bench/ to the site, and rewrites links to them.
 
-Pages link to `../bench/results/x.md` and `../README.md`, which is right in the repository. On the site the results are
-pages below `benchmarks/`, made here from the files themselves, and the README's place is the index.
+Pages link to `../bench/results/x.md` (`../../` from docs/hosts) and `../README.md`, which is right in the repository.
+On the site the results are pages below `benchmarks/`, generated here from the files, and the index replaces the README.
 """
 
 from __future__ import annotations
@@ -31,5 +31,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = re.sub(r"\]\(\.\./bench/results/([\w.-]+\.md)\)", r"](benchmarks/\1)", markdown)
-    return markdown.replace("](../README.md)", "](index.md)")
+    results = r"\]\(\.\./((?:\.\./)*)bench/results/([\w.-]+\.md(?:#[\w-]+)?)\)"
+    markdown = re.sub(results, r"](\1benchmarks/\2)", markdown)
+    return re.sub(r"\]\(\.\./README\.md(?:#[\w-]+)?\)", "](index.md)", markdown)

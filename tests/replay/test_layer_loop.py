@@ -199,7 +199,7 @@ def test_bad_input() -> None:
     checkpointer = ActivationCheckpointer()
     with pytest.raises(StoreError, match="call forward"):
         checkpointer.recompute(1, range(3), lambda x, i: x)
-    with pytest.raises(StoreError, match="nothing to go back through: call forward"):
+    with pytest.raises(StoreError, match="no forward pass to go back through: call forward"):
         checkpointer.backward(torch.ones(3), range(3), lambda x, i: x, lambda x, g, i: g)
     with pytest.raises(TypeError, match="layer 0 gave tuple: layers give a tensor or a numpy array"):
         checkpointer.forward(torch.ones(3), range(3), lambda x, i: (x, x))  # type: ignore[arg-type, return-value]

@@ -479,9 +479,9 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'lowtide[report]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install matplotlib")):
         Frontier((), (), 1.0, 1, 2).plot()
-    with pytest.raises(ImportError, match=re.escape("pip install 'lowtide[report]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install matplotlib")):
         solved().plot()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-_INSTALL = "pip install 'lowtide[cli]'"
+_INSTALL = "pip install rich typer"
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ class ExitCode(IntEnum):
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no plan fits the budget, "
-    "4 a check does not hold (doctor, bench), 130 interrupted."
+    "4 a check failed (doctor, bench), 130 interrupted."
 )
 
 
@@ -237,7 +237,7 @@ def estimate(guess: Estimate, budget: int | str | None) -> Display:
     sentence = {
         "plain": "is enough without a plan",
         "with a plan": "is enough with a plan: lowtide plan",
-        "no": "is too small for recomputing alone: use smaller batches, or lowtide plan --host",
+        "no": "is too small for recomputing alone: use a smaller batch, or lowtide plan with --host or --split",
     }
     return f"{text}\nA budget of {format_bytes(allowed)} {sentence[verdict]}", data
 

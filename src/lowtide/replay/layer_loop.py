@@ -142,7 +142,7 @@ class ActivationCheckpointer:
         value = self._states.get(slot)
         if value is None:
             how = "was evicted" if self._states.was_evicted(slot) else "was not kept"
-            raise KeyError(f"layer {i} {how}; {self._listed()}. recompute(i, ...) brings others back")
+            raise KeyError(f"layer {i} {how}; {self._listed()}. recompute(i, ...) computes others again")
         return value
 
     def take(self, i: int) -> State:
@@ -251,7 +251,7 @@ class ActivationCheckpointer:
         layers, ran = list(layers), self._pass.ran
         first = len(ran) - len(layers)
         if not ran and layers:
-            raise StoreError(f"there is nothing to go back through: {_CALL_FORWARD}")
+            raise StoreError(f"there is no forward pass to go back through: {_CALL_FORWARD}")
         if first < 0 or ran[first:] != layers:
             raise self._not_what_ran(layers)
         self._output = None

@@ -327,7 +327,7 @@ def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib, which is not installed: pip install 'lowtide[report]'") from error
+        raise ImportError("plots need matplotlib, which is not installed: pip install matplotlib") from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")  # no pyplot: no global state
 
 
