@@ -143,12 +143,16 @@ class SplitSearch:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest predicted peak of a plan with splits; 0 if nothing can be split. Takes three traces."""
+        """The smallest predicted peak of a plan with splits; 0 if nothing can be split.
+
+        If the user has not asked for splits this is a hint in an error, and a few parts are enough for it: tracing
+        hundreds of parts takes longer than everything else.
+        """
         finest: Splits = ()
         for number in self._loss_numbers[-1:]:
-            finest = self._losses(number)
+            finest = self._losses(number if self._limits.split else min(number, _FIRST_LOSS_PARTS))
         for number in self._token_numbers[-1:]:
-            finest = (*finest, *self._tokens(number))
+            finest = (*finest, *self._tokens(number if self._limits.split else min(number, _FIRST_TOKEN_PARTS)))
         if not finest:
             return 0
         graph = self.graph(finest)
