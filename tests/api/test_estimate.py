@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.api.estimate import Estimate
+from sweeps import sweep
 
 
 def estimate(job: zoo.Job, **options: Any) -> Estimate:
@@ -50,7 +51,7 @@ def test_the_floor_can_be_reached() -> None:
 def test_growth_per_sample() -> None:
     def job(samples: int) -> zoo.Job:
         torch.manual_seed(0)
-        return zoo.gpt(2, tokens=(samples, 64))
+        return zoo.gpt(1, tokens=(samples, 32))
 
     guess, larger = estimate(job(4)), estimate(job(12))
     assert guess.batch_size == 4 and guess.bytes_per_sample is not None
@@ -96,7 +97,7 @@ class Wide(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("device", [None, "H100"])
+@pytest.mark.parametrize("device", sweep(["H100", None], keep=1))
 def test_nothing_is_allocated(device: str | None) -> None:
     with torch.device("meta"):
         model = Wide()

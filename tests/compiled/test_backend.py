@@ -188,8 +188,7 @@ MODELS = {
 }
 
 
-FAST = [("dropout", True), ("routed", True), ("batch norm", True), ("graph breaks", True), ("dropout", False)]
-FAST += [("torch's checkpoint inside", True), ("called twice", True)]
+FAST = [("dropout", True), ("graph breaks", True), ("dropout", False), ("torch's checkpoint inside", True)]
 ALL = [(name, True) for name in MODELS]
 ALL += [(name, False) for name in ("dropout", "batch norm", "torch's checkpoint inside", "graph breaks")]
 CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in ALL]

@@ -29,6 +29,7 @@ from kernelless import (
 )
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend
+from sweeps import sweep
 
 pytestmark = [
     pytest.mark.usefixtures("compiler"),
@@ -67,8 +68,9 @@ def test_after_an_infeasible_budget_the_model_runs_plainly_and_is_freed() -> Non
     assert not any(reference() is not None for reference in gone)
 
 
-@pytest.mark.parametrize("make", [stack, Mixed], ids=["equal blocks", "two kinds of blocks"])
-@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+@pytest.mark.parametrize(
+    "make, regional", sweep([(Mixed, True), (stack, False), (stack, True), (Mixed, False)], keep=2)
+)
 def test_the_floor_of_the_error_is_a_budget_that_fits(make: Callable[[], nn.Module], regional: bool) -> None:
     floor = refused(lowtide.compile(make(), budget=1, regional=regional))
     again = lowtide.compile(make(), budget=floor, regional=regional)
@@ -197,7 +199,7 @@ def wide(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("num_buckets", [1, 3])
+@pytest.mark.parametrize("num_buckets", sweep([3, 1], keep=1))
 def test_a_model_inside_data_parallel(num_buckets: int) -> None:
     model = Stack(MLP(256), MLP(256), MLP(256))
     expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), wide)

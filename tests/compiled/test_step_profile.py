@@ -24,6 +24,7 @@ from lowtide.compiled.step_profile import (
     _Mark,
     profile_of,
 )
+from sweeps import sweep
 
 pytestmark = [
     pytest.mark.usefixtures("compiler", "measured"),
@@ -57,13 +58,13 @@ def plain_loss(model: nn.Module) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], bool]] = {
+    "loss outside": (lambda: Stack(*(MLP() for _ in range(4))), large_loss, True),
+    "batch norm, whole": (lambda: Stack(*(Convolved() for _ in range(4))), plain_loss, False),
+    "called twice": (lambda: Twice(MLP(), MLP()), plain_loss, True),
+    "two kinds of blocks": (Mixed, plain_loss, True),
     "layer norm": (lambda: Stack(*(MLP() for _ in range(4))), plain_loss, True),
     "layer norm, whole": (lambda: Stack(*(MLP() for _ in range(4))), plain_loss, False),
     "batch norm": (lambda: Stack(*(Convolved() for _ in range(4))), plain_loss, True),
-    "batch norm, whole": (lambda: Stack(*(Convolved() for _ in range(4))), plain_loss, False),
-    "two kinds of blocks": (Mixed, plain_loss, True),
-    "called twice": (lambda: Twice(MLP(), MLP()), plain_loss, True),
-    "loss outside": (lambda: Stack(*(MLP() for _ in range(4))), large_loss, True),
 }
 
 
@@ -74,7 +75,7 @@ def peak_bytes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
     return held + max(cpu_allocation_totals(lambda: loss(model).backward()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, keep=3))
 def test_budgets_hold_or_are_refused(name: str) -> None:
     make, loss, regional = CASES[name]
     model = lowtide.compile(make(), budget=PLENTY, regional=regional)

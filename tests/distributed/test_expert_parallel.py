@@ -14,6 +14,7 @@ from torch.nn.functional import gelu
 import lowtide
 from distributed.jobs import Block, Net, batch, gradients, rank, run_ranks, same, seeded, succeeded
 from distributed.test_data_parallel import FAST, loss_of
+from sweeps import sweep
 
 
 class Exchange(torch.autograd.Function):
@@ -113,7 +114,7 @@ def fitted(is_functional: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("is_functional", [False, True])
+@pytest.mark.parametrize("is_functional", sweep([False, True], keep=1))
 def test_replays_neither_communicate_nor_count(is_functional: bool) -> None:
     for each in succeeded(run_ranks(fitted, is_functional)):
         measured, budget, plain = each["peaks"]

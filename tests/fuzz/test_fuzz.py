@@ -20,7 +20,7 @@ from lowtide import policies
 from lowtide.policies import Policy
 from sweeps import sweep
 
-NUM_COMPILED, NUM_PER_TEST = 2, 10
+NUM_PER_TEST = 10
 
 
 def assert_none_failed(verdicts: list[Verdict]) -> None:
@@ -29,18 +29,18 @@ def assert_none_failed(verdicts: list[Verdict]) -> None:
     assert verdicts
 
 
-@pytest.mark.parametrize("first", sweep([10, 20, 30, 40, 0], keep=2))
+@pytest.mark.parametrize("first", sweep([10, 20, 30, 40, 0], keep=1))
 def test_policies_random_plans_and_offload_are_the_plain_model(first: int) -> None:
     seeds = range(first, first + NUM_PER_TEST)
     assert_none_failed([verdict for seed in seeds for verdict in run_seed(seed, ("apply",))])
 
 
-@pytest.mark.parametrize("seed", sweep([0, 2, 1], keep=2))
+@pytest.mark.parametrize("seed", sweep([0, 2, 1], keep=1))
 def test_budgets_hold_and_are_the_plain_model(seed: int) -> None:
     assert_none_failed(run_seed(seed, ("fit",)))
 
 
-@pytest.mark.parametrize("seed", range(NUM_COMPILED))
+@pytest.mark.parametrize("seed", sweep(range(2), keep=1))
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiled_backend_is_the_plain_compile(seed: int) -> None:
     assert_none_failed(run_seed(seed, ("compiled",)))

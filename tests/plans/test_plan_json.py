@@ -27,7 +27,7 @@ from lowtide.simulator import simulate
 from lowtide.solvers import eager_search
 from replay.test_index_choices import Grouped, Looped, Model
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 @dataclass
@@ -77,7 +77,7 @@ def fitted(job: Job, share: float) -> AppliedPlan:
         lowtide.solve(graph, 1)
     floor, plain = error.value.floor_bytes, simulate(graph).peak_bytes
     budget = int(1.001 * floor + share * (plain - floor))
-    return lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, time_limit_s=2, tune_s=1)
+    return lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, time_limit_s=2, tune_s=0)
 
 
 def fitted_for_larger_inputs(job: Job) -> AppliedPlan:

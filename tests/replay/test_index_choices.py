@@ -397,7 +397,7 @@ def routed(model: nn.Module, weights: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize("kind", [Looped, Dense, Grouped])
+@pytest.mark.parametrize("kind", sweep([Looped, Grouped, Dense], keep=2))
 @pytest.mark.parametrize("preferred", sweep([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]], keep=1))
 def test_budgets_hold_when_other_experts_are_chosen_later(
     kind: type[nn.Module], preferred: list[float], caplog: pytest.LogCaptureFixture

@@ -26,6 +26,7 @@ from lowtide.policies import Policy, Segment, Segments
 from lowtide.simulator import simulate
 from lowtide.solvers.solve import shortlist
 from stepping import RunsOf
+from sweeps import sweep
 
 WIDTH = 16
 
@@ -717,7 +718,7 @@ def test_found_segments_retain_small_outputs_that_take_long() -> None:
         assert runs.count < 3
 
 
-@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize("num_parts", sweep([4, 2, 8], keep=1))
 def test_what_checkpoint_sequential_holds_is_feasible(num_parts: int) -> None:
     """Within the measured peak of torch's cut, that cut is a candidate of `fit`, or a faster plan fits."""
     model, x = Loop(16, functools.partial(Gelu, 0.0)), torch.randn(256, 64)

@@ -104,11 +104,11 @@ def lossy_plan() -> Plan:
 # Against brute force
 
 
-@pytest.mark.parametrize("batch", sweep(range(2), keep=1))
+@pytest.mark.parametrize("batch", sweep(range(5), keep=1))
 def test_the_certificate_against_brute_force(batch: int) -> None:
     """No plan is faster than the bound, nor any that was found faster than the best; most that were are the best."""
     num_lossy = num_plans = num_best = num_floors = num_graphs = 0
-    for seed in range(200 + 50 * batch, 250 + 50 * batch):
+    for seed in range(200 + 20 * batch, 220 + 20 * batch):
         graph, codecs = tiny(seed), ("int8",) if seed % 2 else ("int4", "float16")
         costs = all_costs(graph, most=1500, codecs=codecs)
         if costs is None or not codec_choices(graph, codecs):
@@ -131,7 +131,7 @@ def test_the_certificate_against_brute_force(batch: int) -> None:
             num_plans += 1
             num_best += plan.extra_s <= best + 1e-9
             num_lossy += plan.is_lossy
-    assert num_graphs >= 4 and num_lossy >= 2
+    assert num_graphs >= 2 and num_lossy >= 1
     assert num_floors >= 0.9 * num_graphs and num_best >= 0.8 * num_plans
 
 
@@ -171,7 +171,7 @@ def test_plans_are_monotone_and_refereed(seed: int, codecs: tuple[str, ...], mov
         search.plan(int(0.99 * floor))
 
 
-@pytest.mark.parametrize("host", [0, 1 << 20])
+@pytest.mark.parametrize("host", sweep([1 << 20, 0], keep=1))
 def test_monotone_on_a_model(host: int) -> None:
     search = EagerSearch(traced(), host=host, time_limit_s=1000, lossy=CODECS)
     plans = [search.plan(budget) for budget in budgets_of(search, 6)]

@@ -108,7 +108,7 @@ for host in (0, 1 << 40):
 @pytest.mark.parametrize("has_host_line", sweep([True, False], keep=1))
 def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> None:
     """Also where there is more to try than a search may do: what it does is counted, not timed."""
-    graph = repeated_blocks(2, num_blocks=16)
+    graph = repeated_blocks(2, num_blocks=8)
     graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=64.0))
     graph = with_host_line(2, graph) if has_host_line else graph
     search = search_for(graph, "eager", 0, 1e6)
