@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch fuzz lint bench docs clean
+.PHONY: demo test pytest test-torch fuzz lint bench docs clean
 
 # The package depends on torch, so torch is installed first and on its own: the resolver then has nothing to choose.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -19,10 +19,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Lint and types beside the tests.
+test: $(VENV)/.installed
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
 # As many processes as cores, of one thread each: tensors in tests are too small for more.
 # "worksteal" gives a process neighbouring tests, which share traces and searches. Hypothesis draws the same examples in
 # each run; `pytest` without the profile draws others.
-test: lint
+pytest: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=ci
 
 # The canaries of torch's private API and the tests of the engines on another version of torch: make test-torch
