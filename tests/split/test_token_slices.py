@@ -59,6 +59,30 @@ def test_slices_are_as_close_to_float64_as_the_plain_module(shape: tuple[int, ..
         assert float((own.double() - true).abs().max()) <= max(1.25 * most, few_units)
 
 
+class SharedGradients(nn.Module):
+    """Parameters of which several get the same gradient from autograd, or that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.delta = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.shift = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.delta) + self.shift
+
+
+@pytest.mark.parametrize("num_parts", [3, 6], ids=["slices of two rows", "slices of one row"])
+def test_gradients_that_share_memory_are_summed_apart(num_parts: int) -> None:
+    torch.manual_seed(0)
+    module, x, given = SharedGradients().double(), tokens(6, WIDTH, dtype=torch.float64), torch.randn(6, WIDTH).double()
+    wanted, kept = [x, *module.parameters()], given.clone()
+    whole = torch.autograd.grad(module(x), wanted, given)
+    parts = torch.autograd.grad(run_in_slices(module, module.forward, x, num_parts), wanted, given)
+    for own, plain in zip(parts, whole, strict=True):
+        torch.testing.assert_close(own, plain)
+    assert torch.equal(given, kept)
+
+
 def test_the_backward_uses_the_dropout_masks_of_the_forward() -> None:
     module = Gated(dropout=0.5)
     x = tokens()
