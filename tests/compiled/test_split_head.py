@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_the_loss_runs_in_parts_between_compiled_blocks() -> None:
     assert type(loaded(batch())) is Tensor
     handle.remove()
     assert "forward" not in vars(model.head) and type(model(batch())) is Tensor
+
+
+def test_a_forward_around_the_patch_stays_when_the_plan_is_removed() -> None:
+    model, calls = Model(), []
+    lowtide.compile(model, budget="2MiB", split=True)
+    patched = model.head.forward
+
+    def around(self: nn.Module, x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return patched(x)
+
+    model.head.forward = types.MethodType(around, model.head)
+    lowtide.handle_of(model).remove()
+    assert type(model(batch())) is Tensor and len(calls) == 1
 
 
 def test_a_budget_that_needs_no_split_gets_none() -> None:
