@@ -106,8 +106,14 @@ def squeeze(model: nn.Module, budget: int) -> None:
     session = session_of(model)
     session._end_step()
     session.budget = budget
-    session._sequence = session._known(session._sequence.numbers)
+    plan_again(session)
     session._sequences = {session._sequence.numbers: session._sequence}
+
+
+def plan_again(session: Session) -> None:
+    """Choose variants for the current sequence as if it were new."""
+    session._sequence = session._planned(session._sequence.numbers)
+    session._refuse_by_prediction(session._sequence)
 
 
 def running(model: nn.Module) -> list[Any]:

@@ -23,6 +23,7 @@ from kernelless import (
     compiled_plainly,
     floor_of,
     left_behind,
+    plan_again,
     running,
     session_of,
     squeeze,
@@ -230,7 +231,7 @@ def test_the_backend_on_data_parallel(num_buckets: int) -> None:
     assert session.current is not None and len(session.current.numbers) >= num_buckets
     instances = [session._graphs[number] for number in session.current.numbers]
     session.budget = session.chooser.choose(instances, 0).peak_bytes
-    session._sequence = session._known(session.current.numbers)
+    plan_again(session)
     session._sequences = {session._sequence.numbers: session._sequence}
     actual = left_behind(model, lambda _: wide(compiled_model))
     for name, value in expected.items():
