@@ -27,7 +27,6 @@ from torch import nn
 from lowtide import _compat
 from lowtide.api.measure import measure
 from lowtide.distributed.agreement import plan_hash
-from lowtide.distributed.data_parallel import unwrapped
 from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
 from lowtide.eager.replanning import with_parameters
@@ -132,10 +131,10 @@ class _Stage:
 
 class _PipelineFit:
     def __init__(self, schedule: Any, run: Any, budget: Any, optimizer: Any, time_limit_s: float, ranks: Ranks) -> None:
-        self._schedule, self._run, self._optimizer = schedule, run, optimizer
+        self._run, self._optimizer = run, optimizer
         self._time_limit_s, self._ranks = time_limit_s, ranks
         stages = _compat.pipeline_stages(schedule)
-        self._stages = [_Stage(stage.stage_index, unwrapped(stage.submod)) for stage in stages]
+        self._stages = [_Stage(stage.stage_index, _compat.unwrapped(stage.submod)) for stage in stages]
         self._all = nn.ModuleList(stage.module for stage in self._stages)
         self._device = checks.device_of(self._all, ())
         total = torch.accelerator.get_memory_info(self._device)[1] if self._device.type != "cpu" else None
