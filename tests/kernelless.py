@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,11 @@ from lowtide.compiled.session import Session
 from lowtide.tracing.model_blocks import find_regions
 
 PLENTY = 1 << 50
+COMPILED_MARKS = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
+]
 
 
 @dataclass

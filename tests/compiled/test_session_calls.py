@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from compiled.test_backend import MLP, Mixed, Stack, rows, squared
 from kernelless import (
+    COMPILED_MARKS,
     PLENTY,
     Compiler,
     assert_equal,
@@ -31,11 +32,7 @@ from kernelless import (
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 def stack() -> Stack:

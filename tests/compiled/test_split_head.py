@@ -12,18 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from kernelless import PLENTY
+from kernelless import COMPILED_MARKS, PLENTY
 from lowtide.compiled.split_head import num_parts
 from lowtide.errors import LowtideError
 from lowtide.split.lazy_logits import LazyLogits
 
 WORDS, WIDTH = 503, 16
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 class Block(nn.Module):
