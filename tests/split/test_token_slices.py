@@ -267,7 +267,7 @@ def test_what_the_proof_cannot_see_is_found_on_real_values(name: str, caplog: py
     runner = SplitForward(Split("mlp", 3, "tokens"))
     x = tokens()
     for _ in range(2):
-        assert torch.equal(runner.run(module, module.forward, (x,), {}), module(x))
+        assert torch.equal(runner.run(module, module.forward, x), module(x))
     assert len(caplog.records) == 1 and "changes when others are left out" in caplog.text
 
 
@@ -276,7 +276,7 @@ def test_checks_leave_modes_and_random_states_alone() -> None:
     module.dropout.eval()
     state = torch.get_rng_state()
     runner = SplitForward(Split("mlp", 3, "tokens"))
-    runner.run(module, module.forward, (x,), {}).sum().backward()
+    runner.run(module, module.forward, x).sum().backward()
     assert module.training and not module.dropout.training
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -85,7 +85,7 @@ class SplitHead:
         if number == 1:
             return plain(*args, **kwargs)
         runner = self._by_number.setdefault(number, SplitForward(Split(self.path, number)))
-        return runner.run(head, plain, args, kwargs)
+        return runner.run(head, plain, *args, **kwargs)
 
     def remove(self) -> None:
         """Take the patch off. A forward that someone set around it stays, and runs the layer plainly."""

@@ -23,11 +23,10 @@ from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError, LowtideError
 from lowtide.replay.environment import Environment, RandomStates
 from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
-from lowtide.split.chunked_loss import row_ranges
+from lowtide.split.chunked_loss import LOW_PRECISION, row_ranges
 
 Forward = Callable[..., Tensor]
 
-_LOW = (torch.bfloat16, torch.float16)
 _MOST_CHECKED_ROWS = 256
 # Largest difference between a slice and the whole, over the largest value: products of matrices of other sizes round
 # differently. A module that mixes tokens differs by orders of magnitude more.
@@ -142,7 +141,7 @@ def _add(sums: list[Tensor | None], found: Sequence[Tensor | None], gradient: Te
             continue
         if before is not None:
             before += each
-        elif each.dtype in _LOW:
+        elif each.dtype in LOW_PRECISION:
             sums[index] = each.float()
         else:
             others = (other for other in (gradient, *sums) if other is not None)
