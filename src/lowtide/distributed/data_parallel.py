@@ -42,25 +42,18 @@ def num_settling_steps(wrappers: list[DistributedDataParallel]) -> int:
 
 def gradients_in_buckets(wrappers: list[DistributedDataParallel]) -> list[nn.Parameter]:
     """The parameters whose gradients are views of buckets: that memory exists before the backward."""
-    return [
-        parameter
-        for wrapper in wrappers
-        if wrapper.gradient_as_bucket_view
-        for parameter in wrapper.module.parameters()
-        if parameter.requires_grad
-    ]
+    return _trainable([wrapper for wrapper in wrappers if wrapper.gradient_as_bucket_view])
 
 
 def bucket_bytes(wrappers: list[DistributedDataParallel]) -> int:
     """Bytes of buckets that exist beside gradients: as many as the gradients have, unless these are views of them."""
-    parameters = {
-        id(parameter): parameter.nbytes
-        for wrapper in wrappers
-        if not wrapper.gradient_as_bucket_view
-        for parameter in wrapper.module.parameters()
-        if parameter.requires_grad
-    }
-    return sum(parameters.values())
+    copying = [wrapper for wrapper in wrappers if not wrapper.gradient_as_bucket_view]
+    return sum(parameter.nbytes for parameter in _trainable(copying))
+
+
+def _trainable(wrappers: list[DistributedDataParallel]) -> list[nn.Parameter]:
+    parameters = (parameter for wrapper in wrappers for parameter in wrapper.module.parameters())
+    return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
 
 @contextlib.contextmanager
