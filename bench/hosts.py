@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import device_name, versions
+from reporting import TooSlow, at_most, device_name, versions
 from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
@@ -301,26 +300,6 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-class RowTimeout(Exception):
-    """A row took longer than it may."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Any:
-    """A context in which `RowTimeout` is raised after `seconds`, between two operations of the host."""
-
-    def stop(*_: Any) -> None:
-        raise RowTimeout(f"gave up after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @dataclass
 class Row:
     """One way: its measured peak and median step, or a note on why there is none."""
@@ -364,9 +343,9 @@ class HostTable:
         row = Row(name, note="not run: no time left")
         if left_s > 0:
             try:
-                with time_limit(left_s):
+                with at_most(left_s):
                     row = self._measured(way, name)
-            except (torch.OutOfMemoryError, RowTimeout, LowtideError) as error:
+            except (torch.OutOfMemoryError, TooSlow, LowtideError) as error:
                 is_memory = isinstance(error, torch.OutOfMemoryError)
                 row = Row(name, note="out of memory" if is_memory else str(error).splitlines()[0])
                 self.job.optimizer.zero_grad(set_to_none=True)

@@ -80,10 +80,8 @@ def main() -> None:
         "|" + "---|" * 10,
     )
     for name in options.steps:
-        try:
+        with page.rows_of(name):
             page.add(row_of(name, options.device, options.rounds, options.graphs))
-        except Exception as error:  # one step must not cost the others their rows
-            page.add(f"| {name} | failed: {type(error).__name__}: {str(error).splitlines()[0][:200]} |")
         if options.device == "cuda":
             torch.cuda.empty_cache()
 

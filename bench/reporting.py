@@ -74,6 +74,15 @@ class Page:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / self._name).write_text("\n".join(self._lines) + "\n")
 
+    @contextlib.contextmanager
+    def rows_of(self, name: str, limit_s: float = 0.0) -> Iterator[None]:
+        """A block that adds the rows of one case. If it fails or takes longer, a row says so, and others follow."""
+        try:
+            with at_most(limit_s):
+                yield
+        except (Exception, TooSlow) as error:
+            self.add(f"| {name} | failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]} |")
+
 
 class TooSlow(BaseException):
     """A case ran past its limit. Not an `Exception`, which code under measurement may catch."""

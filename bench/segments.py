@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, TooSlow, at_most, device_name, median_over, timed, versions
+from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
@@ -231,12 +231,9 @@ def main() -> None:
     page = Page(options.out, name, *header)
     for title, make in chains(options.device).items():
         if options.only in title:
-            try:
-                with at_most(options.limit_s):
-                    for line in rows_of(title, *make(), options.device, options.rounds):
-                        page.add(line)
-            except (Exception, TooSlow) as error:  # one chain must not cost the others their rows
-                page.add(f"| {title} | failed: {type(error).__name__}: {str(error).splitlines()[0][:120]} |")
+            with page.rows_of(title, options.limit_s):
+                for line in rows_of(title, *make(), options.device, options.rounds):
+                    page.add(line)
             if options.device == "cuda":
                 torch.cuda.empty_cache()
 

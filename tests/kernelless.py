@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,11 @@ from lowtide.compiled.session import Session
 from lowtide.tracing.model_blocks import find_regions
 
 PLENTY = 1 << 50
+COMPILED_MARKS = [
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
+]
 
 
 @dataclass
@@ -106,8 +112,14 @@ def squeeze(model: nn.Module, budget: int) -> None:
     session = session_of(model)
     session._end_step()
     session.budget = budget
-    session._sequence = session._known(session._sequence.numbers)
+    plan_again(session)
     session._sequences = {session._sequence.numbers: session._sequence}
+
+
+def plan_again(session: Session) -> None:
+    """Choose variants for the current sequence as if it were new."""
+    session._sequence = session._planned(session._sequence.numbers)
+    session._refuse_by_prediction(session._sequence)
 
 
 def running(model: nn.Module) -> list[Any]:

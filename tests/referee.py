@@ -9,12 +9,14 @@ A value with a codec has an incarnation that is its encoded form, and one more f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from lowtide.graph import Save, StepGraph
 from lowtide.graph.codec_costs import EncodedForm, encoded_form
 from lowtide.plans import Plan
+from lowtide.solvers.eager_search import EagerSearch, TwoLineSearch
 
 FORWARD = -1  # where incarnations are made that no replay made, the backward's own among them
 ENCODED = -2  # where those are that a codec made
@@ -66,6 +68,20 @@ def added_s(graph: StepGraph, plan: Plan) -> float:
     if graph.has_host_line:
         return verdict.step_s - replay(graph, Plan()).step_s
     return verdict.extra_s + verdict.watched_s
+
+
+def assert_plan_refereed(graph: StepGraph, plan: Plan) -> None:
+    """The plan's own numbers are those of the referee, and within its budget."""
+    verdict = replay(graph, plan)
+    assert verdict.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert math.isclose(added_s(graph, plan), plan.extra_s, abs_tol=1e-9)
+    assert verdict.host_bytes == plan.host_bytes
+
+
+def budgets_of(search: EagerSearch | TwoLineSearch, count: int) -> list[int]:
+    """Evenly from the floor to the plain peak."""
+    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
+    return [floor + (plain - floor) * step // (count - 1) for step in range(count)]
 
 
 def _again_and_again(row: list[tuple[float, float, bool]]) -> float:

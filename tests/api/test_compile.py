@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import lowtide
 from compiled.test_backend import MLP, Broken, Normed, Stack, rows, squared
 from kernelless import (
+    COMPILED_MARKS,
     PLENTY,
     Compiler,
     assert_equal,
@@ -36,11 +37,7 @@ from lowtide.compiled import backend
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.errors import UnitError
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 def stack() -> Stack:

@@ -193,6 +193,7 @@ def test_larger_inputs_are_planned_for_with_the_same_splits(model: Language, flo
         (replan,) = handle.stats().replans
         assert replan.is_new and handle.plan.splits == plain_splits
         assert handle.plan.input_shapes == ((2, LENGTH),)
+        assert handle.plan.peak_bytes < 2 * floor  # the parts of the loss are not all there at once
     model.zero_grad()
 
 
@@ -212,10 +213,17 @@ def test_a_fit_with_splits_is_remembered(model: Language, floor: int, tmp_path: 
         "time_limit_s": 1,
         "cache": tmp_path / "fit.json",
     }
-    with lowtide.fit(model, loss_of(model), tokens(), **options) as handle:
-        splits = handle.plan.splits
-    with lowtide.fit(model, loss_of(model), tokens(), **options) as handle:
-        assert handle.plan.splits == splits and [trial.name for trial in handle.candidates] == ["kept before"]
+    replanned_bytes = []
+    for _ in range(2):
+        with lowtide.fit(model, loss_of(model), tokens(), **options) as handle:
+            plan, names = handle.plan, [trial.name for trial in handle.candidates]
+            handle.report(tmp_path / "report.md")
+            loss_of(model)(tokens(2)).backward()
+            replanned_bytes.append(handle.plan.peak_bytes)
+            model.zero_grad()
+        assert plan.graph is not None and plan.graph.splits == plan.splits != ()
+        assert simulate(plan.graph, plan).peak_bytes == plan.peak_bytes
+    assert names == ["kept before"] and len(set(replanned_bytes)) == 1
 
 
 def test_split_is_yes_or_no(model: Language) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from kernelless import (
+    COMPILED_MARKS,
     PLENTY,
     Compiler,
     assert_equal,
@@ -28,11 +29,7 @@ from lowtide.graph.segments import all_blocks
 from lowtide.solvers import shared_budget
 from lowtide.solvers.compiled_search import anchor_groups, compiled_references
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 class MLP(nn.Module):

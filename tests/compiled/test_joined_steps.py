@@ -6,16 +6,12 @@ import pytest
 
 import lowtide
 from compiled.test_backend import MLP, Stack, squared
-from kernelless import PLENTY, session_of
+from kernelless import COMPILED_MARKS, PLENTY, session_of
 from lowtide.compiled.joined_steps import joined_step
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 def test_joined_steps_add_up() -> None:

@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from compiled.test_backend import MLP, Mixed, Stack, rows, squared
 from kernelless import (
+    COMPILED_MARKS,
     PLENTY,
     Compiler,
     assert_equal,
     compiled_plainly,
     floor_of,
     left_behind,
+    plan_again,
     running,
     session_of,
     squeeze,
@@ -31,11 +33,7 @@ from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend
 from sweeps import sweep
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 def stack() -> Stack:
@@ -232,7 +230,7 @@ def test_the_backend_on_data_parallel(num_buckets: int) -> None:
     assert session.current is not None and len(session.current.numbers) >= num_buckets
     instances = [session._graphs[number] for number in session.current.numbers]
     session.budget = session.chooser.choose(instances, 0).peak_bytes
-    session._sequence = session._known(session.current.numbers)
+    plan_again(session)
     session._sequences = {session._sequence.numbers: session._sequence}
     actual = left_behind(model, lambda _: wide(compiled_model))
     for name, value in expected.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -11,18 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from kernelless import PLENTY
+from kernelless import COMPILED_MARKS, PLENTY
 from lowtide.compiled.split_head import num_parts
 from lowtide.errors import LowtideError
 from lowtide.split.lazy_logits import LazyLogits
 
 WORDS, WIDTH = 503, 16
 
-pytestmark = [
-    pytest.mark.usefixtures("compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's own
-]
+pytestmark = COMPILED_MARKS
 
 
 class Block(nn.Module):
@@ -78,6 +75,20 @@ def test_the_loss_runs_in_parts_between_compiled_blocks() -> None:
     assert type(loaded(batch())) is Tensor
     handle.remove()
     assert "forward" not in vars(model.head) and type(model(batch())) is Tensor
+
+
+def test_a_forward_around_the_patch_stays_when_the_plan_is_removed() -> None:
+    model, calls = Model(), []
+    lowtide.compile(model, budget="2MiB", split=True)
+    patched = model.head.forward
+
+    def around(self: nn.Module, x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return patched(x)
+
+    model.head.forward = types.MethodType(around, model.head)
+    lowtide.handle_of(model).remove()
+    assert type(model(batch())) is Tensor and len(calls) == 1
 
 
 def test_a_budget_that_needs_no_split_gets_none() -> None:

@@ -17,7 +17,7 @@ from distributed.jobs import Net, Raised, batch, gradients, rank, run_ranks, sam
 from distributed.test_data_parallel import FAST, loss_of, tight_budget
 from lowtide.api import measure
 from lowtide.distributed.agreement import plan_hash
-from lowtide.plans import Move, Plan, Recompute
+from lowtide.plans import Move, Plan, Recompute, Split
 from lowtide.solvers.solve import REMEMBERED
 
 
@@ -27,7 +27,8 @@ def test_the_hash_is_of_decisions_alone() -> None:
     assert plan_hash(plan) == plan_hash(replace(plan, regions=regions[::-1], peak_bytes=7, fingerprint="x"))
     others = [replace(plan, moves=()), replace(plan, regions=regions[:1]), replace(plan, regions=(regions[0],) * 2)]
     others += [replace(plan, regions=(replace(regions[0], keep_ops=(1,)), regions[1]))]
-    assert len({plan_hash(each) for each in (plan, *others)}) == 5
+    others += [replace(plan, splits=(Split("d", 4),)), replace(plan, splits=(Split("d", 8),))]
+    assert len({plan_hash(each) for each in (plan, *others)}) == 7
 
 
 def made(dropout: float = 0.1) -> Net:

@@ -595,7 +595,7 @@ def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     """With a disk as fast as memory, all that is simulated happens on the CPU too, but for fetching ahead."""
     job = zoo.make(name)
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
-    fast = replace(graph.hardware, link_bytes_per_s=1e15, disk_bytes_per_s=1e15)
+    fast = replace(graph.hardware, link_bytes_per_s=1e15)
     graph = replace(graph, hardware=fast)
     frontier = lowtide.sweep(graph, [])
     there = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from hosts.training import OPTIONS, assert_same_weights, measured, parameter_bytes, weights
+from hosts.training import OPTIONS, assert_same_weights, trained, weights
 from lowtide.errors import LowtideError
 
 diffusers = pytest.importorskip("diffusers")
@@ -45,18 +45,7 @@ def batches(num: int = 5) -> list[dict[str, Tensor]]:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, num_steps: int = 5) -> tuple[list[float], int]:
-    def run() -> list[float]:
-        losses = []
-        for batch in batches(num_steps):
-            loss = model(**batch).sample.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    losses, peak = measured(run)
-    return losses, peak + parameter_bytes(model)
+    return trained(model, optimizer, lambda batch: model(**batch).sample.square().mean(), batches(num_steps))
 
 
 def test_the_function_recomputes_some_blocks() -> None:

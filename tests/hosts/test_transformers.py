@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +210,28 @@ def test_a_plan_that_an_interrupted_training_left_is_replaced(tmp_path: Path) ->
     trainer(tmp_path, second, model=model, max_steps=1).train()
     assert first.handle.is_removed and second.handle.stats().num_replays > 0
     assert "forward" not in vars(model)
+
+
+def test_a_trainer_with_a_loader_of_its_own(tmp_path: Path) -> None:
+    """accelerate does not know the loader, and has none to forget when the examples have been read."""
+    own = trainer(tmp_path, lowtide.hosts.transformers.Budget("1GiB", **OPTIONS), max_steps=1)
+    batch = {name: torch.stack([row[name] for row in token_rows(8)]) for name in ("input_ids", "labels")}
+    own.get_train_dataloader = lambda: [batch]
+    own.train()
+    assert len(own.losses) == 1
+
+
+def test_the_numbers_and_lists_of_a_trainer_are_put_back() -> None:
+    metrics = {"train": defaultdict(list, loss=[1.0]), "steps": 3}
+    own = SimpleNamespace(metrics=metrics, rows=[1], names=["a"], num=7)
+    with lowtide.hosts.transformers._Step(own).unchanged_trainer():
+        metrics["train"]["loss"].append(2.0)
+        metrics["train"]["other"].append(2.0)
+        del metrics["steps"]
+        own.rows, own.num = None, 8
+        del own.names
+    assert own == SimpleNamespace(metrics={"train": {"loss": [1.0]}, "steps": 3}, rows=[1], names=["a"], num=7)
+    assert own.metrics is metrics and isinstance(metrics["train"], defaultdict)
 
 
 def test_what_cannot_be_planned_for_is_refused_with_what_to_do(tmp_path: Path) -> None:

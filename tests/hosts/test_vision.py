@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from hosts.training import OPTIONS, assert_same_weights, measured, parameter_bytes, weights
+from hosts.training import OPTIONS, assert_same_weights, trained, weights
 from lowtide.errors import LowtideError
 from sweeps import sweep
 
@@ -60,19 +60,7 @@ def scores(model: Any, images: Tensor) -> Tensor:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> tuple[list[float], int]:
-    def run() -> list[float]:
-        torch.manual_seed(1)  # Swin drops paths by chance
-        losses = []
-        for images in batches:
-            loss = scores(model, images).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    losses, peak = measured(run)
-    return losses, peak + parameter_bytes(model)
+    return trained(model, optimizer, lambda images: scores(model, images).square().mean(), batches)
 
 
 @pytest.mark.parametrize("name", sweep(MODELS, keep=2))

@@ -51,6 +51,26 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[Any], Tensor], batches: list[Any]
+) -> tuple[list[float], int]:
+    """The losses of a training loop without a host, and its peak with the model's own bytes."""
+
+    def run() -> list[float]:
+        torch.manual_seed(1)  # some models drop paths by chance
+        losses = []
+        for batch in batches:
+            loss = loss_of(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    losses, peak = measured(run)
+    return losses, peak + parameter_bytes(model)
+
+
 def measured(function: Callable[[], Any]) -> tuple[Any, int]:
     """What `function` returns, and the peak of what it allocates on the CPU."""
     results: list[Any] = []

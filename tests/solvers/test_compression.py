@@ -6,7 +6,6 @@ they need several times its bytes; with chunks as small as the values, compressi
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from lowtide.plans.plan_text import rows_of
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.eager_search import EagerSearch
 from lowtide.tracing.devices import EngineCosts
-from referee import added_s, replay
+from referee import assert_plan_refereed, budgets_of
 from sweeps import sweep
 
 CODECS = ("int8", "float16")
@@ -80,18 +79,6 @@ def traced() -> StepGraph:
     ops = tuple(replace(op, host_s=0.0) for op in graph.ops)
     hardware = replace(graph.hardware, memory_bytes_per_s=3.35e15, **EngineCosts()._asdict())
     return replace(graph, ops=ops, hardware=hardware, step_s=sum(op.seconds for op in ops))
-
-
-def budgets_of(search: EagerSearch, count: int) -> list[int]:
-    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
-    return [floor + (plain - floor) * step // (count - 1) for step in range(count)]
-
-
-def assert_refereed(graph: StepGraph, plan: Plan) -> None:
-    verdict = replay(graph, plan)
-    assert verdict.peak_bytes == plan.peak_bytes <= plan.budget_bytes
-    assert math.isclose(added_s(graph, plan), plan.extra_s, abs_tol=1e-9)
-    assert verdict.host_bytes == plan.host_bytes
 
 
 def lossy_plan() -> Plan:
@@ -162,7 +149,7 @@ def test_plans_are_monotone_and_refereed(seed: int, codecs: tuple[str, ...], mov
         assert smaller.extra_s >= larger_one.extra_s
         assert smaller.lower_bound_s >= larger_one.lower_bound_s - 1e-12
     for plan in plans:
-        assert_refereed(graph, plan)
+        assert_plan_refereed(graph, plan)
         assert search.lower_bound_s(plan.peak_bytes) <= plan.extra_s + 1e-12
         if plan.budget_bytes >= without.floor.peak_bytes:  # below it nothing bounds what is not to be had
             assert plan.lower_bound_s <= without.lower_bound_s(plan.budget_bytes) + 1e-12
@@ -178,7 +165,7 @@ def test_monotone_on_a_model(host: int) -> None:
     for smaller, larger_one in pairwise(plans):
         assert smaller.peak_bytes <= larger_one.peak_bytes and smaller.extra_s >= larger_one.extra_s
     for plan in plans[::2]:
-        assert_refereed(search.graph, plan)
+        assert_plan_refereed(search.graph, plan)
     assert plans[0].is_lossy and not plans[-1].moves
 
 
@@ -218,7 +205,7 @@ def test_encoded_values_cross_the_link() -> None:
     places = {(move.to, move.codec) for plan in plans for move in plan.moves}
     assert ("host", "int8") in places
     for plan in plans:
-        assert_refereed(search.graph, plan)
+        assert_plan_refereed(search.graph, plan)
 
 
 def test_values_that_change_after_they_were_saved_are_left_alone() -> None:

@@ -50,6 +50,11 @@ def instance(seed: int, *, with_quotas: bool = False) -> SharedBudget:
     return SharedBudget([variants(rng, movable=with_quotas) for _ in range(num)], around, quotas)
 
 
+def constant_memory(num: int, size: int) -> OtherMemory:
+    """The same bytes outside of `num` instances at all times."""
+    return OtherMemory((size,) * num, size, (size,) * num, size)
+
+
 def all_choices(shared: SharedBudget) -> list[tuple[int, ...]]:
     return list(product(*(range(len(each)) for each in shared.instances)))
 
@@ -136,7 +141,7 @@ def test_more_is_never_slower_where_copies_cost_time(seed: int) -> None:
 def test_a_single_price_is_met_exactly() -> None:
     """Three equal instances: one after the other, the earliest first, until it fits."""
     each = (Variant(None, 10, (), 0, 0, 0.0), Variant((), 4, (), 0, 0, 3.0))
-    shared = SharedBudget([each] * 3, OtherMemory.flat(3, 100))
+    shared = SharedBudget([each] * 3, constant_memory(3, 100))
     assert shared.choose(130).chosen == (0, 0, 0)
     assert shared.choose(129).chosen == (1, 0, 0)
     assert shared.choose(123).chosen == (1, 1, 0)
@@ -147,7 +152,7 @@ def test_a_single_price_is_met_exactly() -> None:
 
 def test_the_link_is_never_behind_by_more_than_an_instance() -> None:
     each = (Variant(None, 30, (8, 7, 5), 0, 0, 0.0),)
-    shared = SharedBudget([each] * 4, OtherMemory.flat(4, 0), (9, 5, 9, 0))
+    shared = SharedBudget([each] * 4, constant_memory(4, 0), (9, 5, 9, 0))
     # 9 take an 8. 5 take no 8 alone, but with the next 9: 3 are behind then. 6 are left, which take a 5.
     assert shared.moved((0, 0, 0, 0)) == [(8,), (8,), (5,), ()]
     assert shared.in_flight_bytes(shared.moved((0, 0, 0, 0))) == 8 + 5  # an 8 is not all copied when the 5 comes
@@ -170,7 +175,7 @@ def test_copies_keep_up_with_compute(seed: int) -> None:
 def test_bytes_that_the_link_takes_away_are_not_recomputed() -> None:
     """Of four instances, the last cannot move anything. Where the link is slower, another one recomputes."""
     each = (Variant(None, 10, (10,), 0, 0, 0.0), Variant((), 0, (), 0, 0, 3.0))
-    around = OtherMemory.flat(4, 100)
+    around = constant_memory(4, 100)
     found = SharedBudget([each] * 4, around, (10, 10, 10, 0)).choose(120)
     assert found.chosen == (0, 0, 0, 0) and found.moved == ((10,), (10,), (10,), ()) and found.in_flight_bytes == 10
     found = SharedBudget([each] * 4, around, (10, 10, 9, 0)).choose(120)

@@ -17,12 +17,12 @@ import zoo
 import lowtide
 from brute import all_costs, keepable_ops
 from graphs import chain, hidden_wide_narrow, random_graph, repeated_blocks, seldom_saved
-from lowtide import InfeasibleBudgetError, Plan, PlanError, StepGraph
+from lowtide import InfeasibleBudgetError, PlanError, StepGraph
 from lowtide.errors import GraphError, UnitError
 from lowtide.graph import Hardware, Op, Value
 from lowtide.simulator import simulate
 from lowtide.solvers.eager_search import EagerSearch, TwoLineSearch
-from referee import added_s, replay
+from referee import assert_plan_refereed, budgets_of
 from sweeps import sweep
 
 MODELS = sweep(("gpt_dropout", "unet", "block_called_again", "lora", "hf_t5"), keep=2)
@@ -70,19 +70,6 @@ def larger(seed: int) -> StepGraph:
     return repeated_blocks(seed, num_blocks=6) if seed % 2 else random_graph(seed, num_ops=60)
 
 
-def budgets_of(search: EagerSearch | TwoLineSearch, count: int) -> list[int]:
-    """Evenly from the floor to the plain peak."""
-    floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
-    return [floor + (plain - floor) * step // (count - 1) for step in range(count)]
-
-
-def assert_refereed(graph: StepGraph, plan: Plan) -> None:
-    verdict = replay(graph, plan)
-    assert verdict.peak_bytes == plan.peak_bytes <= plan.budget_bytes
-    assert math.isclose(added_s(graph, plan), plan.extra_s, abs_tol=1e-9)
-    assert verdict.host_bytes == plan.host_bytes
-
-
 # Against the referee
 
 
@@ -90,14 +77,14 @@ def assert_refereed(graph: StepGraph, plan: Plan) -> None:
 def test_the_referee_agrees_on_random_steps(seed: int) -> None:
     search = EagerSearch(larger(seed))
     for budget in budgets_of(search, 6):
-        assert_refereed(search.graph, search.plan(budget))
+        assert_plan_refereed(search.graph, search.plan(budget))
 
 
 @pytest.mark.parametrize("name", sweep(["gpt_dropout", "unet", "block_called_again"], keep=2))
 def test_the_referee_agrees_on_models(name: str) -> None:
     search = searched(name)
     for budget in budgets_of(search, 3):
-        assert_refereed(search.graph, search.plan(budget))
+        assert_plan_refereed(search.graph, search.plan(budget))
 
 
 # Against brute force
@@ -179,7 +166,7 @@ def test_no_candidate_retains_what_no_hook_sees() -> None:
     for host in (0, 1 << 30):
         search = EagerSearch(graph, host)
         for budget in budgets_of(search, 20):
-            assert_refereed(graph, search.plan(budget))
+            assert_plan_refereed(graph, search.plan(budget))
         for each, _, _ in search._all_paths():
             for number in range(each.stops[-1] + 1):
                 regions = each.regions(number)
@@ -328,7 +315,7 @@ def test_host_memory_is_kept_to_and_makes_nothing_slower(host: str) -> None:
         plan = searched("gpt_dropout", most).plan(budget)
         assert plan.host_bytes <= most
         assert plan.extra_s <= without.plan(budget).extra_s
-        assert_refereed(graph, plan)
+        assert_plan_refereed(graph, plan)
 
 
 def test_host_memory_is_used() -> None:

@@ -60,6 +60,30 @@ def test_slices_are_as_close_to_float64_as_the_plain_module(shape: tuple[int, ..
         assert float((own.double() - true).abs().max()) <= max(1.25 * most, few_units)
 
 
+class SharedGradients(nn.Module):
+    """Parameters of which several get the same gradient from autograd, or that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.delta = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.shift = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.delta) + self.shift
+
+
+@pytest.mark.parametrize("num_parts", [3, 6], ids=["slices of two rows", "slices of one row"])
+def test_gradients_that_share_memory_are_summed_apart(num_parts: int) -> None:
+    torch.manual_seed(0)
+    module, x, given = SharedGradients().double(), tokens(6, WIDTH, dtype=torch.float64), torch.randn(6, WIDTH).double()
+    wanted, kept = [x, *module.parameters()], given.clone()
+    whole = torch.autograd.grad(module(x), wanted, given)
+    parts = torch.autograd.grad(run_in_slices(module, module.forward, x, num_parts), wanted, given)
+    for own, plain in zip(parts, whole, strict=True):
+        torch.testing.assert_close(own, plain)
+    assert torch.equal(given, kept)
+
+
 def test_the_backward_uses_the_dropout_masks_of_the_forward() -> None:
     module = Gated(dropout=0.5)
     x = tokens()
@@ -244,7 +268,7 @@ def test_what_the_proof_cannot_see_is_found_on_real_values(name: str, caplog: py
     runner = SplitForward(Split("mlp", 3, "tokens"))
     x = tokens()
     for _ in range(2):
-        assert torch.equal(runner.run(module, module.forward, (x,), {}), module(x))
+        assert torch.equal(runner.run(module, module.forward, x), module(x))
     assert len(caplog.records) == 1 and "changes when others are left out" in caplog.text
 
 
@@ -253,7 +277,7 @@ def test_checks_leave_modes_and_random_states_alone() -> None:
     module.dropout.eval()
     state = torch.get_rng_state()
     runner = SplitForward(Split("mlp", 3, "tokens"))
-    runner.run(module, module.forward, (x,), {}).sum().backward()
+    runner.run(module, module.forward, x).sum().backward()
     assert module.training and not module.dropout.training
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -76,7 +76,6 @@ from lowtide._compat.dispatch import (
     op_argument_names,
     op_defaults,
     op_facts,
-    op_packet,
     returns_number,
     reveals_values,
     under_functorch,
@@ -109,7 +108,6 @@ from lowtide._compat.dynamo import (
     torch_partition,
     traced_functions,
     uncompile,
-    uncompiled_module,
     without_bucket_graphs,
 )
 from lowtide._compat.fake_tensors import (
@@ -303,7 +301,6 @@ __all__ = [
     "op_argument_names",
     "op_defaults",
     "op_facts",
-    "op_packet",
     "overwrite_all",
     "parts_of",
     "pipeline_actions",
@@ -338,7 +335,6 @@ __all__ = [
     "torch_partition",
     "traced_functions",
     "uncompile",
-    "uncompiled_module",
     "under_functorch",
     "unwrapped",
     "value_of",

@@ -123,14 +123,6 @@ def uncompile(module: nn.Module) -> None:
     getattr(module, attribute).pop(key, None)
 
 
-def uncompiled_module(module: nn.Module) -> nn.Module:
-    """Return the module inside of `torch.compile(module)`; other modules unchanged.
-
-    Obsolete when torch documents the attribute.
-    """
-    return cast(nn.Module, getattr(module, "_orig_mod", module))
-
-
 def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
     """Context manager in which Dynamo does not split graphs at the buckets of the `DistributedDataParallel` around it.
 

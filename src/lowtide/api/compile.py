@@ -28,6 +28,7 @@ from lowtide.compiled.session import NOTHING_YET, Session
 from lowtide.compiled.session_calls import SESSIONS, SessionCall, shared_backend, watch_sessions
 from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
+from lowtide.distributed.data_parallel import bucket_bytes
 from lowtide.errors import LowtideError
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.model_blocks import find_regions, is_block
@@ -66,17 +67,17 @@ def compile(
     the step runs with the smallest peak found. `lowtide.handle_of(model)` returns the handle. A second call replaces
     what the first one did.
     """
-    checks.module(model)
+    given, model = model, checks.module(model)
     check_bytes(budget)  # raise for a malformed budget now, not in the first forward
     check_options({} if options is None else options, own=())
     check_on_over(on_over)
     optimizer = plain_optimizer(optimizer, model)
-    given, model = model, _inner(model)
     blocks = _blocks(model, regional)
     host_bytes = _host_bytes(host, blocks)
     if not isinstance(split, bool):
         raise TypeError(f"split is True or False, not {split!r:.80}")
-    chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model) + _bucket_bytes(given))
+    buckets = bucket_bytes([module for module in given.modules() if isinstance(module, DistributedDataParallel)])
+    chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model) + buckets)
     session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)
     backend = shared_backend(inductor_compiler(options or {}, mode, dynamic), (options or {}, mode, dynamic))
     if model in _by_model:
@@ -95,47 +96,33 @@ def compile(
 
 def explain_compiled(model: nn.Module | None = None) -> str:
     """What the compiled graphs of a model save and what that costs, as text; without a model, of all models."""
-    sessions = sorted(SESSIONS, key=lambda session: session.number)
     handle = None if model is None else handle_on(model)
-    if handle is not None:
-        sessions = [handle.session]
-    elif model is not None:
-        parameters = list(model.parameters())
-        sessions = [each for each in sessions if each.has_run_with(parameters)]
+    sessions = _sessions_of(model) if handle is None else [handle.session]
     return "\n\n".join(session.describe() for session in sessions) or NOTHING_YET
 
 
 def handle_on(module: nn.Module) -> CompiledHandle | None:
     """The handle that `compile` put on this module; None if there is none, or if it was removed."""
-    handle = _by_model.get(_inner(module))
+    handle = _by_model.get(_compat.unwrapped(module))
     return None if handle is None or handle.is_removed else handle
 
 
 def backend_handles(model: nn.Module) -> list[CompiledHandle]:
     """The handles of what `torch.compile(backend="lowtide")` compiled with parameters of this model."""
-    parameters = list(model.parameters())
-    sessions = sorted(SESSIONS, key=lambda session: session.number)
-    sessions = [session for session in sessions if session.options is not None and session.has_run_with(parameters)]
+    sessions = [session for session in _sessions_of(model) if session.options is not None]
     for session in sessions:
         if session.handle is None:
             session.handle = CompiledHandle(session, [], None)
     return [session.handle for session in sessions if not session.handle.is_removed]
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """The model inside of `DistributedDataParallel` and `torch.compile`, which call it with the caller's arguments."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else _compat.uncompiled_module(model)
-        if inner is model:
-            return model
-        model = inner
-
-
-def _bucket_bytes(model: nn.Module) -> int:
-    """Bytes of the buckets that `DistributedDataParallel` copies gradients to."""
-    wrappers = (module for module in model.modules() if isinstance(module, DistributedDataParallel))
-    copying = (wrapper for wrapper in wrappers if not wrapper.gradient_as_bucket_view)
-    return sum(each.nbytes for wrapper in copying for each in wrapper.parameters() if each.requires_grad)
+def _sessions_of(model: nn.Module | None) -> list[Session]:
+    """The sessions whose graphs ran with parameters of this model, in order; without a model all of them."""
+    sessions = sorted(SESSIONS, key=lambda session: session.number)
+    if model is None:
+        return sessions
+    parameters = list(model.parameters())
+    return [session for session in sessions if session.has_run_with(parameters)]
 
 
 def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:

@@ -151,14 +151,14 @@ def _traced(model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any) ->
     return replace(graph, notes=(*graph.notes, f"real steps were run and memory was allocated: {why}"))
 
 
-def largest_at_peak(timeline: Timeline, most: int = 5) -> list[tuple[str, int]]:
+def largest_at_peak(timeline: Timeline) -> list[tuple[str, int]]:
     """The modules whose activations and gradients take most of the peak."""
     graph, sizes = timeline.graph, Counter[str]()
     for value, size in timeline.live_at(timeline.peak_event).items():
         born = graph.values[value].born
         path = graph.path_of(born) if born >= 0 else ""
         sizes[path or "outside of modules"] += size
-    return sizes.most_common(most)
+    return sizes.most_common(5)
 
 
 def _batch_size(args: Any) -> int | None:

@@ -279,9 +279,11 @@ class _Fitting:
     def _try_cached(self, cache: FitCache, tuner: Tuner) -> None:
         cached = self._ranks.made_by_first(lambda: _sendable_cached(cache.read()), "cached plan")
         if cached is not None:
-            plan, correction_bytes = cached
+            sent, correction_bytes = cached
             self._correct(correction_bytes)
-            tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, self._corrected, plan))])
+            graph = self._splits.graph(sent.plan.splits)
+            graph = replace(graph, other_bytes=graph.other_bytes + correction_bytes)
+            tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, graph, sent))])
 
     def _try_candidates(self, tuner: Tuner) -> None:
         """Measure candidates, and solve again with corrected memory until the solver's own plan holds.

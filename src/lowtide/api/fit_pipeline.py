@@ -19,6 +19,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from torch import nn
 from lowtide import _compat
 from lowtide.api.measure import measure
 from lowtide.distributed.agreement import plan_hash
-from lowtide.distributed.data_parallel import unwrapped
 from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
 from lowtide.eager.replanning import with_parameters
@@ -132,10 +132,10 @@ class _Stage:
 
 class _PipelineFit:
     def __init__(self, schedule: Any, run: Any, budget: Any, optimizer: Any, time_limit_s: float, ranks: Ranks) -> None:
-        self._schedule, self._run, self._optimizer = schedule, run, optimizer
+        self._run, self._optimizer = run, optimizer
         self._time_limit_s, self._ranks = time_limit_s, ranks
         stages = _compat.pipeline_stages(schedule)
-        self._stages = [_Stage(stage.stage_index, unwrapped(stage.submod)) for stage in stages]
+        self._stages = [_Stage(stage.stage_index, _compat.unwrapped(stage.submod)) for stage in stages]
         self._all = nn.ModuleList(stage.module for stage in self._stages)
         self._device = checks.device_of(self._all, ())
         total = torch.accelerator.get_memory_info(self._device)[1] if self._device.type != "cpu" else None
@@ -193,7 +193,7 @@ class _PipelineFit:
         for stage in self._stages:
 
             def note(module: nn.Module, args: Any, kwargs: Any, stage: _Stage = stage) -> None:
-                if stage.graph is None and not stage.args and not stage.kwargs:
+                if not stage.args and not stage.kwargs:
                     stage.args, stage.kwargs = map_tensors(_spec, (args, kwargs))
 
             hooks.append(stage.module.register_forward_pre_hook(note, with_kwargs=True))
@@ -227,14 +227,9 @@ class _PipelineFit:
         num = max(len(stage.plans) for stage in self._stages)
         fits = [self._predicted(at) + missing_bytes <= self._budget for at in range(num)]
         of_ranks = self._ranks.gathered(fits, "predicted peaks of stages")
-        for at in range(first, num):
-            if all(of_ranks[rank][at] for rank in self._same):
-                found = at
-                break
-        else:
-            found = -1
+        found = [at for at in range(first, num) if all(of_ranks[rank][at] for rank in self._same)]
         with self._ranks.together("plans of stages"):
-            if found < 0:
+            if not found:
                 floor = min(map(self._predicted, range(num))) + missing_bytes
                 raise InfeasibleBudgetError(
                     f"stages {[stage.number for stage in self._stages]} need {format_bytes(floor)} at least, with up "
@@ -242,7 +237,7 @@ class _PipelineFit:
                     f"budget is {format_bytes(self._budget)}. Raise it, or use more and smaller microbatches.",
                     floor,
                 )
-        return found
+        return found[0]
 
     def _predicted(self, at: int) -> int:
         """The predicted peak of this rank with the plans at this position."""
@@ -253,13 +248,18 @@ class _PipelineFit:
             for counts in self._in_flight
         )
         # One of the microbatches in flight is the one that runs: it is held already.
-        return self._fixed_bytes() + held + max(stage.extra[chosen[stage.number]] for stage in self._stages)
+        return self._fixed_bytes + held + max(stage.extra[chosen[stage.number]] for stage in self._stages)
 
+    @cached_property
+    def _state_bytes(self) -> int:
+        return optimizer_memory(self._optimizer, 1)[0]
+
+    @cached_property
     def _fixed_bytes(self) -> int:
         parameters = [*self._all.parameters()]
         own = sum(map(_compat.local_bytes, (*parameters, *self._all.buffers())))
         gradients = sum(_compat.local_bytes(parameter) for parameter in parameters if parameter.requires_grad)
-        return own + gradients + optimizer_memory(self._optimizer, 1)[0]
+        return own + gradients + self._state_bytes
 
     def _apply(self, at: int) -> None:
         self.take_off()
@@ -267,12 +267,11 @@ class _PipelineFit:
             self._handles[stage.number] = apply_plan(stage.module, stage.plans[min(at, len(stage.plans) - 1)])
 
     def _whole_peak(self, step_bytes: int, total_bytes: int) -> int:
-        state_bytes = optimizer_memory(self._optimizer, 1)[0]
         if self._device.type != "cpu":
-            return total_bytes + max(0, state_bytes - present_state_bytes(self._optimizer, self._device))
+            return total_bytes + max(0, self._state_bytes - present_state_bytes(self._optimizer, self._device))
         tensors = [*self._all.parameters(), *self._all.buffers()]
         tensors += [parameter.grad for parameter in self._all.parameters() if parameter.grad is not None]
-        return step_bytes + sum(map(_compat.local_bytes, tensors)) + state_bytes
+        return step_bytes + sum(map(_compat.local_bytes, tensors)) + self._state_bytes
 
 
 def in_flight(actions: Sequence[tuple[int, str]]) -> list[Counter[int]]:

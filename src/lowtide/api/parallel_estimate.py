@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,10 +144,8 @@ def estimate_parallel(
 def _row(layout: dict[str, int], graph: StepGraph, budget_bytes: int | None, time_limit_s: float) -> RankEstimate:
     plan = None
     if budget_bytes is not None:
-        try:
+        with suppress(InfeasibleBudgetError):
             plan = solve(graph, budget_bytes, time_limit_s=time_limit_s)
-        except InfeasibleBudgetError:
-            plan = None
     floor_bytes = EagerSearch(graph).floor.peak_bytes
     static_bytes = sum(graph.static_bytes.values())
     return RankEstimate(layout, graph.plain_peak_bytes, floor_bytes, static_bytes, graph, plan)
@@ -165,14 +164,10 @@ def _layouts(world: int, parallel: Any, takes_mesh: bool) -> list[dict[str, int]
     if world < 1:
         raise ValueError(f"world is a number of ranks, 1 or more, not {world}")
     if parallel is None:
-        sizes = [size for size in _divisors(world) if size == world or size in (8, 64)]
+        sizes = sorted({size for size in (8, 64, world) if world % size == 0})
         return [_layout(world, {"fsdp": size}, takes_mesh) for size in sizes]
     given = [parallel] if isinstance(parallel, str | Mapping) else list(parallel)
     return [_layout(world, each, takes_mesh) for each in given]
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _layout(world: int, given: str | Mapping[str, int], takes_mesh: bool) -> dict[str, int]:

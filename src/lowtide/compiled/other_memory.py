@@ -29,7 +29,7 @@ from lowtide.compiled.session_calls import without_warnings
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
-from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.simulator.timeline import PHASES, Timeline, simulate
 from lowtide.solvers.shared_budget import OtherMemory
 from lowtide.tracing.trace import output_sum_loss, trace_once
 
@@ -135,7 +135,7 @@ class _PlaceholderFunction(torch.autograd.Function):
         return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
-_FORWARD, _REPLAY = 0, 1
+_FORWARD, _REPLAY = PHASES.index("forward"), PHASES.index("replay")
 
 
 def other_memory_of(graph: StepGraph, paths: list[str]) -> OtherMemory | None:

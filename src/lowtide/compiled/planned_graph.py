@@ -261,10 +261,6 @@ class PlannedGraph:
         assert self.step is not None
         return self.step.handed_out_bytes
 
-    @property
-    def num_compiled(self) -> int:
-        return len(self._compiled)
-
     # Compiling.
 
     def _variant(self, variant: Variant) -> Callable[..., Any]:

@@ -260,12 +260,10 @@ class Session:
         instances = [self._graphs[number] for number in numbers]
         return CallSequence(numbers, self.chooser.choose(instances, self.budget_bytes))
 
-    def _known(self, numbers: tuple[int, ...]) -> CallSequence:
-        """As `_planned`, for calls that were made. Without a meter, a predicted peak over the budget is an error."""
-        sequence = self._planned(numbers)
-        if not sequence.choice.is_within and self._meter is None:
+    def _refuse_by_prediction(self, sequence: CallSequence) -> None:
+        """Without a meter, a predicted peak over the budget is an error."""
+        if self._meter is None and not sequence.choice.is_within:
             sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
-        return sequence
 
     def _end_step(self) -> None:
         """Once the last step's backward has begun: record its sequence of calls, and measure its peak."""
@@ -278,10 +276,10 @@ class Session:
             self._sequence, self._is_clean = None, False
             return
         if self._sequence is None or self._sequence.numbers != called:
-            self._sequence = self._sequences.get(called) or self._known(called)
+            self._sequence = self._sequences.get(called) or self._planned(called)
             self._is_clean = False
-        elif called not in self._sequences:  # the assumption was right
-            self._sequence.over = self._known(called).over if self._meter is None else None
+        if called not in self._sequences:
+            self._refuse_by_prediction(self._sequence)
         self._sequences.pop(called, None)
         self._sequences[called] = self._sequence  # moved to the end: the most recently used
         self._measure(self._sequence)
@@ -303,11 +301,10 @@ class Session:
     def _start_bytes(self) -> int:
         """Bytes on the CPU when a step begins."""
         assert self._sequence is not None
-        instances = [self._graphs[number] for number in self._sequence.numbers]
         model = None if self.model is None else self.model()
         known = (reference() for reference in self._seen.values()) if model is None else model.parameters()
         gradients = (each.grad for each in known if each is not None and each.grad is not None)
-        return self.chooser.start_bytes(instances) + sum(each.nbytes for each in gradients)
+        return self.chooser.start_bytes(self._instances(self._sequence)) + sum(each.nbytes for each in gradients)
 
     def _gradient_bytes(self) -> int:
         """Bytes of the gradients of all parameters that graphs have seen."""
@@ -365,7 +362,7 @@ class Session:
         sequence.measured.append((before, measured))
         if profile is not None and profile.seconds is not None:
             sequence.timed.append((before, profile.seconds))
-        instances = [self._graphs[number] for number in sequence.numbers]
+        instances = self._instances(sequence)
         with self.watch.planning():
             if sequence.trials is None:
                 self._correct(sequence, instances, measured, profile)
@@ -392,7 +389,7 @@ class Session:
             now = before  # a faster choice may not hold for the sizes before this one
         is_last = len(sequence.measured) >= _MOST_CORRECTIONS
         if not is_last and any(now.is_like(choice) for choice, peak in sequence.measured if peak > budget):
-            others = (each for each in self.chooser.last_resorts(instances))
+            others = self.chooser.last_resorts(instances)
             now = next((each for each in others if not self._has_run(sequence, each)), now)
         sequence.choice = now
         if not is_last and not self._has_run(sequence, now):
@@ -509,7 +506,7 @@ class Session:
         sequence = self.current
         if sequence is None:
             return ALL_REPLAYED if self._graphs else NOTHING_YET
-        choice, instances = sequence.choice, [self._graphs[number] for number in sequence.numbers]
+        choice, instances = sequence.choice, self._instances(sequence)
         step_s = max(sum(graph.step_s for graph in instances), 1e-12)
         peaks = sequence.peaks
         num_graphs = len(set(sequence.numbers))

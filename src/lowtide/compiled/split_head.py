@@ -44,8 +44,8 @@ class SplitHead:
         self.path, self.enabled = path, True
         self._session, self._own = session, vars(head).get("forward")
         self._by_number: dict[int, SplitForward] = {}
-        self._head = weakref.ref(head)
-        head.forward = types.MethodType(_patched(self), head)  # type: ignore[method-assign]
+        self._head, self._patch = weakref.ref(head), _patched(self)
+        head.forward = types.MethodType(self._patch, head)  # type: ignore[method-assign]
 
     @classmethod
     def on(cls, model: nn.Module, blocks: Sequence[nn.Module], session: Session) -> SplitHead | None:
@@ -85,13 +85,14 @@ class SplitHead:
         if number == 1:
             return plain(*args, **kwargs)
         runner = self._by_number.setdefault(number, SplitForward(Split(self.path, number)))
-        return runner.run(head, plain, args, kwargs)
+        return runner.run(head, plain, *args, **kwargs)
 
     def remove(self) -> None:
+        """Take the patch off. A forward that someone set around it stays, and runs the layer plainly."""
         head = self._head()
-        if head is not None and getattr(vars(head).get("forward"), "__func__", None) is not None:
+        if head is not None and getattr(vars(head).get("forward"), "__func__", None) is self._patch:
             if self._own is None:
-                vars(head).pop("forward", None)
+                del head.forward
             else:
                 head.forward = self._own  # type: ignore[method-assign]
         self.enabled = False

@@ -240,11 +240,11 @@ class VariantChooser:
         except InfeasibleBudgetError:
             plan, is_within = search.plan(search.floor.peak_bytes), False
         ways = [(search.cost(way.keeps or ()).peak_bytes, way) for way in graph.torch_ways.values()]
-        faster = [(way.extra_s, peak, way) for peak, way in ways if peak <= allowed]
+        fitting = [(peak, way) for peak, way in ways if peak <= allowed]
         variant = variant_of(step, plan.keeps, plan.keeps, default.extra_s)
-        if faster and min(faster, key=lambda each: each[0])[0] < variant.extra_s:
-            extra_s, peak_bytes, way = min(faster, key=lambda each: each[0])
-            return VariantChoice([way], ((),), peak_bytes + error, extra_s, 0.0)
+        peak_bytes, way = min(fitting, key=lambda each: each[1].extra_s, default=(0, variant))
+        if way.extra_s < variant.extra_s:
+            return VariantChoice([way], ((),), peak_bytes + error, way.extra_s, 0.0)
         bound_s = min(max(0.0, plan.lower_bound_s - default.extra_s), variant.extra_s)
         return VariantChoice([variant], ((),), plan.peak_bytes + error, variant.extra_s, bound_s, is_within)
 

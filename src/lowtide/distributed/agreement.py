@@ -34,6 +34,7 @@ def plan_hash(plan: Plan) -> str:
         "moves": sorted(json.dumps(asdict(move), sort_keys=True) for move in plan.moves),
         "keeps": sorted(plan.keeps),
         "choosers": sorted(plan.choosers),
+        "splits": sorted(json.dumps(asdict(split), sort_keys=True) for split in plan.splits),
         "in_flight_bytes": plan.in_flight_bytes,
         "engine": plan.engine,
     }

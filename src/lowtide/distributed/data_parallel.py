@@ -1,7 +1,7 @@
-"""DistributedDataParallel (DDP): the model inside, steps that settle it, and what it holds.
+"""DistributedDataParallel (DDP): its wrappers, steps that settle it, and what it holds.
 
-A plan belongs to the module inside a DDP wrapper (`unwrapped`), so that its names are the same with and without DDP.
-The step that is traced and measured is the whole one, through the wrapper.
+A plan belongs to the module inside a DDP wrapper, so that its names are the same with and without DDP. The step that is
+traced and measured is the whole one, through the wrapper.
 
 - In its first two forwards DDP arranges its buckets, with ops of its own that later steps do not have. A trace
   therefore runs `num_settling_steps` first. This state is in DDP's C++ reducer and cannot be restored; it does not
@@ -15,19 +15,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 _NUM_SETTLING_STEPS = 2  # the first records the order of gradients, the second rebuilds the buckets by it
-
-
-def unwrapped(model: Any) -> Any:
-    """The module inside DDP wrappers; anything else as it is."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
@@ -50,25 +42,18 @@ def num_settling_steps(wrappers: list[DistributedDataParallel]) -> int:
 
 def gradients_in_buckets(wrappers: list[DistributedDataParallel]) -> list[nn.Parameter]:
     """The parameters whose gradients are views of buckets: that memory exists before the backward."""
-    return [
-        parameter
-        for wrapper in wrappers
-        if wrapper.gradient_as_bucket_view
-        for parameter in wrapper.module.parameters()
-        if parameter.requires_grad
-    ]
+    return _trainable([wrapper for wrapper in wrappers if wrapper.gradient_as_bucket_view])
 
 
 def bucket_bytes(wrappers: list[DistributedDataParallel]) -> int:
     """Bytes of buckets that exist beside gradients: as many as the gradients have, unless these are views of them."""
-    parameters = {
-        id(parameter): parameter.nbytes
-        for wrapper in wrappers
-        if not wrapper.gradient_as_bucket_view
-        for parameter in wrapper.module.parameters()
-        if parameter.requires_grad
-    }
-    return sum(parameters.values())
+    copying = [wrapper for wrapper in wrappers if not wrapper.gradient_as_bucket_view]
+    return sum(parameter.nbytes for parameter in _trainable(copying))
+
+
+def _trainable(wrappers: list[DistributedDataParallel]) -> list[nn.Parameter]:
+    parameters = (parameter for wrapper in wrappers for parameter in wrapper.module.parameters())
+    return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ class Decisions:
     def in_parts(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A module's forward, in parts if the module is split."""
         split = self.splits.get(path)
-        return forward if split is None else functools.partial(split.run_with, module, forward)
+        return forward if split is None else functools.partial(split.run, module, forward)
 
     def retained(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> RetainedCall | None:
         """The op outputs that a region beginning with this call retains; None for none."""

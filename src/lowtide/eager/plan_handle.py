@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.distributed.data_parallel import unwrapped
 from lowtide.distributed.ranks import ALONE
 from lowtide.eager.calls import (
     NO_DECISIONS,
@@ -311,6 +310,6 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
     """`lowtide.apply` for a plan."""
     if plan.engine != "eager":
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
-    model = unwrapped(model)
+    model = _compat.unwrapped(model)
     refuse_other_checkpointing(model)
     return AppliedPlan(model, plan)

@@ -17,10 +17,12 @@ which all ranks call, plans for them together.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -575,7 +577,7 @@ def _uncached_autocast(kind: str) -> Any:
 
 
 def _bytes_outside(graph: StepGraph) -> int:
-    """Bytes of activations made by the loss, outside of the model. Their sum, slightly more than are alive at once."""
+    """The most bytes of activations that are alive at once and were made by the loss, outside of the model."""
 
     def is_outside(op: int) -> bool:
         if op >= graph.num_forward:
@@ -587,5 +589,12 @@ def _bytes_outside(graph: StepGraph) -> int:
             call = graph.calls[call].parent
         return call < 0 or graph.calls[call].path != ""
 
-    made = (value for value in graph.values if value.kind == "activation" and value.born >= 0)
-    return sum(value.bytes for value in made if is_outside(value.born))
+    ends = [value.dropped for value in graph.values]
+    for save in graph.saves:
+        ends[save.value] = max(ends[save.value], save.released)
+    changes: Counter[int] = Counter()
+    for value, end in zip(graph.values, ends, strict=True):
+        if value.kind == "activation" and value.born >= 0 and is_outside(value.born):
+            changes[value.born] += value.bytes
+            changes[max(end, value.born + 1)] -= value.bytes
+    return max(itertools.accumulate(changes[position] for position in sorted(changes)), default=0)

@@ -22,7 +22,8 @@ VERSION = 3
 
 # Fields of `Hardware`, and of `Op` and `Call`, that older files of this version lack: they get their defaults.
 _LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
-_DROPPED = {"forward_dispatch_factor", "region_bytes"}  # fields of `Hardware` in older files; ignored
+# Fields of `Hardware` in older files; ignored.
+_DROPPED = {"disk_bytes_per_s", "forward_dispatch_factor", "region_bytes"}
 
 _LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 

@@ -177,7 +177,6 @@ class Hardware:
     single_flops_per_s: float = 0.0
     memory_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
-    disk_bytes_per_s: float = 1e9
     dispatch_s: float = 0.0
     region_s: float = 0.0
     block_bytes: int = 1

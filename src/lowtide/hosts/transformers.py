@@ -70,8 +70,10 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
     def _plan(self, trainer: Any) -> None:
         args, folder = trainer.args, Path(trainer.args.output_dir) / planning.FOLDER
         trainer.model_wrapped.train()  # as every training step does
+        loaders = trainer.accelerator._dataloaders
+        num_loaders = len(loaders)
         examples = self._examples.of(trainer.get_train_dataloader())
-        trainer.accelerator._dataloaders.pop()  # the loader that was made for the examples
+        del loaders[num_loaders:]  # the loader that was made for the examples, unless the user's trainer made its own
         step, num_batches = _Step(trainer), args.gradient_accumulation_steps
         batches = [step.prepared(batch) for batch in examples]
         with planning.accumulating(trainer.model, num_batches), step.unchanged_trainer():
@@ -132,17 +134,14 @@ class _Step:
     def unchanged_trainer(self) -> Iterator[None]:
         """A context after which the trainer's own numbers and lists, such as TRL's metrics, are as before."""
         attributes = vars(self._trainer)
-        before = {name: value for name, value in attributes.items() if isinstance(value, _NUMBERS)}
-        lists = {name: _copied(value) for name, value in attributes.items() if isinstance(value, dict | list)}
+        kinds = (int, float, str, type(None), dict, list)
+        before = {name: value for name, value in attributes.items() if isinstance(value, kinds)}
+        contents = _copied(before)
         try:
             yield
         finally:
             attributes.update(before)
-            for name, content in lists.items():
-                _put_back(attributes[name], content)
-
-
-_NUMBERS = (int, float, str, type(None))
+            _put_back(before, contents)
 
 
 def _copied(container: Any) -> Any:
@@ -158,7 +157,7 @@ def _put_back(container: Any, content: Any) -> None:
         for key in container.keys() - content.keys():
             del container[key]
         for key, value in content.items():
-            if isinstance(value, dict | list):
+            if isinstance(value, dict | list) and isinstance(container.get(key), type(value)):
                 _put_back(container[key], value)
             else:
                 container[key] = value

@@ -150,9 +150,7 @@ class PlanCost(Protocol):
     def extra_s(self) -> float: ...
 
 
-def first_fitting(
-    cost: Callable[[int], PlanCost], last: int, budget: int, *, most_s: float = math.inf, is_late: Callable[[], bool]
-) -> int:
+def first_fitting(cost: Callable[[int], PlanCost], last: int, budget: int, *, is_late: Callable[[], bool]) -> int:
     """A fast candidate of `0..last` that fits in `budget`, by bisection, given that `last` fits.
 
     Peaks need not fall at every step of a path. To make the result monotone in the budget, a candidate is accepted only
@@ -160,10 +158,8 @@ def first_fitting(
     Proof: the bisections for two budgets are identical up to the first candidate that fits only the larger budget. From
     there on, the larger budget accepts candidates that are no smaller than it and no slower, and the smaller budget
     accepts candidates that are no faster.
-
-    The bisection may stop early once its result is known to be slower than `most_s`.
     """
-    return _bisect(cost, 0, last, budget, 0.0, most_s, is_late)
+    return _bisect(cost, 0, last, budget, 0.0, math.inf, is_late)
 
 
 def first_past_stops(
@@ -171,13 +167,14 @@ def first_past_stops(
     stops: Sequence[int],
     budget: int,
     *,
-    most_s: float = math.inf,
+    most_s: float,
     is_late: Callable[[], bool],
 ) -> int | None:
     """`first_fitting` between the first of `stops` that fits and the stop before it; None if none fits.
 
     For paths whose peaks rise and fall: every stop is simulated, from the fastest on. Stops that are faster than an
-    earlier one are ignored, which keeps the result monotone.
+    earlier one are ignored, which keeps the result monotone. The bisection may stop early once its result is known to
+    be slower than `most_s`.
     """
     before, least_s = 0, 0.0
     for stop in stops:

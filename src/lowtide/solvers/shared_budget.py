@@ -125,11 +125,6 @@ class OtherMemory:
     backward_bytes: tuple[int, ...]
     elsewhere_bytes: int = 0
 
-    @staticmethod
-    def flat(num_instances: int, base_bytes: int) -> OtherMemory:
-        """The same bytes at all times."""
-        return OtherMemory((base_bytes,) * num_instances, base_bytes, (base_bytes,) * num_instances, base_bytes)
-
 
 @dataclass(frozen=True)
 class PeakPosition:

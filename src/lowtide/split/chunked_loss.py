@@ -29,7 +29,7 @@ from lowtide import _compat
 from lowtide.errors import LowtideError
 from lowtide.split.row_layout import RowLayout
 
-_LOW = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Rows of a chunk are rounded up to a multiple of this, above 8 times as many: matrix kernels prefer aligned sizes.
 _ALIGNED_ROWS = 64
 
@@ -181,7 +181,7 @@ class _HeadPass:
         self._bias = None if bias is None else bias.detach().to(dtype)
         self._for_hidden = self._for_weight = self._for_bias = None
         self._is_first, self.needs_grad = True, any(needs)
-        sum_dtype = torch.float32 if dtype in _LOW else dtype
+        sum_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if needs[0]:
             make = torch.empty_like if layout.covers(len(self._rows)) else torch.zeros_like
             self._for_hidden = make(self._rows, memory_format=torch.contiguous_format)
@@ -239,7 +239,7 @@ def _add_product(sums: Tensor, one: Tensor, other: Tensor, is_first: bool) -> No
     else:
         try:
             torch.addmm(sums, one, other, beta=beta, out_dtype=sums.dtype, out=sums)
-        except (RuntimeError, TypeError):  # before torch 2.8, or a kernel that does not exist on this device
+        except (RuntimeError, TypeError):  # no such kernel on this device
             product = one @ other
             sums.copy_(product) if is_first else sums.add_(product)
 

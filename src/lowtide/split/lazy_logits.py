@@ -17,7 +17,7 @@ them; ops on logits are few and do not change.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.errors import LowtideError
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.environment import modes_now
 from lowtide.split.chunked_loss import HeadCall
 from lowtide.split.row_chain import RowChain, autocast_as
@@ -191,27 +192,13 @@ def first_in_backward(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def lazies_in(tree: Any) -> Any:
+def lazies_in(tree: Any) -> Iterator[LazyLogits]:
     """The lazy tensors in nested arguments."""
-    if isinstance(tree, LazyLogits):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from lazies_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from lazies_in(item)
+    return (tensor for tensor in tensors_in(tree) if isinstance(tensor, LazyLogits))
 
 
 def _swapped(tree: Any, function: Callable[[LazyLogits], Tensor]) -> Any:
-    if isinstance(tree, LazyLogits):
-        return function(tree)
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        items = [_swapped(item, function) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict):
-        return {name: _swapped(item, function) for name, item in tree.items()}
-    return tree
+    return map_tensors(lambda tensor: function(tensor) if isinstance(tensor, LazyLogits) else tensor, tree)
 
 
 def _with_known(args: Any, kwargs: Any) -> Any:

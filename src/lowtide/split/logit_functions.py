@@ -232,6 +232,11 @@ def _probe(chain: RowChain) -> Tensor:
                            for head in chain.heads], 0, 0)  # fmt: skip
 
 
+def _named(names: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    return {**dict(zip(names.split(), args, strict=False)), **kwargs}
+
+
 def _are_numbers(items: Any) -> bool:
     return all(isinstance(each, int) for each in items)  # `_stacklevel` of torch.nn.functional
 
@@ -251,9 +256,7 @@ def _is_vocab(lazy: LazyLogits, dim: Any) -> bool:
 
 @_handles("logsumexp", "sum", "mean")
 def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("dim", "keepdim")
-    lazy = args[0]
-    options = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    lazy, options = args[0], _named("dim keepdim", args[1:], kwargs)
     if not _is_lazy_alone(lazy, options) or options.keys() - {"dim", "keepdim", "dtype"} or len(args) > 3:
         return NotImplemented
     dim, name = options.get("dim"), func.__name__
@@ -270,7 +273,7 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_handles("gather")
 def _gather(func: Any, args: Any, kwargs: Any) -> Any:
-    options = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
+    options = _named("input dim index", args, kwargs)
     lazy, dim, index = options.get("input"), options.get("dim"), options.get("index")
     if not isinstance(lazy, LazyLogits) or not isinstance(index, Tensor) or isinstance(index, LazyLogits):
         return NotImplemented
@@ -306,20 +309,10 @@ def _loss(layout: RowLayout, chain: RowChain, divisor: Tensor | float, dtype: to
     return total(chain.heads, layout, chain.rows, divisor).to(dtype)
 
 
-@_handles("cross_entropy")
-def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    return _class_loss(F.cross_entropy, options)
-
-
-@_handles("nll_loss")
-def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    return _class_loss(F.nll_loss, {**dict(zip(names, args, strict=False)), **kwargs})
-
-
-def _class_loss(function: Any, options: dict[str, Any]) -> Any:
+@_handles("cross_entropy", "nll_loss")
+def _class_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    names = "input target weight size_average ignore_index reduce reduction label_smoothing"  # the last not of nll_loss
+    options, function = _named(names, args, kwargs), getattr(F, func.__name__)
     lazy, target, weight = options.pop("input"), options.pop("target"), options.pop("weight", None)
     reduction, ignored = options.pop("reduction", "mean"), options.pop("ignore_index", -100)
     smoothing = {"label_smoothing": options.pop("label_smoothing")} if "label_smoothing" in options else {}
@@ -364,8 +357,7 @@ def _weight_of_all(target: Tensor, weight: Tensor | None, ignored: int) -> Tenso
 
 @_handles("kl_div")
 def _kl_div(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    options = _named("input target size_average reduce reduction log_target", args, kwargs)
     reduction, log_target = options.pop("reduction", "mean"), options.pop("log_target", False)
     pair = options.pop("input"), options.pop("target")
     if any(value is not None for value in options.values()) or reduction not in ("none", "mean", "sum", "batchmean"):

@@ -45,7 +45,7 @@ def why_not_row_wise(module: nn.Module, forward: Callable[..., Any], width: int,
     with _compat.without_modes():
         tokens = torch.empty(*(1,) * (ndim - 2), _NUM_TOKENS, width, dtype=dtype, device="meta")
         slots = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            f"module.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
     if any(_NUM_TOKENS in tensor.shape for tensor in slots.values()):
@@ -53,7 +53,7 @@ def why_not_row_wise(module: nn.Module, forward: Callable[..., Any], width: int,
     follower = _Follower(tokens, slots.values())
     try:
         with torch.no_grad(), _compat.without_modes(), torch.random.fork_rng(devices=[]), follower:
-            output = torch.func.functional_call(_Bare(module, forward), _below(slots), (tokens,))
+            output = torch.func.functional_call(_Bare(module, forward), slots, (tokens,))
     except _NotRowWise as found:
         return str(found)
     except Exception as error:  # the module's own code does not run on meta tensors
@@ -83,10 +83,6 @@ class _Bare(nn.Module):
             return output
         finally:
             state.restore(is_done=False)  # its attributes hold no tensors without values then
-
-
-def _below(slots: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"module.{name}": tensor for name, tensor in slots.items()}
 
 
 class _Follower(_compat.PlainDispatchMode):

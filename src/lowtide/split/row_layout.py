@@ -105,10 +105,8 @@ class RowLayout:
 
     def compacted(self) -> RowLayout:
         """The layout after `contiguous()`: the same shape, with rows numbered anew."""
-        return RowLayout.of(self.shape, self.vocab_dim).after(self.order)
-
-    def after(self, maps: tuple[StridedMap, ...]) -> RowLayout:
-        return RowLayout(self._rows, self._cols, maps, self.vocab_dim)
+        fresh = RowLayout.of(self.shape, self.vocab_dim)
+        return RowLayout(fresh._rows, fresh._cols, self.order, self.vocab_dim)
 
     def reshaped(self, view: Callable[[Tensor], Tensor]) -> tuple[RowLayout, slice] | None:
         """As `changed`, for an op that copies where no view exists."""

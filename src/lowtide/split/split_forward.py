@@ -46,8 +46,8 @@ class SplitForward:
         self._is_checked = is_checked  # that the module treats every token alike
         self._refused = ""
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called in place of `forward`, the module's own."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Called in place of `forward`, the module's own, with its arguments."""
         if not torch.is_grad_enabled() or _compat.under_functorch() or torch.compiler.is_compiling() or self._refused:
             return forward(*args, **kwargs)
         tokens = args[0] if len(args) == 1 and not kwargs else kwargs.get("input") if len(kwargs) == 1 else None
@@ -67,10 +67,6 @@ class SplitForward:
         if not self._is_checked and not self._check(module, forward, tokens):
             return forward(*args, **kwargs)
         return run_in_slices(module, forward, tokens, self.split.num_parts)
-
-    def run_with(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As `run`, with the arguments of the forward as they are."""
-        return self.run(module, forward, args, kwargs)
 
     def _lazy(self, module: nn.Module, hidden: Tensor) -> Tensor:
         assert isinstance(module, nn.Linear)
@@ -146,6 +142,6 @@ def splitting(model: nn.Module, splits: Sequence[Split], *, is_quiet: bool = Fal
 
 def _forward(runner: SplitForward, plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return runner.run(self, plain, args, kwargs)
+        return runner.run(self, plain, *args, **kwargs)
 
     return forward

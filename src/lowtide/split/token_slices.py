@@ -23,11 +23,10 @@ from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError, LowtideError
 from lowtide.replay.environment import Environment, RandomStates
 from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
-from lowtide.split.chunked_loss import row_ranges
+from lowtide.split.chunked_loss import LOW_PRECISION, row_ranges
 
 Forward = Callable[..., Tensor]
 
-_LOW = (torch.bfloat16, torch.float16)
 _MOST_CHECKED_ROWS = 256
 # Largest difference between a slice and the whole, over the largest value: products of matrices of other sizes round
 # differently. A module that mixes tokens differs by orders of magnitude more.
@@ -122,7 +121,7 @@ class _SavedInput(torch.autograd.Function):
                     where = sliced(for_tokens, start, end)
                     where.zero_() if own is None else where.copy_(own)
                     del own
-                _add(sums, found)
+                _add(sums, found, gradient)
                 del found
         finally:
             undo_state()
@@ -130,15 +129,24 @@ class _SavedInput(torch.autograd.Function):
         return None, for_tokens, *finished
 
 
-def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def _add(sums: list[Tensor | None], found: Sequence[Tensor | None], gradient: Tensor) -> None:
+    """Add the gradients of one slice to `sums`, in place.
+
+    Autograd may return one tensor for several parameters (`weight + delta`), or a view of the output's `gradient`:
+    such a tensor is copied.
+    """
     for index, each in enumerate(found):
         before = sums[index]
         if each is None:
             continue
-        if before is None:
-            sums[index] = each.float() if each.dtype in _LOW else each.contiguous()
-        else:
+        if before is not None:
             before += each
+        elif each.dtype in LOW_PRECISION:
+            sums[index] = each.float()
+        else:
+            others = (other for other in (gradient, *sums) if other is not None)
+            taken = {storage for other in others for storage in _compat.storages_of(other)}
+            sums[index] = each.contiguous() if taken.isdisjoint(_compat.storages_of(each)) else each.clone()
 
 
 class _Slices(torch.autograd.Function):

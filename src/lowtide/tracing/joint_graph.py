@@ -408,7 +408,7 @@ def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts]
 
 def _as_op(facts: NodeFacts) -> RawOp:
     name = str(facts.node.target)
-    return RawOp(name, None, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
+    return RawOp(name, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
 
 
 def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:

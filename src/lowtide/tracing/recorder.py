@@ -255,7 +255,6 @@ class Recorder(_compat.PlainDispatchMode):
         self.ops.append(
             RawOp(
                 name,
-                _compat.op_packet(func),
                 call,
                 inputs,
                 outputs,

@@ -12,8 +12,8 @@ Times are those of the named device. Collectives between the ops of a forward (t
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,16 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide import _compat
 from lowtide.errors import TraceError
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import Hardware, StepGraph
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.snapshot.restore import Restorer
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing import trace as tracing
-from lowtide.tracing.devices import ENGINE_COSTS
 from lowtide.tracing.fakes import Shadows
-from lowtide.tracing.op_times import predicted_host_s, predicted_s
+from lowtide.tracing.op_times import predicted_s
 from lowtide.tracing.recorder import Recorder
-from lowtide.tracing.untraced_memory import predict_workspaces
+from lowtide.tracing.trace_records import RawOp
 
 _CPU = torch.device("cpu")
 
@@ -44,10 +43,7 @@ def simulated_job(layout: dict[str, int]) -> Iterator[DeviceMesh]:
     """
     if distributed.is_available() and distributed.is_initialized():
         raise TraceError("a job cannot be simulated inside of one: torch.distributed is initialised in this process")
-    world = 1
-    for size in layout.values():
-        world *= size
-    with _compat.fake_process_group(world):
+    with _compat.fake_process_group(math.prod(layout.values())):
         yield init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
 
 
@@ -56,10 +52,10 @@ def trace_simulated(
     loss_fn: Callable[..., Tensor],
     args: tuple[Any, ...],
     *,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: str | None = None,
-    network_bytes_per_s: float = 200e9,
-    unseen_bytes: int = 0,
+    optimizer: torch.optim.Optimizer | None,
+    device: str | None,
+    network_bytes_per_s: float,
+    unseen_bytes: int,
 ) -> StepGraph:
     """The step of a model on the meta device, inside of `simulated_job`. The model is of no use afterwards.
 
@@ -78,18 +74,13 @@ def trace_simulated(
                 restorer.reset_gradients()
         finally:
             restorer.restore()
-        predict_workspaces(recorder)
-        hardware = setting.hardware
-        for index, op in enumerate(recorder.ops):
-            op.seconds = predicted_s(op, hardware)
-            if "collective" in op.flags:
-                op.seconds = op.moved_bytes / network_bytes_per_s if op.name.startswith("_c10d_functional") else 0.0
-            op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
-        if hardware.name != "cpu":
-            hardware = replace(hardware, **ENGINE_COSTS._asdict())
-        return tracing.finish(
-            recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes
-        )
+
+        def seconds_of(op: RawOp, hardware: Hardware) -> float:
+            if "collective" not in op.flags:
+                return predicted_s(op, hardware)
+            return op.moved_bytes / network_bytes_per_s if op.name.startswith("_c10d_functional") else 0.0
+
+        return tracing.predicted_graph(recorder, optimizer, setting, unseen_bytes, seconds_of)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ from lowtide.tracing.op_times import (
 )
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.step_checks import NOTE, CacheOff, one_at_a_time
+from lowtide.tracing.trace_records import RawOp
 from lowtide.tracing.untraced_memory import optimizer_memory, plain_optimizer, predict_workspaces
 from lowtide.units import format_bytes
 
@@ -282,7 +283,7 @@ def _trace_fake(
     setting.optimizer_memory(optimizer, block_bytes(setting.device))  # while the model's parameters are real
 
     def graph_of(recorder: Recorder) -> StepGraph:
-        return _predicted_graph(recorder, optimizer, setting, unseen_bytes)
+        return predicted_graph(recorder, optimizer, setting, unseen_bytes)
 
     def can_stop(recorder: Recorder) -> bool:
         return is_enough if isinstance(is_enough, bool) else is_enough(graph_of(recorder))
@@ -297,16 +298,22 @@ def _trace_fake(
     return graph_of(recorder)
 
 
-def _predicted_graph(recorder: Recorder, optimizer: Any, setting: _Setting, unseen_bytes: int) -> StepGraph:
+def predicted_graph(
+    recorder: Recorder,
+    optimizer: Any,
+    setting: _Setting,
+    unseen_bytes: int,
+    seconds_of: Callable[[RawOp, Hardware], float] = predicted_s,
+) -> StepGraph:
     """The graph of a recording on fake tensors, with predicted times and workspaces."""
     predict_workspaces(recorder)
     hardware = setting.hardware
     for index, op in enumerate(recorder.ops):
-        op.seconds = predicted_s(op, hardware)
+        op.seconds = seconds_of(op, hardware)
         op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
     if hardware.name != "cpu":
         hardware = replace(hardware, **ENGINE_COSTS._asdict())
-    return finish(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
+    return _finish(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
 
 
 def _record_fake(
@@ -429,7 +436,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
             op.seconds = op_s
         if device.type != "cpu":
             hardware = _without_host_line(recorder, hardware, plain)
-    return finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
+    return _finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
 
 
 def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
@@ -520,7 +527,7 @@ def _note_sharded_gradients(recorder: Recorder, touched: dict[str, Tensor], mode
             recorder.note_gradient(parameter.grad, name)
 
 
-def finish(
+def _finish(
     recorder: Recorder,
     optimizer: Any,
     setting: _Setting,

@@ -59,7 +59,6 @@ class RawOp:
     """One op of a recording; `seconds` and `host_s` are filled in when the step is over."""
 
     name: str
-    packet: Any
     call: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
