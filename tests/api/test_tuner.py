@@ -27,7 +27,7 @@ from lowtide.eager.replanning import Limits
 from lowtide.plans import Frontier
 from lowtide.simulator import simulate
 from lowtide.solvers import placement
-from lowtide.solvers.solve import SEARCHED, UNMOVED, ShortlistedPlan, shortlist
+from lowtide.solvers.solve import SEARCHED, SMALLEST, UNMOVED, ShortlistedPlan, shortlist
 from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -206,6 +206,23 @@ def test_what_holds_by_measurement_is_not_infeasible(job: Job, monkeypatch: pyte
             assert handle.measured_peak_bytes <= budget < handle.plan.peak_bytes
     with pytest.raises(lowtide.InfeasibleBudgetError, match="is below this step's floor"):
         job.fit(budget, verify=False)
+
+
+def test_the_smallest_plan_is_for_the_budget_given(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all others are measured far above their predictions."""
+    honest, smallest, factor = measure._whole_peak, fitting._Fitting._smallest, 3
+    monkeypatch.setattr(measure, "_whole_peak", lambda *args: factor * honest(*args))
+
+    def honest_from_now_on(self: Any) -> Any:
+        nonlocal factor
+        factor = 1
+        return smallest(self)
+
+    monkeypatch.setattr(fitting._Fitting, "_smallest", honest_from_now_on)
+    budget = job.budget(0.5)
+    with job.fit(budget) as handle:
+        assert outcome(handle, SMALLEST) == "kept"
+        assert handle.plan.budget_bytes == budget
 
 
 def test_candidates_that_run_out_of_memory(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

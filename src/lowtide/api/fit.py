@@ -340,6 +340,7 @@ class _Fitting:
     def _smallest(self) -> list[ShortlistedPlan]:
         """The plan with the smallest peak, though measured peaks were above predictions: its own may not be."""
         plan = self._smallest_plan or self._tightest()
+        plan = replace(plan, budget_bytes=self.budget_bytes)
         return [ShortlistedPlan(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
 
     def _correct(self, num_bytes: int) -> None:
