@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import lowtide
 from lowtide.errors import UnitError
+from sweeps import sweep
 
 GLOBAL_GENERATOR = torch.Generator().manual_seed(7)
 
@@ -46,7 +47,7 @@ def budget_of(model: nn.Module, loss_fn: Any, x: Tensor, is_tight: bool) -> int:
     return int(1.1 * guess.floor_bytes) if is_tight else 2 * guess.peak_bytes
 
 
-@pytest.mark.parametrize("is_tight", [False, True], ids=["fits", "tight"])
+@pytest.mark.parametrize("is_tight", sweep([True, False], keep=1))
 @pytest.mark.parametrize(
     "noise", [lambda: Noise(own=True), lambda: Noise(own=False), lambda: Noise(own=True, seeds=True)]
 )

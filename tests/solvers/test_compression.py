@@ -247,6 +247,7 @@ print(lowtide.solve(graph, int(sys.argv[1]), lossy=("int8", "float16")).to_json(
 """
 
 
+@pytest.mark.slow  # test_two_line_search compares plans of two processes too
 def test_the_same_plan_in_another_process() -> None:
     graph = stack()
     budget = budgets_of(EagerSearch(graph, lossy=CODECS), 5)[2]
