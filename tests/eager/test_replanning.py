@@ -354,3 +354,23 @@ def test_buckets_and_words() -> None:
     assert not replanning.covers(((8, 8),), ((8, 8), (1,)))
     assert replanning.describe_shapes(()) == "unknown shapes"
     assert replanning.describe_shapes(((1,),) * 5) == "1, 1, 1, ..."
+
+
+def test_a_loss_that_calls_the_model_twice_is_planned_for_as_such() -> None:
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)))
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return (model(x).softmax(-1) * model(x)).sum()
+
+    def batch(length: int) -> Tensor:
+        return torch.randn(4, length, 32, generator=torch.Generator().manual_seed(length))
+
+    large = lowtide.estimate(model, loss_fn, batch(48))
+    budget = int(large.floor_bytes + 0.25 * (large.peak_bytes - large.floor_bytes))
+    with lowtide.fit(model, loss_fn, batch(32), budget=budget, tune_s=0) as handle:
+        loss_fn(batch(48)).backward()
+        assert len(handle.shapes.all) == 2
+        model.zero_grad()
+        peak = lowtide.measure(lambda: loss_fn(batch(48)).backward(), device="cpu").peak_bytes
+    static = sum(each.nbytes for each in model.parameters())
+    assert peak + static <= budget

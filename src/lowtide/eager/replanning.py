@@ -452,6 +452,7 @@ class Planner:
         self._model, self._optimizer = model, optimizer
         self._correction_bytes = correction_bytes
         self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
+        self._num_calls = max(1, len(base.calls_by_path.get("", ())))  # of the model, in a step
 
     def for_inputs(
         self, target: Shapes, seen: Shapes, args: Any, kwargs: dict[str, Any]
@@ -501,7 +502,8 @@ class Planner:
 
         def loss_fn(args: Any, kwargs: dict[str, Any]) -> Tensor:
             with _uncached_autocast(next(model.parameters()).device.type):
-                return output_sum_loss(model(*args, **kwargs))
+                losses = [output_sum_loss(model(*args, **kwargs)) for _ in range(self._num_calls)]
+                return sum(losses[1:], losses[0])
 
         # Largest shapes: of outputs whose size depends on values, such as `x[mask]`.
         with splitting(model, self._splits), largest_shapes():
@@ -510,10 +512,7 @@ class Planner:
 
 
 def copy_without_plans(model: nn.Module) -> nn.Module:
-    """A copy of the model with new module objects, without plans, whose tensors share the model's memory.
-
-    A trace can replace its tensors without changing the model. The model's gradients and hooks are not touched.
-    """
+    """A copy of the model with new module objects, without plans, for a trace; its tensors share the model's memory."""
     tensors: dict[int, Tensor] = {}
     for module in _compat.submodules(model):
         for slots in _compat.module_tensors(module):
