@@ -360,19 +360,20 @@ class LowestPeakSearch:
         singles = sorted((score, calls) for score, calls in self._queue if len(calls) == 1)
         for _, calls in singles[:_NUM_SINGLES]:
             self._expand(calls)
-        return self._lowest_near(is_late, _PATIENCE)
+        return self._expand_best(is_late, _PATIENCE)
 
     def lowest_near(self, known: Iterable[Candidate], is_late: Callable[[], bool]) -> Regions:
         """As `lowest`, starting from `known` alone and giving up sooner: they are small already."""
         self._visit_known(known)
-        return self._lowest_near(is_late, _LITTLE_PATIENCE)
+        return self._expand_best(is_late, _LITTLE_PATIENCE)
 
     def _visit_known(self, known: Iterable[Candidate]) -> None:
         for seed in nsmallest(_NUM_LOWEST_SEEDS, known, key=lambda each: (each.peak_bytes, each.extra_s)):
             self._visit(seed.regions)
             self._visit(self._nesting.without_redundant(dict.fromkeys(seed.regions, ())))
 
-    def _lowest_near(self, is_late: Callable[[], bool], patience: int) -> Regions:
+    def _expand_best(self, is_late: Callable[[], bool], patience: int) -> Regions:
+        """Expand the best set of the queue until `patience` expansions in a row find no lower peak."""
         num_vain = 0
         while self._queue and num_vain < patience and self._num_left > 0 and not is_late():
             before = self._least

@@ -218,13 +218,14 @@ class _LiveBytes(_compat.PlainDispatchMode):
         given = {_compat.storage_id(part) for part in _plain_tensors((args, kwargs))}
         out = func(*args, **kwargs)
         for part in _plain_tensors(out):
-            if _compat.storage_id(part) not in given | self._made:
-                self._add(part)
+            name = _compat.storage_id(part)
+            if name not in given and name not in self._made:
+                self._add(part, name)
         self.most_bytes = max(self.most_bytes, self._live_bytes)
         return out
 
-    def _add(self, tensor: Tensor) -> None:
-        storage, name = tensor.untyped_storage(), _compat.storage_id(tensor)
+    def _add(self, tensor: Tensor, name: int) -> None:
+        storage = tensor.untyped_storage()
         size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes if tensor.is_meta else 0
         self._made.add(name)
         self._live_bytes += size
