@@ -30,6 +30,7 @@ import families
 import torch
 import zoo
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
+from sharing import TURN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -192,6 +193,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     page.add("", f"## {name}", "")
     last_compile = start + (1 - _ROUNDS_SHARE) * options.seconds
     peers, alike = _peers(job, options.device, start + _PEERS_SHARE * options.seconds)
+    TURN.take()
     ours: list[tuple[Target, Ours, float]] = []
     for target in _targets(peers, options):
         if time.monotonic() > last_compile:
@@ -314,6 +316,7 @@ def main() -> None:
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
+        TURN.give()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ Budgets come in the order of what they tell, so a run that is cut short by `--ta
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import logging
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +25,7 @@ import rows
 import torch
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, versions
 from rows import Row
+from sharing import TURN, Stages
 from ways import Way, checkpointed, free, host_and_device_s, in_turns, peak_of, selective, step, switched_on
 from zoo import Job
 
@@ -82,40 +80,6 @@ def targets_of(peaks: dict[str, int], device: str) -> list[Target]:
         *(Target(way, peaks[way]) for way in (SELECTIVE, EVERY_OTHER) if way in peaks),
         *between[1:],
     ]
-
-
-class Stages(logging.Handler):
-    """Seconds that `fit` spends in each stage, from its log lines: tracing, solving, trying, timing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._starts: list[tuple[str, float]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            print(record.getMessage(), file=sys.stderr)
-        else:
-            self._starts.append((record.getMessage().split()[0], time.perf_counter()))
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        logger = logging.getLogger("lowtide")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(self)
-            logger.setLevel(logging.NOTSET)
-            self._starts.append(("", time.perf_counter()))
-
-    def __str__(self) -> str:
-        stages = dict.fromkeys(("tracing", "solving", "trying", "timing"), 0.0)
-        for (stage, start), (_, end) in zip(self._starts, self._starts[1:], strict=False):
-            if stage in stages:
-                stages[stage] += end - start
-        total = self._starts[-1][1] - self._starts[0][1]
-        return f"{total:.1f}: {', '.join(f'{stage} {seconds:.1f}' for stage, seconds in stages.items())}"
 
 
 class Comparison:
@@ -255,6 +219,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
     """A family's rows, written to the page as they come."""
     start = time.perf_counter()
     comparison = Comparison(name, options.device, options.rounds)
+    TURN.take()
     for line in comparison.head():
         page.add(line)
     page.add("", rows.HEAD, "|" + "---|" * (rows.HEAD.count("|") - 1))
@@ -280,6 +245,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
             found.append(_failed(error))
             page.add("", f"{name} {found[-1]}")
         free(options.device)
+        TURN.give()
     measured = [row for row in found if isinstance(row, Row)]
     page.add("", "## Summary", "", rows.summary(measured, len(found) - len(measured)))
 

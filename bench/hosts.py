@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from reporting import TooSlow, at_most, device_name, versions
+from sharing import TURN, Stages
 from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
@@ -343,7 +344,7 @@ class HostTable:
         row = Row(name, note="not run: no time left")
         if left_s > 0:
             try:
-                with at_most(left_s):
+                with TURN, at_most(left_s):
                     row = self._measured(way, name)
             except (torch.OutOfMemoryError, TooSlow, LowtideError) as error:
                 is_memory = isinstance(error, torch.OutOfMemoryError)
@@ -356,13 +357,14 @@ class HostTable:
     def _measured(self, way: str, name: str) -> Row:
         job = self.job
         if way in ("ours", "ours-host"):
-            budget, start = self._checkpointing_peak(), time.perf_counter()
+            budget, stages = self._checkpointing_peak(), Stages()
             host = "64GiB" if way == "ours-host" else 0
-            with lowtide.fit(
-                job.model, job.loss_fn, job.batch, budget=budget, optimizer=job.optimizer, host=host, tune_s=8.0
-            ):
-                note = f"budget {format_bytes(budget)}, planned in {time.perf_counter() - start:.0f} s"
-                return Row(name, *measured(job), note)
+            with stages.listening():
+                handle = lowtide.fit(
+                    job.model, job.loss_fn, job.batch, budget=budget, optimizer=job.optimizer, host=host
+                )
+            with handle:
+                return Row(name, *measured(job), f"budget {format_bytes(budget)}, fit s {stages}")
         contexts = {"plain": contextlib.nullcontext(), "offloading": offloaded(job)}
         with contexts.get(way) or checkpointed(job, offload=way == "checkpointing-offloading"):
             row = Row(name, *measured(job))

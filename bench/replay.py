@@ -21,6 +21,7 @@ from typing import Any
 import families
 import torch
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
+from sharing import TURN
 from ways import Way, checkpointed, host_and_device_s, in_turns, step
 from zoo import Job
 
@@ -146,7 +147,7 @@ def main() -> None:
     )
     for name in options.families:
         for small_batch in (True,) if options.small else (False, True):
-            with page.rows_of(name, options.limit_s):
+            with TURN, page.rows_of(name, options.limit_s):
                 for line in rows_of(name, options.device, small_batch, options.rounds):
                     page.add(line)
             if options.device == "cuda":

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
+from sharing import TURN, Stages
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
@@ -165,8 +166,10 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
     uncounted = sum(static.values()) if device == "cpu" else 0
     peers = {"checkpoint_sequential": least(sequential), "two levels by hand": least(two_levels)}
     fits = {peer: fitted(chain, loss_fn, x, uncounted + peak) for peer, (peak, _) in peers.items()}
+    TURN.give()
     search = search_for(graph, "eager", 0, SOLVE_S)
     fits[OUR_FLOOR] = search.plan(search.floor.peak_bytes), "smallest peak"
+    TURN.take()
     ways: dict[str, Callable[[], Any]] = {"plain": contextlib.nullcontext}
     for peer, (plan, _) in fits.items():
         ways |= {peer: peers[peer][1]} if peer in peers else {}
@@ -194,7 +197,9 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
 
 def fitted(chain: Chain, loss_fn: Callable[[Tensor], Tensor], x: Tensor, budget: int) -> tuple[lowtide.Plan, str]:
     """The plan that `fit` keeps, and the name of the candidate that it is."""
-    with lowtide.fit(chain, loss_fn, x, budget=budget, time_limit_s=SOLVE_S, tune_s=TUNE_S) as handle:
+    with Stages().listening():
+        handle = lowtide.fit(chain, loss_fn, x, budget=budget, time_limit_s=SOLVE_S, tune_s=TUNE_S)
+    with handle:
         (name,) = (trial.name for trial in handle.candidates if trial.outcome == KEPT)
         return handle.plan, name
 
@@ -231,7 +236,7 @@ def main() -> None:
     page = Page(options.out, name, *header)
     for title, make in chains(options.device).items():
         if options.only in title:
-            with page.rows_of(title, options.limit_s):
+            with TURN, page.rows_of(title, options.limit_s):
                 for line in rows_of(title, *make(), options.device, options.rounds):
                     page.add(line)
             if options.device == "cuda":

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from reporting import device_name, timed, versions
+from sharing import TURN
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -372,11 +373,12 @@ def sequence_part(bench: Bench, budget_gib: float, way: str, asked: Asked) -> No
             if way not in ("plain", "checkpoint"):
                 handle = lowtide.apply(model, planned(ids))
             planned_s = time.perf_counter() - start
-            if tokens < WARM_UP_TOKENS:
-                step(ids)
-            start = time.perf_counter()
-            peak = bench.peak(lambda ids=ids: step(ids))  # type: ignore[misc]
-            seconds = time.perf_counter() - start
+            with TURN:
+                if tokens < WARM_UP_TOKENS:
+                    step(ids)
+                start = time.perf_counter()
+                peak = bench.peak(lambda ids=ids: step(ids))  # type: ignore[misc]
+                seconds = time.perf_counter() - start
         except (torch.OutOfMemoryError, lowtide.InfeasibleBudgetError) as error:
             planned_s, why = time.perf_counter() - start, str(error).splitlines()[0][:100]
         finally:
@@ -405,12 +407,13 @@ def large_part(bench: Bench, tokens: int, way: str, asked: Asked) -> None:
             took = f"planned in {time.perf_counter() - start:.0f} s"
             predicted = f"{handle.plan.peak_bytes / GIB:.1f} GiB predicted, {took}"
             print(handle, flush=True)
-        start = time.perf_counter()
-        peak = bench.peak(lambda: model(ids).backward())
+        with TURN:
+            start = time.perf_counter()
+            peak = bench.peak(lambda: model(ids).backward())
+            seconds = time.perf_counter() - start
     except (torch.OutOfMemoryError, lowtide.InfeasibleBudgetError) as error:
         bench.say(f"| 8B | {way} | {tokens} | {str(error).splitlines()[0][:100]} | | | {predicted} |")
         return
-    seconds = time.perf_counter() - start
     each = f"{1e6 * seconds / tokens:.1f} us"
     bench.say(f"| 8B | {way} | {tokens} | {peak / GIB:.1f} GiB | {seconds:.1f} s | {each} | {predicted} |")
 

@@ -1,0 +1,97 @@
+"""Several benchmarks on one device at once: one at a time measures, the others plan meanwhile.
+
+Processes that are given the same file, `LOWTIDE_BENCH_LOCK=FILE`, take turns: `with TURN:` waits until no other
+measures. `fit` takes as long to solve as to measure, and `Stages` lets others measure while it solves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+
+class Turn:
+    """The right to measure on the device; without a file it is always there."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file = open(path, "a") if path else None  # open as long as the process
+        self._is_held = False
+        self.waited_s = 0.0
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *exception: object) -> None:
+        self.give()
+
+    def take(self) -> None:
+        """Wait for it; nothing happens if it is held."""
+        if self._file is not None and not self._is_held:
+            start = time.perf_counter()
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self.waited_s += time.perf_counter() - start
+            self._is_held = True
+
+    def give(self) -> None:
+        """Leave the device to others, and the memory that nothing uses."""
+        if self._file is not None and self._is_held:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._is_held = False
+
+
+TURN = Turn(os.environ.get("LOWTIDE_BENCH_LOCK"))
+
+
+class Stages(logging.Handler):
+    """Seconds that `fit` spends in each stage, from its log lines: tracing, solving, trying, timing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._starts: list[tuple[str, float]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            print(record.getMessage(), file=sys.stderr)
+            return
+        stage = record.getMessage().split()[0]
+        if stage == "solving":
+            TURN.give()
+        else:
+            TURN.take()
+        self._starts.append((stage, self._now()))
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A block that calls `fit`, in a turn of this process."""
+        logger = logging.getLogger("lowtide")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            TURN.take()
+            logger.removeHandler(self)
+            logger.setLevel(logging.NOTSET)
+            self._starts.append(("", self._now()))
+
+    def __str__(self) -> str:
+        stages = dict.fromkeys(("tracing", "solving", "trying", "timing"), 0.0)
+        for (stage, start), (_, end) in zip(self._starts, self._starts[1:], strict=False):
+            if stage in stages:
+                stages[stage] += end - start
+        total = self._starts[-1][1] - self._starts[0][1]
+        return f"{total:.1f}: {', '.join(f'{stage} {seconds:.1f}' for stage, seconds in stages.items())}"
+
+    @staticmethod
+    def _now() -> float:
+        return time.perf_counter() - TURN.waited_s
