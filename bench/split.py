@@ -432,7 +432,8 @@ def run_here(case: str, out: Path, asked: Asked, *, small: bool) -> None:
     part, *rest = case.split("-")
     bench = Bench(part, out, small=small)
     if part == "loss":
-        loss_part(bench, asked.rounds)
+        with TURN:
+            loss_part(bench, asked.rounds)
     elif part == "sequence":
         sequence_part(bench, float(rest[0]), rest[1], asked)
     else:
