@@ -114,7 +114,7 @@ class Ours(Regional):
         with self:
             for _ in range(_MOST_STEPS):
                 step(self.job)
-                if self.is_settled or time.monotonic() > deadline:
+                if self.is_settled or now() > deadline:
                     break
             step(self.job)  # raises if no choice holds
         return time.perf_counter() - start
@@ -127,6 +127,11 @@ def _checkpointed(block: nn.Module) -> Callable[..., Any]:
         return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
     return forward
+
+
+def now() -> float:
+    """Seconds, without those in which other benchmarks measured."""
+    return time.monotonic() - TURN.waited_s
 
 
 def step(job: zoo.Job) -> None:
@@ -158,7 +163,7 @@ def in_turns(contestants: list[Regional], options: argparse.Namespace, deadline:
     """Some steps of each contestant that has settled, then again, and so on: clocks drift. The first is plain."""
     times: list[list[float]] = [[] for _ in contestants]
     for number in range(options.rounds):
-        if number and time.monotonic() > deadline:
+        if number and now() > deadline:
             break
         for found, contestant in zip(times, contestants, strict=True):
             with contestant:
@@ -188,7 +193,7 @@ class Target:
 
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
-    start = time.monotonic()
+    start = now()
     job = families.make(name, options.device)
     page.add("", f"## {name}", "")
     last_compile = start + (1 - _ROUNDS_SHARE) * options.seconds
@@ -196,7 +201,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     TURN.take()
     ours: list[tuple[Target, Ours, float]] = []
     for target in _targets(peers, options):
-        if time.monotonic() > last_compile:
+        if now() > last_compile:
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: no time left", "")
             continue
         try:
@@ -237,7 +242,7 @@ def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list
     found: dict[int, Peer] = {}
     alike: list[str] = []
     for label, contestant in contestants.items():
-        if len(found) > 1 and time.monotonic() > deadline:
+        if len(found) > 1 and now() > deadline:
             alike.append(f"{label}: no time left.")
             continue
         settled_s, peak = contestant.settle(deadline), peak_of(contestant, device)

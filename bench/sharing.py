@@ -12,9 +12,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+
+from lowtide.api.fit import _Fitting
 
 
 class Turn:
@@ -52,6 +55,19 @@ class Turn:
 TURN = Turn(os.environ.get("LOWTIDE_BENCH_LOCK"))
 
 
+def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
+    """The search of `fit` for candidates, with the device left to others. Its `tune_s` begins after it."""
+
+    def searched(*args: Any) -> Any:
+        TURN.give()
+        try:
+            return search(*args)
+        finally:
+            TURN.take()
+
+    return searched
+
+
 class Stages(logging.Handler):
     """Seconds that `fit` spends in each stage, from its log lines: tracing, solving, trying, timing."""
 
@@ -63,12 +79,7 @@ class Stages(logging.Handler):
         if record.levelno >= logging.WARNING:
             print(record.getMessage(), file=sys.stderr)
             return
-        stage = record.getMessage().split()[0]
-        if stage == "solving":
-            TURN.give()
-        else:
-            TURN.take()
-        self._starts.append((stage, self._now()))
+        self._starts.append((record.getMessage().split()[0], self._now()))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -76,10 +87,12 @@ class Stages(logging.Handler):
         logger = logging.getLogger("lowtide")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
+        candidates = _Fitting._candidates
+        _Fitting._candidates = _with_turn_given(candidates)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            TURN.take()
+            _Fitting._candidates = candidates  # type: ignore[method-assign]
             logger.removeHandler(self)
             logger.setLevel(logging.NOTSET)
             self._starts.append(("", self._now()))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from lowtide._compat import dispatch, internals
 
@@ -63,7 +64,33 @@ def test_schemas_say_what_ops_do() -> None:
         and dispatch.is_op_with_schema(aten.mm.default)
     )
     assert dispatch.op_packet(aten.mm.default) is aten.mm, "OpOverload._overloadpacket changed"
-    assert dispatch.flop_formula(aten.mm.default) is not None, "flop_registry has no formula for mm"
+
+
+def test_flops_of_products() -> None:
+    one, other = torch.ones(2, 3), torch.ones(3, 4)
+    assert dispatch.op_flops(aten.mm.default, (one, other), {}, one @ other) == 2 * 2 * 3 * 4, "mm is counted otherwise"
+    assert dispatch.op_flops(aten.exp.default, (one,), {}, one.exp()) == 0
+
+
+@pytest.mark.parametrize("kind", ["flash_attention", "efficient_attention", "cudnn_attention"])
+@pytest.mark.parametrize("num_key_heads", [8, 2])
+def test_flops_of_attention(kind: str, num_key_heads: int) -> None:
+    """As torch counts it for as many key heads as query heads, and half of that if it is causal."""
+    query, key = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, num_key_heads, 16, 4, device="meta")
+    forward = getattr(aten, f"_scaled_dot_product_{kind}")
+    backward = getattr(aten, f"_scaled_dot_product_{kind}_backward")
+    expected = flop_registry[forward](query, query, query)
+    assert dispatch.op_flops(forward.default, (query, key, key), {}, query) == expected
+    assert dispatch.op_flops(forward.default, (query, key, key), {"is_causal": True}, query) == expected // 2
+    expected = flop_registry[backward](query, query, query, query)
+    given = {"is_causal": False}
+    assert dispatch.op_flops(backward.default, (query, query, key, key), given, query) == expected
+
+
+def test_flops_of_attention_on_the_cpu() -> None:
+    x = torch.empty(2, 8, 16, 4, device="meta")
+    counted = dispatch.op_flops(aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x), {}, x)
+    assert counted == flop_registry[aten._scaled_dot_product_flash_attention](x, x, x)
 
 
 def test_values_that_python_sees_are_recognised() -> None:

@@ -60,7 +60,7 @@ def test_categories_of_events() -> None:
     import tempfile
     from pathlib import Path
 
-    with profile() as run:
+    with profile(acc_events=True) as run:  # torch 2.11 warns without it
         torch.ones(2, device="cuda").add(1).cpu()
     with tempfile.TemporaryDirectory() as folder:
         run.export_chrome_trace(str(path := Path(folder) / "trace.json"))

@@ -254,12 +254,38 @@ def op_packet(op: Any) -> Any:
     return getattr(op, "_overloadpacket", op)
 
 
-def flop_formula(op: Any) -> Callable[..., Any] | None:
-    """Return the function that counts an op's FLOPs from its arguments and `out_val`; None for ops without one.
+def op_flops(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Return the FLOPs of a call by torch's formulas; 0 for ops without one, symbolic for symbolic sizes.
 
-    Obsolete when torch documents `torch.utils.flop_counter.flop_registry`.
+    Attention is counted here: torch 2.11 cannot count fewer key heads than query heads, nor the CPU's attention, and
+    no version counts that causal attention computes only half of the scores.
+
+    Obsolete when torch documents `torch.utils.flop_counter.flop_registry` and counts attention as kernels run it.
     """
-    return _flop_registry.get(op_packet(op))
+    if not has_flops(op):
+        return 0
+    if _is_attention(op):
+        return _attention_flops(op, args, kwargs)
+    return _flop_registry[op_packet(op)](*args, **kwargs, out_val=out)
+
+
+def has_flops(op: Any) -> bool:
+    """Whether `op_flops` can count an op. Obsolete like it."""
+    return op_packet(op) in _flop_registry or _is_attention(op)
+
+
+def _is_attention(op: Any) -> bool:
+    return getattr(op_packet(op), "__name__", "").startswith("_scaled_dot_product_")
+
+
+def _attention_flops(op: Any, args: Any, kwargs: Any) -> Any:
+    given = {**op_defaults(op), **dict(zip(op_argument_names(op), args, strict=False)), **kwargs}
+    batch, heads, length, width = given["query"].shape
+    others, out_width = given["key"].shape[-2], given["value"].shape[-1]
+    # Forward: scores and output. Backward: scores again, then gradients of scores, values, queries and keys.
+    widths = 3 * width + 2 * out_width if op_packet(op).__name__.endswith("_backward") else width + out_width
+    flops = 2 * batch * heads * length * others * widths
+    return flops // 2 if given["is_causal"] else flops
 
 
 class OpNames(PlainDispatchMode):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat.dispatch import flop_formula
+from lowtide._compat.dispatch import has_flops, op_flops
 from lowtide._compat.internals import required
 
 # The key of `node.meta` under which torch's partitioner reads a `CheckpointPolicy`. Obsolete when documented.
@@ -156,14 +156,13 @@ def hinted_numel(value: Tensor) -> int:
 
 
 def node_flops(node: Any) -> int:
-    """Return the FLOPs of a node by torch's own formulas; 0 for ops without one. Obsolete like `flop_formula`."""
-    formula = flop_formula(node.target)
-    if formula is None:
+    """Return the FLOPs of a node by `op_flops`; 0 for nodes without an op. Obsolete like `op_flops`."""
+    if not has_flops(node.target):
         return 0
     args, kwargs = node_arguments(node, lambda value: value)
     try:
         # Its hint, as int() of a symbolic number would make it a constant of the graph.
-        return int(hint(formula(*args, **kwargs, out_val=value_of(node))))
+        return int(hint(op_flops(node.target, args, kwargs, value_of(node))))
     except (
         TypeError,
         ValueError,

@@ -479,10 +479,7 @@ def _seen_through() -> tuple[type, ...]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formula = _compat.flop_formula(func)
-    if formula is None:
-        return 0
     try:
-        return int(formula(*args, **kwargs, out_val=out))
+        return int(_compat.op_flops(func, args, kwargs, out))
     except Exception:  # the formula does not support these arguments: continue without FLOPs
         return 0
