@@ -93,6 +93,7 @@ from lowtide._compat.distributed import (
     pipeline_actions,
     pipeline_stages,
     wait_for_collective,
+    without_gathers,
 )
 from lowtide._compat.dynamo import (
     LimitWatch,
@@ -347,6 +348,7 @@ __all__ = [
     "with_marked_version",
     "without_bucket_graphs",
     "without_fake_mode",
+    "without_gathers",
     "without_modes",
     "without_torch_function",
     "wrapper_tensor",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowtide._compat.dispatch import PlainDispatchMode
 from lowtide._compat.internals import required
 
 _LONGEST = timedelta(minutes=30)  # torch's own default for gloo
@@ -82,6 +86,60 @@ def gathered_parameters(model: nn.Module) -> list[list[Tensor]]:
     groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
     groups = list({id(group): group for group in groups}.values())
     return [[tensor for each in group.fsdp_params for tensor in each.all_gather_outputs] for group in groups]
+
+
+def without_gathers(contexts: Any) -> Any:
+    """Return the two contexts of a selective checkpoint, changed so that they do not see how FSDP2 gathers parameters.
+
+    A replay gathers where the forward did not, or the other way round, and torch's modes count ops: they raise "not
+    found in storage" or return the output of another op (torchtitan #3427). Marks the methods of FSDP that gather and
+    free parameters; obsolete with a release of torch that has pytorch #185178 or #196862.
+    """
+    if sys.modules.get("torch.distributed.fsdp") is None:
+        return contexts
+    needed = "gathers of FSDP would enter selective checkpoints"
+    group = required("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", needed)
+    state = required("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", needed)
+    for kind, names in ((group, _GATHERING), (state, ("_root_pre_forward",))):
+        for name in names:
+            if not hasattr(method := getattr(kind, name), "is_marked"):
+                setattr(kind, name, _marked(method))
+    for mode in contexts:
+        if isinstance(mode, PlainDispatchMode):
+            vars(mode)["__torch_dispatch__"] = MethodType(_unless_gathering, mode)
+    return contexts
+
+
+_GATHERING = ("pre_forward", "post_forward", "unshard", "wait_for_unshard")
+
+
+class _Gathering(threading.local):
+    """Whether the current thread is inside a method of FSDP that gathers or frees parameters."""
+
+    is_now = False
+
+
+_gathering = _Gathering()
+
+
+def _marked(method: Any) -> Any:
+    @functools.wraps(method)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        before, _gathering.is_now = _gathering.is_now, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _gathering.is_now = before
+
+    marked.is_marked = True  # type: ignore[attr-defined]
+    return marked
+
+
+def _unless_gathering(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    return (
+        func(*args, **kwargs) if _gathering.is_now else type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
+    )
 
 
 def _groups_of(state: Any) -> list[Any]:

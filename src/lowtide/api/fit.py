@@ -92,12 +92,12 @@ def plan(
     >>> plan.regions
     ()
     """
-    check_bytes(budget)
-    model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
-    examples = _examples(args, more_batches)
     with deciding_with(ranks_of(group)) as ranks:
-        _check_split(ranks, limits)
         with ranks.together("trace"):
+            check_bytes(budget)
+            model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
+            examples = _examples(args, more_batches)
+            _check_split(ranks, limits)
             traced = _trace_largest(model, loss_fn, examples, optimizer)
         budget_bytes = _budget_bytes(ranks, budget, traced.graph)
         if ranks.is_alone:
@@ -160,10 +160,11 @@ def fit(
     >>> handle = lowtide.fit(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
     >>> handle.remove()
     """
-    check_bytes(budget)
-    model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
-    examples = _examples(args, more_batches)
-    request = FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache, group)
+    with ranks_of(group).together("arguments of fit"):
+        check_bytes(budget)
+        model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
+        examples = _examples(args, more_batches)
+        request = FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache, group)
     return _fit(model, request, apply_plan)
 
 

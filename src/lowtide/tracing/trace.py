@@ -30,7 +30,7 @@ from lowtide.distributed import data_parallel
 from lowtide.distributed.ranks import current, is_out_of_memory
 from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
-from lowtide.graph.step_graph import Call, Hardware, Op, Save, StepGraph, Value
+from lowtide.graph.step_graph import GATHERED, Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.replay.arguments import tensors_in
 from lowtide.snapshot.restore import Restorer
 from lowtide.tracing import step_checks as checks
@@ -489,7 +489,7 @@ def record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restor
                 hook = functools.partial(_note_gradient, recorder, touched, name)
                 stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         for number, gathered in enumerate(_compat.gathered_parameters(model)):
-            recorder.watch_gathered(gathered, f"gathered parameters {number}")
+            recorder.watch_gathered(gathered, f"{GATHERED} {number}")
         stack.enter_context(recorder.recording())
         loss = checks.run(loss_fn, args, model)
         checks.loss(loss)
