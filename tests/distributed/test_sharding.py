@@ -227,7 +227,7 @@ def test_the_older_fsdp_is_refused() -> None:
 
 
 def refused() -> list[str]:
-    """Blocks that are not sharded themselves, with a sharded module in each: as a segment, and with retained outputs."""
+    """Errors for blocks with a sharded module in each: recomputed as a segment, and with retained outputs."""
     model = Net()
     for block in model.blocks:
         fully_shard(block.down, mesh=one_mesh())  # type: ignore[union-attr, arg-type]

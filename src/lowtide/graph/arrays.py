@@ -183,8 +183,10 @@ class Retainable:
 
     `depths[o]` is the depth of the innermost call around forward op `o` inside which all outputs of `o` are saved for
     the backward, or -1. Calls around `o` of at most this depth can retain its outputs, unless all saves are in a region
-    inside the call. Calls in which FSDP gathers parameters retain nothing: their replays may run fewer ops than the
-    forward, as parameters may be there already, and retained outputs are identified by counting ops. `substituted_s[o]` is the time for a replay to return the output of `o` instead of computing it.
+    inside the call. `substituted_s[o]` is the time for a replay to return the output of `o` instead of computing it.
+
+    Calls in which FSDP gathers parameters retain nothing: a replay finds some of them gathered already and runs fewer
+    ops than the forward, and retained outputs are identified by counting ops.
     """
 
     def __init__(self, graph: StepGraph) -> None:

@@ -62,8 +62,8 @@ def check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Non
             raise PlanError(f"{graph.calls[call].path} has keep_ops and lies inside a region that is itself recomputed")
         if kept and graph.gathers_inside(call):
             raise PlanError(
-                f"{graph.calls[call].path} has keep_ops and contains modules that FSDP shards: whether a replay gathers "
-                "their parameters varies, and with it the numbers of ops. Leave keep_ops empty for such a region."
+                f"{graph.calls[call].path} has keep_ops and contains modules that FSDP shards. A replay may find their "
+                "parameters gathered already, which shifts the numbers of ops. Leave keep_ops empty for such a region."
             )
     for call, ops in graph.retainable.missing(regions).items():
         path, first = graph.calls[call].path, graph.calls[call].first
