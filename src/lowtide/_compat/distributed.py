@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._compat.dispatch import PlainDispatchMode
+from lowtide._compat.dispatch import TorchDispatchMode
 from lowtide._compat.internals import required
 
 _LONGEST = timedelta(minutes=30)  # torch's own default for gloo
@@ -105,7 +105,7 @@ def without_gathers(contexts: Any) -> Any:
             if not hasattr(method := getattr(kind, name), "is_marked"):
                 setattr(kind, name, _marked(method))
     for mode in contexts:
-        if isinstance(mode, PlainDispatchMode):
+        if isinstance(mode, TorchDispatchMode):
             vars(mode)["__torch_dispatch__"] = MethodType(_unless_gathering, mode)
     return contexts
 
@@ -146,6 +146,39 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def random_tracker() -> Any:
+    """Return the object by which DTensor gives each rank its own part of a random tensor; None before its first use.
+
+    Relies on `torch.distributed.tensor._random._rng_tracker`; obsolete with a public getter.
+    """
+    return getattr(sys.modules.get("torch.distributed.tensor._random"), "_rng_tracker", None)
+
+
+def random_state_of(tracker: Any) -> Tensor:
+    """Return a host copy of the state that DTensor draws from. Relies on `_get_device_state`; obsolete likewise."""
+    return tracker._get_device_state().cpu()  # type: ignore[no-any-return]
+
+
+def set_random_state_of(tracker: Any, state: Tensor) -> None:
+    """Set the random state that DTensor draws from. Relies on `_set_device_state`; obsolete likewise."""
+    tracker._set_device_state(state)
+
+
+@contextlib.contextmanager
+def random_tracker_restored() -> Iterator[None]:
+    """A context after which there is no `random_tracker` if there was none before.
+
+    One that is made while fake tensors are traced does not give all ranks the same random state, as DTensor does
+    otherwise. Obsolete when it is made together with the first DTensor.
+    """
+    before = random_tracker()
+    try:
+        yield
+    finally:
+        if before is None and random_tracker() is not None:
+            sys.modules["torch.distributed.tensor._random"]._rng_tracker = None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide import _compat
 from lowtide.api.measure import RealSteps, can_measure
 from lowtide.api.split_search import SplitSearch
 from lowtide.api.tuner import CachedFit, FitCache, Progress, Tuner, log_fitted
@@ -192,6 +193,7 @@ class FitRequest:
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
     handle: AppliedPlan | None = None
+    had_tracker = _compat.random_tracker() is not None
     with Progress() as say, deciding_with(ranks_of(request.group)) as ranks, checks.old_objects_frozen():
         try:
             with ranks.together("fit"):
@@ -202,6 +204,8 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
                 handle = fitting.measured() if is_measured else fitting.predicted()
                 check_same_plan(ranks, handle.plan)
                 handle.ranks = ranks
+                if not ranks.is_alone and not had_tracker:
+                    _share_random_state(ranks)
                 fitting.watch_budget(handle)
                 handle.refitter = Refitter(request)
                 log_fitted(handle, fitting.budget_bytes)
@@ -210,6 +214,18 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
                 handle.remove()
             raise
         return handle
+
+
+def _share_random_state(ranks: Ranks) -> None:
+    """Give all ranks the random state of the lowest, if the steps of `fit` drew the first random DTensor of the job.
+
+    DTensor does so itself when it draws the first. In the first training step that would be inside a region, and the
+    replay on other ranks would begin with the random state of before.
+    """
+    tracker = _compat.random_tracker()
+    states = ranks.gathered(None if tracker is None else _compat.random_state_of(tracker), "random states of DTensors")
+    if all(state is not None for state in states):
+        _compat.set_random_state_of(tracker, states[0])
 
 
 class _Fitting:

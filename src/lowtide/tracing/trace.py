@@ -159,7 +159,7 @@ def trace(
     """
     model = checks.arguments(model, loss_fn, mode)
     optimizer = plain_optimizer(optimizer, model)
-    with CacheOff(model) as cache:
+    with CacheOff(model) as cache, _compat.random_tracker_restored():
         graph = _trace(model, loss_fn, args, optimizer, mode, setting_of(model, args, device))
     return replace(graph, notes=(*graph.notes, NOTE)) if cache.was_on else graph
 
@@ -261,7 +261,7 @@ def trace_once(
     device: torch.device | str | None = None,
 ) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
-    with CacheOff(model):
+    with CacheOff(model), _compat.random_tracker_restored():
         return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, device), is_enough=True)
 
 
