@@ -148,6 +148,31 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
+def stays_gathered(module: nn.Module, model: nn.Module) -> bool:
+    """Return whether FSDP2 shards the parameters of a module itself, and does not free them after its forward.
+
+    Known after the first forward. Relies on `_reshard_after_forward` of groups and `_module_info` of their parameters;
+    obsolete when `FSDPModule` tells both.
+    """
+    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
+    held = {
+        (id(info.module), info.param_name)
+        for group in groups
+        if not group._reshard_after_forward
+        for info in (each._module_info for each in group.fsdp_params)
+    }
+    return all((id(module), name) in held for name, _ in module.named_parameters(recurse=False))
+
+
+def is_before_backward_of_fsdp(hook: Any) -> bool:
+    """Return whether a tensor hook is the one by which FSDP2 gathers parameters before a backward.
+
+    It returns its gradient as it is. Relies on `FSDPState._pre_backward`; obsolete likewise.
+    """
+    owner = getattr(hook, "__self__", None)
+    return hasattr(owner, "_fsdp_param_groups") and getattr(hook, "__name__", "") == "_pre_backward"
+
+
 def random_tracker() -> Any:
     """Return the object by which DTensor gives each rank its own part of a random tensor; None before its first use.
 

@@ -318,7 +318,9 @@ class SplitSearch:
         counts = Counter(call.structure for call in graph.calls if call.structure >= 0)
         for path, calls in graph.calls_by_path.items():
             module = self._by_path.get(path)
-            if not isinstance(module, nn.Linear) or why_not_head(module) or self._is_in_repeated(calls[0], counts):
+            if not isinstance(module, nn.Linear) or why_not_head(module, self._model):
+                continue
+            if self._is_in_repeated(calls[0], counts):
                 continue
             size = sum(graph.values[value].bytes for value in graph.calls[calls[0]].outputs)
             if size >= self._least_bytes:
