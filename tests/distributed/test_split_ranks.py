@@ -126,12 +126,12 @@ def check(results: list[dict[str, dict[str, Any]]]) -> None:
 
 def test_ranks_split_alike() -> None:
     """A budget that only a split can meet; ranks have batches of different lengths."""
-    check(succeeded(run_ranks(fitted, ["ddp", "fsdp"])))
+    check(succeeded(run_ranks(fitted, ["fsdp"])))
 
 
 @pytest.mark.slow
-def test_losses_inside_the_model_and_mixed_precision() -> None:
-    check(succeeded(run_ranks(fitted, list(WAYS)[2:])))
+def test_other_ways_to_run_several_ranks() -> None:
+    check(succeeded(run_ranks(fitted, [way for way in WAYS if way != "fsdp"])))
 
 
 def predicted() -> tuple[str, Any, int]:

@@ -216,7 +216,7 @@ def _share_random_state(ranks: Ranks) -> None:
     """
     tracker = _compat.random_tracker()
     states = ranks.gathered(None if tracker is None else _compat.random_state_of(tracker), "random states of DTensors")
-    if all(state is not None for state in states):
+    if states[0] is not None and all(state is not None for state in states):
         _compat.set_random_state_of(tracker, states[0])
 
 
