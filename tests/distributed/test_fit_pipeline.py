@@ -118,7 +118,7 @@ def broken_on_one_rank() -> tuple[str, str]:
 
 def test_a_schedule_that_one_rank_cannot_plan_for() -> None:
     """The other rank is told at once: it does not begin a step in which it would wait."""
-    one, other = succeeded(run_ranks(broken_on_one_rank, limit_s=20))
+    one, other = succeeded(run_ranks(broken_on_one_rank, group_s=60, limit_s=30))
     assert one[0] == other[0] == "LowtideError"
     assert other[1].startswith("Schedule1F1B has no list of its actions") and one[1].startswith("rank 1 failed")
 

@@ -86,9 +86,10 @@ def fit_pipeline(
     fitting: _PipelineFit | None = None
     with deciding_with(ranks_of(group)) as ranks:
         try:
-            with ranks.together("fit_pipeline"):
+            with ranks.together("arguments of fit_pipeline"):  # before a step, in which ranks wait for each other
                 check_bytes(budget)
                 fitting = _PipelineFit(schedule, run, budget, optimizer, time_limit_s, ranks)
+            with ranks.together("fit_pipeline"):
                 return fitting.fitted()
         except BaseException:
             if fitting is not None:
