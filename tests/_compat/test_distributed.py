@@ -102,3 +102,26 @@ def test_the_random_tracker_of_dtensors() -> None:
         _random._rng_tracker = tracker
         assert _compat.random_tracker() is tracker
     assert _random._rng_tracker is None
+
+
+def test_prefetches_of_fsdp(alone: None) -> None:
+    """A module gathers the next one ahead in each forward, and not when the backward of that one is over."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, TrainingState
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    model[0].set_modules_to_forward_prefetch([model[1]])  # type: ignore[operator]
+    _compat.keep_prefetches_useful()
+    (group,) = model[1]._get_fsdp_state()._fsdp_param_groups  # type: ignore[union-attr, operator]
+    for _ in range(2):
+        output = model(torch.ones(2, 4))
+        assert group._training_state is TrainingState.IDLE, "prefetches of later forwards would be left out"
+        output.sum().backward()
+    assert group._training_state is TrainingState.IDLE, "prefetches of later forwards would be left out"
+    group._training_state = TrainingState.POST_BACKWARD
+    FSDPParamGroup._prefetch_unshard(group, "forward")
+    assert group._all_gather_result is None and not group.is_unsharded
+    group._training_state = TrainingState.IDLE
+    FSDPParamGroup._prefetch_unshard(group, "forward")
+    assert group._all_gather_result is not None or group.is_unsharded, "prefetches are made elsewhere"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,6 +100,20 @@ def retained_outputs() -> dict[str, Any]:
         lowtide.apply(model, Plan(regions=tuple(Recompute(f"blocks.{n}", keep_ops=(gelu,)) for n in range(3))))
 
     return compared(lambda: prefetching(sharded(one_mesh(), seeded_net())), change)
+
+
+def prefetching_units() -> nn.Module:
+    """Each sharded module in a block prefetches the next one, also that of the next block."""
+    model = units_in_blocks()
+    units = [unit for block in model.blocks for unit in (block.up, block.down)]  # type: ignore[union-attr]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
+    return model
+
+
+def prefetched_units() -> dict[str, Any]:
+    return compared(prefetching_units, lambda model: lowtide.apply(model, BLOCKS))
 
 
 def nested_units() -> dict[str, Any]:
@@ -211,6 +226,7 @@ def unused_outputs() -> dict[str, Any]:
 SCENARIOS = [
     selective_replays,
     retained_outputs,
+    prefetched_units,
     nested_units,
     last_linear,
     unused_outputs,
@@ -242,8 +258,9 @@ def test_gathers_do_not_enter_selective_replays(found: list[dict[str, Any]]) -> 
 
 
 def test_no_gather_is_repeated_under_forward_prefetch(found: list[dict[str, Any]]) -> None:
-    """With `set_modules_to_forward_prefetch`, and outputs retained in the blocks."""
+    """With `set_modules_to_forward_prefetch` on blocks that retain outputs, and on modules inside of blocks."""
     check(found, "retained_outputs")
+    check(found, "prefetched_units")
 
 
 def test_sharded_modules_inside_a_sharded_block_are_gathered_once(found: list[dict[str, Any]]) -> None:

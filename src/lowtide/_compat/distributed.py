@@ -98,7 +98,7 @@ def without_gathers(contexts: Any) -> Any:
     if sys.modules.get("torch.distributed.fsdp") is None:
         return contexts
     needed = "gathers of FSDP would enter selective checkpoints"
-    group = required("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", needed)
+    group = required(f"{_GROUPS}.FSDPParamGroup", needed)
     state = required("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", needed)
     for kind, names in ((group, _GATHERING), (state, ("_root_pre_forward",))):
         for name in names:
@@ -111,6 +111,35 @@ def without_gathers(contexts: Any) -> Any:
 
 
 _GATHERING = ("pre_forward", "post_forward", "unshard", "wait_for_unshard")
+
+
+def keep_prefetches_useful() -> None:
+    """Have FSDP2 gather no parameters ahead of time for a module whose backward is over.
+
+    In the replay of a block, the modules inside prefetch as in the forward: also the first of the next block, which was
+    done before. It would be gathered for nothing. Replaces `FSDPParamGroup._prefetch_unshard` once FSDP is imported;
+    obsolete when FSDP does not prefetch in replays.
+    """
+    if _prefetching.is_limited or "torch.distributed.fsdp" not in sys.modules:
+        return
+    _prefetching.is_limited = True
+    group = required(f"{_GROUPS}.FSDPParamGroup", "replays would repeat gathers under explicit prefetching")
+    plain = group._prefetch_unshard
+
+    @functools.wraps(plain)
+    def prefetch(target: Any, pass_type: str) -> None:
+        if pass_type != "forward" or target._training_state.name != "POST_BACKWARD":
+            plain(target, pass_type)
+
+    group._prefetch_unshard = staticmethod(prefetch)
+
+
+class _Prefetching:
+    is_limited = False
+
+
+_prefetching = _Prefetching()
+_GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 class _Gathering(threading.local):
