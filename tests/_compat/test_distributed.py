@@ -73,3 +73,55 @@ def test_collectives_that_write_to_an_argument(alone: None) -> None:
         "reduce_scatter_",
     ], "functions of torch.distributed call other ops"
     assert all(isinstance(written, list) or written is y for _, written in found) and torch.equal(y, x)
+
+
+def test_what_fsdp_gathers_with(alone: None) -> None:
+    """Selective checkpoints leave out ops inside these methods: all that FSDP runs in the forward of a module."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with _compat.without_gathers((Seen(),))[0]:
+        model(torch.ones(2, 4))
+    assert any("addmm" in name for name in seen), "modes do not look up __torch_dispatch__ on the instance any more"
+    assert not any(name.startswith(("fsdp", "c10d", "profiler")) for name in seen), "FSDP gathers in other methods"
+
+
+def test_the_random_tracker_of_dtensors() -> None:
+    from torch.distributed.tensor import _random
+
+    assert _compat.random_tracker() is _random._rng_tracker
+    tracker = object.__new__(_random.OffsetBasedRNGTracker)
+    assert callable(tracker._get_device_state) and callable(tracker._set_device_state), "it has other methods"
+    with _compat.random_tracker_restored():
+        _random._rng_tracker = tracker
+        assert _compat.random_tracker() is tracker
+    assert _random._rng_tracker is None
+
+
+def test_prefetches_of_fsdp(alone: None) -> None:
+    """A module gathers the next one ahead in each forward, and not when the backward of that one is over."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, TrainingState
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    model[0].set_modules_to_forward_prefetch([model[1]])  # type: ignore[operator]
+    _compat.keep_prefetches_useful()
+    (group,) = model[1]._get_fsdp_state()._fsdp_param_groups  # type: ignore[union-attr, operator]
+    for _ in range(2):
+        output = model(torch.ones(2, 4))
+        assert group._training_state is TrainingState.IDLE, "prefetches of later forwards would be left out"
+        output.sum().backward()
+    assert group._training_state is TrainingState.IDLE, "prefetches of later forwards would be left out"
+    group._training_state = TrainingState.POST_BACKWARD
+    FSDPParamGroup._prefetch_unshard(group, "forward")
+    assert group._all_gather_result is None and not group.is_unsharded
+    group._training_state = TrainingState.IDLE
+    FSDPParamGroup._prefetch_unshard(group, "forward")
+    assert group._all_gather_result is not None or group.is_unsharded, "prefetches are made elsewhere"

@@ -157,6 +157,7 @@ def fitted(rotation: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rotation", sweep(["alltoall", "allgather"], keep=1))
 def test_ring_attention(rotation: str) -> None:
+    """TRL #4314: replays run in the context of their forward, and compute what it computed."""
     results = succeeded(run_ranks(fitted, rotation))
     assert results[0]["num_ops"] != results[1]["num_ops"]  # ranks run different ops, and still have one plan
     assert results[0]["regions"] == results[1]["regions"]
@@ -178,6 +179,9 @@ def context_left_before_backward() -> None:
 
 
 def test_a_context_left_before_the_backward_is_an_error() -> None:
-    """Without its context, a replay would compute attention over the tokens of one rank: another function."""
+    """TRL #4314: without its context, a replay would compute attention over the tokens of one rank.
+
+    torch's own gradients are wrong there too, without any replay, so the context is not entered again by lowtide.
+    """
     for each in run_ranks(context_left_before_backward):
         assert isinstance(each, Raised) and each.kind == "CheckpointError" and "region: blocks.1" in each.text

@@ -116,6 +116,7 @@ def fitted(is_functional: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_functional", sweep([False, True], keep=1))
 def test_replays_neither_communicate_nor_count(is_functional: bool) -> None:
+    """A gate that counts the tokens of each expert counts those of replays too, under other checkpoints."""
     for each in succeeded(run_ranks(fitted, is_functional)):
         measured, budget, plain = each["peaks"]
         assert each["same"] and each["untouched"] and measured <= budget < plain

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 import lowtide
@@ -42,23 +43,21 @@ class Pipeline:
         rank, world = distributed.get_rank(), distributed.get_world_size()
         torch.manual_seed(0)
         modules = [Stage(number == num_stages - 1) for number in range(num_stages)]
-        own = [number for number in range(num_stages) if number % world == rank]
+        is_folded = kind is ScheduleZBVZeroBubble  # the first rank has the first and the last stage
+        places = [min(number, num_stages - 1 - number) if is_folded else number % world for number in range(num_stages)]
+        own = [number for number in range(num_stages) if places[number] == rank]
         stages = [PipelineStage(modules[n], n, num_stages, torch.device("cpu")) for n in own]
         self.model = nn.ModuleList(modules[n] for n in own)
-        is_multi = kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
+        is_multi = kind not in (Schedule1F1B, ScheduleGPipe)
         self.schedule = kind(stages if is_multi else stages[0], MICROBATCHES, loss_fn=nn.functional.mse_loss)
-        self.is_first, self.is_last = rank == 0, rank == world - 1
+        self.is_first, self.is_last = 0 in own, num_stages - 1 in own
 
     def step(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         x, target = torch.randn(1024, 16, generator=generator), torch.randn(1024, 4, generator=generator)
         torch.manual_seed(seed)
-        if self.is_first:
-            self.schedule.step(x)
-        elif self.is_last:
-            self.schedule.step(target=target, losses=[])
-        else:
-            self.schedule.step()
+        given = {"target": target, "losses": []} if self.is_last else {}
+        self.schedule.step(*([x] if self.is_first else []), **given)
 
 
 SCHEDULES = {
@@ -66,6 +65,7 @@ SCHEDULES = {
     "gpipe": (ScheduleGPipe, 2),
     "interleaved": (ScheduleInterleaved1F1B, 4),
     "split backward": (ScheduleInterleavedZeroBubble, 4),  # gradients of inputs first, of weights later
+    "split backward, folded": (ScheduleZBVZeroBubble, 4),
 }
 
 
@@ -103,6 +103,24 @@ def test_each_stage_holds_its_budget(name: str) -> None:
     expected = {"1f1b": [{0: 2}, {1: 1}], "gpipe": [{0: MICROBATCHES}, {1: MICROBATCHES}]}
     if name in expected:
         assert [each["in flight"] for each in results] == expected[name]
+
+
+def broken_on_one_rank() -> tuple[str, str]:
+    pipeline = Pipeline(Schedule1F1B, 2)
+    if distributed.get_rank() == 1:
+        pipeline.schedule.pipeline_order = None
+    try:
+        lowtide.fit_pipeline(pipeline.schedule, pipeline.step, budget="1GiB", time_limit_s=1.0)
+    except lowtide.LowtideError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_schedule_that_one_rank_cannot_plan_for() -> None:
+    """The other rank is told at once: it does not begin a step in which it would wait."""
+    one, other = succeeded(run_ranks(broken_on_one_rank, group_s=60, limit_s=30))
+    assert one[0] == other[0] == "LowtideError"
+    assert other[1].startswith("Schedule1F1B has no list of its actions") and one[1].startswith("rank 1 failed")
 
 
 def test_microbatches_in_flight() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ from lowtide._compat.dynamo import never_compiled
 from lowtide._compat.internals import optional, required
 from lowtide._compat.tensors import disable_modes, is_plain, num_dispatch_modes, storage_id
 
-# `TorchDispatchMode`, in which every op that reaches a kernel can be seen. Obsolete when `torch.utils` exports it.
+# A mode in which every op that reaches a kernel can be seen. Obsolete when `torch.utils` exports it.
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as PlainDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode
 else:
-    PlainDispatchMode = required(
+    TorchDispatchMode = required(
         "torch.utils._python_dispatch.TorchDispatchMode", "steps cannot be traced and replays cannot retain op outputs"
     )
 
@@ -55,6 +56,40 @@ _COPIES = (
     required("torch.ops.aten.copy.default", _OPS),
 )
 _MISSING_OPS = [op for op in (_INDEX, *_COPIES) if isinstance(op, type)]  # placeholders are classes, ops are not
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` that also sees random ops of DTensors."""
+
+    def __init__(self) -> None:
+        if type(self) not in _SEE_RANDOM_OPS:
+            _see_random_ops(type(self))
+        super().__init__()
+
+
+_SEE_RANDOM_OPS: set[type] = set()
+
+
+def _see_random_ops(kind: type) -> None:
+    """Let modes of this type see random ops of DTensors on CUDA, as they see all others.
+
+    DTensor calls them through a higher-order op that sets the generator's offset for this rank's shard; a mode without
+    a rule for it raises `NotImplementedError`. The rule runs the random op itself under the mode. Obsolete when such a
+    rule is part of torch (2.11 has no such higher-order op).
+    """
+    prims = sys.modules.get("torch._prims.rng_prims")  # imported by torch.distributed.tensor
+    random_op = getattr(prims, "run_dtensor_rng_op", None)
+    if random_op is None:
+        return
+    _SEE_RANDOM_OPS.add(kind)
+
+    @random_op.py_impl(kind)
+    def run(mode: Any, start: int, end: int, op: Any, *args: Any, **kwargs: Any) -> Any:
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return op(*args, **kwargs)
+
+        return random_op(start, end, seen, *args, **kwargs)
 
 
 class DispatchMode(PlainDispatchMode):

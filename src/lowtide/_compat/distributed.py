@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowtide._compat.dispatch import TorchDispatchMode
 from lowtide._compat.internals import required
 
 _LONGEST = timedelta(minutes=30)  # torch's own default for gloo
@@ -84,10 +88,151 @@ def gathered_parameters(model: nn.Module) -> list[list[Tensor]]:
     return [[tensor for each in group.fsdp_params for tensor in each.all_gather_outputs] for group in groups]
 
 
+def without_gathers(contexts: Any) -> Any:
+    """Return the two contexts of a selective checkpoint, changed so that they do not see how FSDP2 gathers parameters.
+
+    A replay gathers where the forward did not, or the other way round, and torch's modes count ops: they raise "not
+    found in storage" or return the output of another op (torchtitan #3427). Marks the methods of FSDP that gather and
+    free parameters; obsolete with a release of torch that has pytorch #185178 or #196862.
+    """
+    if sys.modules.get("torch.distributed.fsdp") is None:
+        return contexts
+    needed = "gathers of FSDP would enter selective checkpoints"
+    group = required(f"{_GROUPS}.FSDPParamGroup", needed)
+    state = required("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", needed)
+    for kind, names in ((group, _GATHERING), (state, ("_root_pre_forward",))):
+        for name in names:
+            if not hasattr(method := getattr(kind, name), "is_marked"):
+                setattr(kind, name, _marked(method))
+    for mode in contexts:
+        if isinstance(mode, TorchDispatchMode):
+            vars(mode)["__torch_dispatch__"] = MethodType(_unless_gathering, mode)
+    return contexts
+
+
+_GATHERING = ("pre_forward", "post_forward", "unshard", "wait_for_unshard")
+
+
+def keep_prefetches_useful() -> None:
+    """Have FSDP2 gather no parameters ahead of time for a module whose backward is over.
+
+    In the replay of a block, the modules inside prefetch as in the forward: also the first of the next block, which was
+    done before. It would be gathered for nothing. Replaces `FSDPParamGroup._prefetch_unshard` once FSDP is imported;
+    obsolete when FSDP does not prefetch in replays.
+    """
+    if _prefetching.is_limited or "torch.distributed.fsdp" not in sys.modules:
+        return
+    _prefetching.is_limited = True
+    group = required(f"{_GROUPS}.FSDPParamGroup", "replays would repeat gathers under explicit prefetching")
+    plain = group._prefetch_unshard
+
+    @functools.wraps(plain)
+    def prefetch(target: Any, pass_type: str) -> None:
+        if pass_type != "forward" or target._training_state.name != "POST_BACKWARD":
+            plain(target, pass_type)
+
+    group._prefetch_unshard = staticmethod(prefetch)
+
+
+class _Prefetching:
+    is_limited = False
+
+
+_prefetching = _Prefetching()
+_GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+class _Gathering(threading.local):
+    """Whether the current thread is inside a method of FSDP that gathers or frees parameters."""
+
+    is_now = False
+
+
+_gathering = _Gathering()
+
+
+def _marked(method: Any) -> Any:
+    @functools.wraps(method)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        before, _gathering.is_now = _gathering.is_now, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _gathering.is_now = before
+
+    marked.is_marked = True  # type: ignore[attr-defined]
+    return marked
+
+
+def _unless_gathering(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    return (
+        func(*args, **kwargs) if _gathering.is_now else type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
+    )
+
+
 def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+
+
+def stays_gathered(module: nn.Module, model: nn.Module) -> bool:
+    """Return whether FSDP2 shards the parameters of a module itself, and does not free them after its forward.
+
+    Known after the first forward. Relies on `_reshard_after_forward` of groups and `_module_info` of their parameters;
+    obsolete when `FSDPModule` tells both.
+    """
+    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
+    held = {
+        (id(info.module), info.param_name)
+        for group in groups
+        if not group._reshard_after_forward
+        for info in (each._module_info for each in group.fsdp_params)
+    }
+    return all((id(module), name) in held for name, _ in module.named_parameters(recurse=False))
+
+
+def is_before_backward_of_fsdp(hook: Any) -> bool:
+    """Return whether a tensor hook is the one by which FSDP2 gathers parameters before a backward.
+
+    It returns its gradient as it is. Relies on `FSDPState._pre_backward`; obsolete likewise.
+    """
+    owner = getattr(hook, "__self__", None)
+    return hasattr(owner, "_fsdp_param_groups") and getattr(hook, "__name__", "") == "_pre_backward"
+
+
+def random_tracker() -> Any:
+    """Return the object by which DTensor gives each rank its own part of a random tensor; None before its first use.
+
+    Relies on `torch.distributed.tensor._random._rng_tracker`; obsolete with a public getter.
+    """
+    return getattr(sys.modules.get("torch.distributed.tensor._random"), "_rng_tracker", None)
+
+
+def random_state_of(tracker: Any) -> Tensor:
+    """Return a host copy of the state that DTensor draws from. Relies on `_get_device_state`; obsolete likewise."""
+    return tracker._get_device_state().cpu()  # type: ignore[no-any-return]
+
+
+def set_random_state_of(tracker: Any, state: Tensor) -> None:
+    """Set the random state that DTensor draws from. Relies on `_set_device_state`; obsolete likewise."""
+    tracker._set_device_state(state)
+
+
+@contextlib.contextmanager
+def random_tracker_restored() -> Iterator[None]:
+    """A context after which there is no `random_tracker` if there was none before.
+
+    One that is made while fake tensors are traced does not give all ranks the same random state, as DTensor does
+    otherwise. Obsolete when it is made together with the first DTensor.
+    """
+    before = random_tracker()
+    try:
+        yield
+    finally:
+        if before is None and random_tracker() is not None:
+            sys.modules["torch.distributed.tensor._random"]._rng_tracker = None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

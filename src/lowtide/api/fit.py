@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide import _compat
 from lowtide.api.measure import RealSteps, can_measure
 from lowtide.api.split_search import SplitSearch
 from lowtide.api.tuner import CachedFit, FitCache, Progress, Tuner, log_fitted
@@ -47,8 +48,8 @@ from lowtide.eager.replanning import (
     tensor_spec,
     with_parameters,
 )
-from lowtide.errors import InfeasibleBudgetError, PlanError, TraceError
-from lowtide.graph.step_graph import StepGraph
+from lowtide.errors import InfeasibleBudgetError, TraceError
+from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator.timeline import simulate
@@ -92,23 +93,15 @@ def plan(
     >>> plan.regions
     ()
     """
-    check_bytes(budget)
-    model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
-    examples = _examples(args, more_batches)
     with deciding_with(ranks_of(group)) as ranks:
-        _check_split(ranks, limits)
         with ranks.together("trace"):
+            check_bytes(budget)
+            model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
+            examples = _examples(args, more_batches)
             traced = _trace_largest(model, loss_fn, examples, optimizer)
         budget_bytes = _budget_bytes(ranks, budget, traced.graph)
-        if ranks.is_alone:
-            search = SplitSearch(model, loss_fn, examples[traced.index], optimizer, traced.graph, limits)
-            return _for_model(search.solve(budget_bytes), model, traced)
-        return _for_model(_solved(ranks, limits, traced.graph, budget_bytes), model, traced)
-
-
-def _check_split(ranks: Ranks, limits: Limits) -> None:
-    if limits.split and not ranks.is_alone:
-        raise PlanError("split=True is for a single process: ranks do not agree on splits yet. Leave it out.")
+        search = SplitSearch(model, loss_fn, examples[traced.index], optimizer, traced.graph, limits)
+        return _for_model(_solved(ranks, search, budget_bytes), model, traced)
 
 
 @one_at_a_time
@@ -160,10 +153,11 @@ def fit(
     >>> handle = lowtide.fit(model, lambda x: model(x).mean(), torch.randn(4, 8), budget="1GiB")
     >>> handle.remove()
     """
-    check_bytes(budget)
-    model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
-    examples = _examples(args, more_batches)
-    request = FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache, group)
+    with ranks_of(group).together("arguments of fit"):
+        check_bytes(budget)
+        model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
+        examples = _examples(args, more_batches)
+        request = FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache, group)
     return _fit(model, request, apply_plan)
 
 
@@ -191,6 +185,7 @@ class FitRequest:
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
     handle: AppliedPlan | None = None
+    had_tracker = _compat.random_tracker() is not None
     with Progress() as say, deciding_with(ranks_of(request.group)) as ranks, checks.old_objects_frozen():
         try:
             with ranks.together("fit"):
@@ -201,6 +196,8 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
                 handle = fitting.measured() if is_measured else fitting.predicted()
                 check_same_plan(ranks, handle.plan)
                 handle.ranks = ranks
+                if not ranks.is_alone and not had_tracker:
+                    _share_random_state(ranks)
                 fitting.watch_budget(handle)
                 handle.refitter = Refitter(request)
                 log_fitted(handle, fitting.budget_bytes)
@@ -209,6 +206,18 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
                 handle.remove()
             raise
         return handle
+
+
+def _share_random_state(ranks: Ranks) -> None:
+    """Give all ranks the random state of the lowest, if the steps of `fit` drew the first random DTensor of the job.
+
+    DTensor does so itself when it draws the first. In the first training step that would be inside a region, and the
+    replay on other ranks would begin with the random state of before.
+    """
+    tracker = _compat.random_tracker()
+    states = ranks.gathered(None if tracker is None else _compat.random_state_of(tracker), "random states of DTensors")
+    if states[0] is not None and all(state is not None for state in states):
+        _compat.set_random_state_of(tracker, states[0])
 
 
 class _Fitting:
@@ -225,24 +234,25 @@ class _Fitting:
         self._model, self._request, self._traced, self._apply, self._say = model, request, traced, apply, say
         self._limits, self._ranks = request.limits, current()
         self._corrected = traced.graph  # its other_bytes include measured bytes that the simulation did not predict
-        _check_split(self._ranks, self._limits)
         self.budget_bytes = _budget_bytes(self._ranks, request.budget, traced.graph)
         self.device = checks.device_of(model, request.examples[0])
         args = request.examples[traced.index]
         self._splits = SplitSearch(model, request.loss_fn, args, request.optimizer, traced.graph, request.limits)
-        self._smallest_plan = None if self._ranks.is_alone else self._tightest()  # for inputs larger than planned for
+        self._smallest_plans: dict[tuple[Split, ...], Plan] = {}
+        if not self._ranks.is_alone:
+            self._tightest()  # now, as all ranks are here
 
-    def _tightest(self) -> Plan:
+    def _tightest(self, splits: tuple[Split, ...] = ()) -> Plan:
         """The plan with the smallest peak by the uncorrected graph."""
-        graph = self._traced.graph
-        return plan_of_first(self._ranks, graph, lambda: self._limits.tightest(graph))
+        if splits not in self._smallest_plans:
+            graph = self._splits.graph(splits)
+            self._smallest_plans[splits] = plan_of_first(self._ranks, graph, lambda: self._limits.tightest(graph))
+        return self._smallest_plans[splits]
 
     def predicted(self) -> AppliedPlan:
         """The solver's plan, applied without running a step."""
         self._say_solving()
-        if self._ranks.is_alone:
-            return self._put_on_model(self._splits.solve(self.budget_bytes))
-        return self._put_on_model(_solved(self._ranks, self._limits, self._traced.graph, self.budget_bytes))
+        return self._put_on_model(_solved(self._ranks, self._splits, self.budget_bytes))
 
     def measured(self) -> AppliedPlan:
         """The cached plan if it still holds, else the fastest candidate that does; applied."""
@@ -277,12 +287,11 @@ class _Fitting:
         return handle
 
     def _try_cached(self, cache: FitCache, tuner: Tuner) -> None:
-        cached = self._ranks.made_by_first(lambda: _sendable_cached(cache.read()), "cached plan")
+        cached = self._splits.by_first(lambda: _sendable_cached(cache.read()), "cached plan")
         if cached is not None:
             sent, correction_bytes = cached
             self._correct(correction_bytes)
-            graph = self._splits.graph(sent.plan.splits)
-            graph = replace(graph, other_bytes=graph.other_bytes + correction_bytes)
+            graph = self._corrected_graph(sent.plan.splits)
             tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, graph, sent))])
 
     def _try_candidates(self, tuner: Tuner) -> None:
@@ -305,8 +314,9 @@ class _Fitting:
             self._correct(missing_bytes)
         if tuner.has_one():
             return
-        if error is not None and self._ranks.is_alone:
-            error = self._splits.with_floor(error)
+        if error is not None and (self._ranks.is_alone or self._limits.split):
+            found = error
+            error = self._splits.by_first(lambda: self._splits.with_floor(found), "floor with split=True")
         if error is not None and not tuner.smallest_peak_bytes:
             raise error
         smallest = format_bytes(tuner.smallest_peak_bytes)
@@ -321,26 +331,33 @@ class _Fitting:
 
     def _candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
         """Plans to measure, and the solver's error if its own plan is not among them."""
-        graph = self._corrected
         if self._ranks.is_alone:
-            found, error = self._limits.candidates(graph, self.budget_bytes)
-            if not self._limits.split or (found and found[0].plan.is_plain):
-                return found, error
-            plans = self._splits.plans(self.budget_bytes, self._correction_bytes)
-            found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
-            return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
+            return self._found_candidates()
 
         def made() -> tuple[list[tuple[ShortlistedPlan, SentPlan]], InfeasibleBudgetError | None]:
-            candidates, error = self._limits.candidates(graph, self.budget_bytes)
+            candidates, error = self._found_candidates()
             return [(replace(each, plan=Plan()), sendable(each.plan)) for each in candidates], error
 
-        sent, error = self._ranks.made_by_first(made, "candidates")
-        return [replace(each, plan=attached(self._ranks, graph, plan)) for each, plan in sent], error
+        sent, error = self._splits.by_first(made, "candidates")
+        graphs = [self._corrected_graph(plan.plan.splits) for _, plan in sent]
+        pairs = zip(sent, graphs, strict=True)
+        return [replace(each, plan=attached(self._ranks, graph, plan)) for (each, plan), graph in pairs], error
+
+    def _found_candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
+        found, error = self._limits.candidates(self._corrected, self.budget_bytes)
+        if not self._limits.split or (found and found[0].plan.is_plain):
+            return found, error
+        plans = self._splits.plans(self.budget_bytes, self._correction_bytes)
+        found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
+        return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
+
+    def _corrected_graph(self, splits: tuple[Split, ...]) -> StepGraph:
+        graph = self._splits.graph(splits)
+        return replace(graph, other_bytes=graph.other_bytes + self._correction_bytes)
 
     def _smallest(self) -> list[ShortlistedPlan]:
         """The plan with the smallest peak, though measured peaks were above predictions: its own may not be."""
-        plan = self._smallest_plan or self._tightest()
-        plan = replace(plan, budget_bytes=self.budget_bytes)
+        plan = replace(self._tightest(), budget_bytes=self.budget_bytes)
         return [ShortlistedPlan(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
 
     def _correct(self, num_bytes: int) -> None:
@@ -365,6 +382,7 @@ class _Fitting:
         inputs = self._traced.inputs
         arguments = tuple(shapes_of(example) for example in self._request.examples)
         (first,) = handle.shapes.all
+        smallest = None if self._ranks.is_alone else self._tightest(handle.plan.splits)
         graph = (handle.plan.splits and handle.plan.graph) or self._corrected
         handle.shapes.become([replace(first, inputs=tuple(inputs), arguments=arguments, graph=graph)])
         handle.shapes.planner = Planner(
@@ -377,7 +395,7 @@ class _Fitting:
             optimizer=self._request.optimizer,
             splits=handle.plan.splits,
             ranks=self._ranks,
-            smallest=self._smallest_plan and _for_model(self._smallest_plan, handle.model, self._traced),
+            smallest=smallest and _for_model(smallest, handle.model, self._traced),
         )
 
     def watch_budget(self, handle: AppliedPlan) -> None:
@@ -395,19 +413,21 @@ def _budget_bytes(ranks: Ranks, budget: int | str, graph: StepGraph) -> int:
     return ranks.min(parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None), "budget")
 
 
-def _solved(ranks: Ranks, limits: Limits, graph: StepGraph, budget_bytes: int) -> Plan:
+def _solved(ranks: Ranks, search: SplitSearch, budget_bytes: int) -> Plan:
     """The solver's plan, whose predicted peak is within the budget on every rank."""
-    corrected = graph
+    if ranks.is_alone:
+        return search.solve(budget_bytes)
+    missing_bytes = 0
     for _ in range(_MAX_ROUNDS):
-        made = plan_of_first(ranks, corrected, lambda graph=corrected: limits.solve(graph, budget_bytes))  # type: ignore[misc]
-        if ranks.is_alone:
-            return made
+        allowed = budget_bytes - missing_bytes
+        sent = search.by_first(lambda allowed=allowed: sendable(search.solve(allowed)), "plan")  # type: ignore[misc]
+        made = attached(ranks, graph := search.graph(sent.plan.splits), sent)
         peak_bytes = ranks.max(simulate(graph, made).peak_bytes, "predicted peaks")
         if peak_bytes <= budget_bytes:
             break
         # A rank with longer inputs than the one that solves: leave as much room on the one that solves.
-        corrected = replace(corrected, other_bytes=corrected.other_bytes + peak_bytes - budget_bytes)
-    return replace(made, peak_bytes=peak_bytes, graph=graph)
+        missing_bytes += peak_bytes - budget_bytes
+    return replace(made, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
 
 
 def _sendable_cached(cached: CachedFit | None) -> tuple[SentPlan, int] | None:

@@ -83,14 +83,17 @@ def fit_pipeline(
 
     Raises `InfeasibleBudgetError` on all ranks if a stage has no plan that holds its budget; no stage has a plan then.
     """
-    check_bytes(budget)
+    fitting: _PipelineFit | None = None
     with deciding_with(ranks_of(group)) as ranks:
-        fitting = _PipelineFit(schedule, run, budget, optimizer, time_limit_s, ranks)
         try:
+            with ranks.together("arguments of fit_pipeline"):  # before a step, in which ranks wait for each other
+                check_bytes(budget)
+                fitting = _PipelineFit(schedule, run, budget, optimizer, time_limit_s, ranks)
             with ranks.together("fit_pipeline"):
                 return fitting.fitted()
         except BaseException:
-            fitting.take_off()
+            if fitting is not None:
+                fitting.take_off()
             raise
 
 

@@ -11,6 +11,9 @@ more time elsewhere.
 All traces of split steps run on fake tensors, once each. If the plain step was measured, their ops get its measured
 seconds (`graph.transferred_costs`), so that plans can be compared.
 
+Where several ranks plan together, the lowest searches and the others run the traces that it asks for (`by_first`): a
+trace of a sharded model communicates.
+
 Cost: a trace with 16 parts of the loss, which also finds what can be split, one with as few parts as will do, and a
 search on each. Only where these do not reach the budget, up to three traces more: with the most parts of the loss, and
 with some and the most parts of token-wise modules.
@@ -23,11 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.distributed.agreement import with_common_costs
+from lowtide.distributed.ranks import current, is_known_to_all
 from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.graph.step_graph import Split, StepGraph
@@ -38,11 +43,12 @@ from lowtide.simulator.timeline import simulate
 from lowtide.solvers.baselines import reference_plans
 from lowtide.solvers.solve import search_for
 from lowtide.split.row_independence import why_not_row_wise
-from lowtide.split.split_forward import splitting, why_not_head
+from lowtide.split.split_forward import SplitForward, splitting, why_not_head
 from lowtide.tracing.trace import FakeTraceError, trace, trace_once
 from lowtide.units import format_bytes, parse_bytes
 
 Splits = tuple[Split, ...]
+T = TypeVar("T")
 
 # Parts of fewer rows than this are not tried: on an accelerator, matrix products of so few rows take longer per row.
 _FEWEST_ROWS, _FEWEST_ROWS_ON_CPU = 128, 16
@@ -84,9 +90,35 @@ class SplitSearch:
     ) -> None:
         self._model, self._loss_fn, self._args, self._optimizer = model, loss_fn, args, optimizer
         self._plain, self._limits, self._device = plain, limits, device
+        self._ranks, self._is_asking = current(), False
         self._by_path = dict(model.named_modules(remove_duplicate=False))
         self._peaks: dict[Splits, int] = {}
         self._graphs: dict[Splits, StepGraph] = {(): plain}
+
+    def by_first(self, make: Callable[[], T], about: str) -> T:
+        """The result of `make`, which runs on the lowest rank; the others run the traces that it asks for.
+
+        If it raises, it raises on all ranks.
+        """
+        ranks, made, error = self._ranks, None, None
+        if ranks.is_alone:
+            return make()
+        if ranks.is_first:
+            self._is_asking = True
+            try:
+                made = make()
+            except Exception as raised:
+                if is_known_to_all(raised):
+                    raise
+                error = raised
+            finally:
+                self._is_asking = False
+        while (asked := ranks.first(None, "step in parts to trace")) is not None:  # not on the lowest rank
+            self._record(asked)
+        with ranks.together(about):
+            if error is not None:
+                raise error
+        return ranks.first(made, about)  # type: ignore[return-value]
 
     def solve(self, budget: int | str) -> Plan:
         """The fastest plan predicted within `budget`, with or without splits.
@@ -111,7 +143,9 @@ class SplitSearch:
         """The error for a budget that the plain step cannot meet, with what the split one could."""
         try:
             floor = self.floor_bytes
-        except (LowtideError, RuntimeError):  # the split step cannot be traced: the error is about the plain one
+        except (LowtideError, RuntimeError) as raised:  # the split step cannot be traced: the plain one is reported
+            if is_known_to_all(raised):
+                raise
             return error
         if not floor or floor >= error.floor_bytes:
             return error
@@ -163,21 +197,36 @@ class SplitSearch:
     def graph(self, splits: Splits) -> StepGraph:
         """The trace of the step with these splits, with measured costs if the plain step was measured."""
         if splits not in self._graphs:
-            with splitting(self._model, splits, is_quiet=True):
-                self._add(splits, self._traced())
+            self._add(splits, self._record(splits)[0])
         return self._graphs[splits]
 
+    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _Seen]]:
+        """The step with these splits, their runners, and the inputs of modules. All ranks trace it together."""
+        if self._is_asking:
+            self._ranks.first(splits, "step in parts to trace")
+        with self._ranks.together("trace of a step in parts"), _noted_inputs(self._by_path) as seen:
+            with splitting(self._model, splits, is_quiet=True) as runners:
+                graph = self._traced()
+        graph = with_common_costs(self._ranks, graph)
+        if not self._ranks.is_first:
+            self._add(splits, graph)
+        return graph, runners, seen
+
     def _add(self, splits: Splits, graph: StepGraph) -> None:
+        if splits in self._graphs:
+            return
         if self._plain.is_measured and not graph.is_measured:
             graph = with_costs_of(graph, self._plain)
         self._graphs[splits] = replace(graph, splits=splits)
 
     def _traced(self) -> StepGraph:
         facts = {"optimizer": self._optimizer, "device": self._device}
-        try:
-            return trace_once(self._model, self._loss_fn, *self._args, **facts)
-        except FakeTraceError:
-            return trace(self._model, self._loss_fn, *self._args, **facts)
+        graph = None
+        with suppress(FakeTraceError):
+            graph = trace_once(self._model, self._loss_fn, *self._args, **facts)
+        if self._ranks.all(graph is not None, "trace of a step in parts on fake tensors") and graph is not None:
+            return graph
+        return trace(self._model, self._loss_fn, *self._args, **facts)
 
     def _chosen(self, budget_bytes: int) -> list[Splits]:
         """The splits to solve for: the fewest parts that fit and finer ones, or those of the smallest peaks."""
@@ -256,8 +305,7 @@ class SplitSearch:
         rows = self._plausible_heads()
         number = max(self._numbers(max(rows.values(), default=0), _FIRST_LOSS_PARTS), default=2)
         heads = tuple(Split(path, number) for path in rows)
-        with _noted_inputs(self._by_path) as seen, splitting(self._model, heads, is_quiet=True) as runners:
-            graph = self._traced()
+        graph, runners, seen = self._record(heads)
         losses = {each.split.path: each.num_rows for each in runners if each.num_calls and not each.num_whole}
         if len(losses) == len(heads):
             self._add(heads, graph)
@@ -270,7 +318,9 @@ class SplitSearch:
         counts = Counter(call.structure for call in graph.calls if call.structure >= 0)
         for path, calls in graph.calls_by_path.items():
             module = self._by_path.get(path)
-            if not isinstance(module, nn.Linear) or why_not_head(module) or self._is_in_repeated(calls[0], counts):
+            if not isinstance(module, nn.Linear) or why_not_head(module, self._model):
+                continue
+            if self._is_in_repeated(calls[0], counts):
                 continue
             size = sum(graph.values[value].bytes for value in graph.calls[calls[0]].outputs)
             if size >= self._least_bytes:

@@ -60,7 +60,7 @@ class SplitHead:
         heads = {
             path: module
             for path, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module not in inside and not why_not_head(module)
+            if isinstance(module, nn.Linear) and module not in inside and not why_not_head(module, model)
         }
         if not heads:
             logger.warning("split=True: the model has no plain linear layer outside of its blocks, nothing is split")

@@ -122,7 +122,7 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if not _is_known(error):
+            if not is_known_to_all(error):
                 self._end(about, error)
             raise
         else:
@@ -183,7 +183,8 @@ def _mark_known(error: _E) -> _E:
     return error
 
 
-def _is_known(error: Exception) -> bool:
+def is_known_to_all(error: Exception) -> bool:
+    """Whether all ranks raise this exception, or one with its text."""
     return getattr(error, "is_known_to_all_ranks", False)
 
 

@@ -45,8 +45,8 @@ class StepArrays:
     - `clock[p]` is the time at which the device reaches position `p` of a plain step. `step_s` is the time of one plain
       step among many.
     - Per call, if it is a region: `frame_bytes` of state that its forward captures (copies of buffers, kept outputs of
-      ops); `replay_bytes` of state that its replay restores at its end; `num_modules`, the number of calls that it
-      consists of: 1, or more for a segment.
+      ops); `replay_bytes` of state that its replay restores at its end, and of parameters that FSDP gathers in it and
+      does not free; `num_modules`, the number of calls that it consists of: 1, or more for a segment.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -153,6 +153,11 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
                 # A replay ends at the last saved tensor: collectives after it are not kept.
                 if "index" in op.flags or index < last_save[around]:
                     captured[around] += sum(graph.values[value].bytes for value in kept)
+    if graph.gathered:
+        for index, call in enumerate(graph.calls):
+            # FSDP frees them one after the other in the forward. In a replay it keeps all of them.
+            sizes = [value.bytes for value in graph.gathered if call.first <= value.born < call.end]
+            changed[index] += sum(sizes) - max(sizes, default=0)
     if not buffers:
         return captured, changed
     read: list[set[int]] = [set() for _ in graph.calls]
@@ -179,10 +184,14 @@ class Retainable:
     `depths[o]` is the depth of the innermost call around forward op `o` inside which all outputs of `o` are saved for
     the backward, or -1. Calls around `o` of at most this depth can retain its outputs, unless all saves are in a region
     inside the call. `substituted_s[o]` is the time for a replay to return the output of `o` instead of computing it.
+
+    Calls in which FSDP gathers parameters retain nothing: a replay finds some of them gathered already and runs fewer
+    ops than the forward, and retained outputs are identified by counting ops.
     """
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
+        self._at_depth: dict[int, np.ndarray] = {}
         computing_s = graph.arrays.host_s if graph.has_host_line else graph.arrays.seconds
         self.substituted_s = np.minimum(computing_s[: graph.num_forward], graph.hardware.spare_s)
 
@@ -205,6 +214,15 @@ class Retainable:
             depths.append(graph.depths[call] if call >= 0 else -1)
         return np.array(depths, dtype=np.int64)
 
+    def at_depth(self, depth: int) -> np.ndarray:
+        """For each forward op, whether a call around it at this depth of the call tree can retain its outputs."""
+        if depth not in self._at_depth:
+            self._at_depth[depth] = found = self.depths >= depth
+            for index, call in enumerate(self._graph.calls):
+                if self._graph.depths[index] == depth and self._graph.gathers_inside(index):
+                    found[call.first : call.end] = False
+        return self._at_depth[depth]
+
     def missing(self, regions: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """For each region, the ops among those to retain that have an output which is not saved directly in it."""
         graph, owner = self._graph, self._graph.innermost(regions)
@@ -213,7 +231,8 @@ class Retainable:
         for call, kept in regions.items():
             for op in kept:
                 outputs = graph.ops[graph.calls[call].first + op].outputs
-                if not outputs or any(graph.values[v].bytes and (call, v) not in saved for v in outputs):
+                is_missing = any(graph.values[v].bytes and (call, v) not in saved for v in outputs)
+                if is_missing or not outputs or graph.gathers_inside(call):
                     missing.setdefault(call, []).append(op)
         return missing
 

@@ -47,6 +47,9 @@ KEPT_IN_PLACE = tuple(
 )
 
 
+GATHERED = "gathered parameters"  # begins the names of values that hold the gathered parameters of a sharded module
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One storage on the device. For storages from before the step, `born` is -1.
@@ -309,25 +312,31 @@ class StepGraph:
         """For each forward op, and for the end of the forward, how many gathers of FSDP run before it."""
         return [0, *itertools.accumulate(op.name.startswith("fsdp.") for op in self.ops[: self.num_forward])]
 
+    def gathers_inside(self, call: int) -> bool:
+        """Whether FSDP gathers parameters of modules inside a call. Those of its own module are gathered before it."""
+        return self.num_gathers[self.calls[call].end] > self.num_gathers[self.calls[call].first]
+
+    @cached_property
+    def gathered(self) -> list[Value]:
+        """The parameters that FSDP gathers in the forward, a value for each sharded module."""
+        return [each for each in self.values if each.name.startswith(GATHERED) and 0 <= each.born < self.num_forward]
+
     @cached_property
     def unreplayable(self) -> dict[int, str]:
         """The calls that no plan can recompute, with the reason.
 
-        The forward changes one of their arguments, or gathers parameters of modules inside that FSDP shards. Such a
-        module can be recomputed itself: its gathers run before its forward, and again before its backward.
+        The forward changes one of their arguments, or they are a segment with modules that FSDP shards: its replay
+        would hold the gathered parameters of all of them.
         """
-        last_write, num_gathers, reasons = self.last_writes, self.num_gathers, dict[int, str]()
+        last_write, reasons = self.last_writes, dict[int, str]()
         for index, call in enumerate(self.calls):
             written = max((last_write.get(value, -1) for value in call.inputs), default=-1)
             if call.changes:
                 reasons[index] = f"the forward changes what it is called with ({call.changes})"
             elif written >= call.first:
                 reasons[index] = f"{self.ops[written].name} changes one of its inputs in place"
-            elif num_gathers[call.end] > num_gathers[call.first]:
-                reasons[index] = (
-                    "it contains modules that FSDP shards: a replay would gather their parameters in another order "
-                    "than the backward, and hold all of them at once"
-                )
+            elif call.kind == "Segment" and self.gathers_inside(index):
+                reasons[index] = "it spans modules that FSDP shards: a replay would hold the parameters of all at once"
         return reasons
 
     @cached_property

@@ -60,6 +60,11 @@ def check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Non
             )
         if kept and owner[graph.calls[call].parent] >= 0:
             raise PlanError(f"{graph.calls[call].path} has keep_ops and lies inside a region that is itself recomputed")
+        if kept and graph.gathers_inside(call):
+            raise PlanError(
+                f"{graph.calls[call].path} has keep_ops and contains modules that FSDP shards. A replay may find their "
+                "parameters gathered already, which shifts the numbers of ops. Leave keep_ops empty for such a region."
+            )
     for call, ops in graph.retainable.missing(regions).items():
         path, first = graph.calls[call].path, graph.calls[call].first
         names = ", ".join(f"{op} ({graph.ops[first + op].name})" for op in ops[:5])

@@ -109,7 +109,7 @@ def checkpoint(
             preserve_rng_state=preserve_rng_state,
             **kwargs,
         )
-    contexts = None if context_fn is noop_context_fn else context_fn()
+    contexts = None if context_fn is noop_context_fn else _compat.without_gathers(context_fn())
     output = run(
         function,
         args,

@@ -301,6 +301,7 @@ class Frame:
 
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         modes = self._modes(mode)
+        _compat.keep_prefetches_useful()
         undo_environment = self._environment.restore(is_watched=bool(modes))
         try:
             with Replaying(collector.pack):

@@ -47,8 +47,8 @@ def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[R
 
 
 def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
-    first, end, depth = graph.calls[call].first, graph.calls[call].end, graph.depths[call]
-    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and graph.retainable.depths[op] >= depth)
+    first, end, can_be = graph.calls[call].first, graph.calls[call].end, graph.retainable.at_depth(graph.depths[call])
+    return tuple(op - first for op in range(first, end) if graph.ops[op].flops and can_be[op])
 
 
 _MOST_DEPTHS = 6  # of the module tree

@@ -135,7 +135,7 @@ class Pricing:
     def _keepable_at(self, depth: int) -> np.ndarray:
         """The ops whose outputs regions at a depth may retain; outputs that only segments may retain are free."""
         depths = self.graph.retainable.depths
-        may_keep = self.may_keep & (depths >= depth)
+        may_keep = self.may_keep & self.graph.retainable.at_depth(depth)
         if depth in self._in_runs:
             only_segments = self.may_keep & self._in_runs[depth] & (depths == depth - 1)
             self._held[depth][only_segments] = 0.0

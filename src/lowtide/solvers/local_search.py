@@ -318,7 +318,7 @@ class LocalSearch:
         may_keep, calls = self._may_keep.copy(), self._graph.calls
         for call in (call for call in key if not self._nesting.num_around(call, key)):
             ops = slice(calls[call].first, calls[call].end)
-            may_keep[ops] &= self._graph.retainable.depths[ops] >= self._graph.depths[call]
+            may_keep[ops] &= self._graph.retainable.at_depth(self._graph.depths[call])[ops]
         return may_keep
 
     def _worth_dispatch(self, call: int, kept: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...]:

@@ -83,6 +83,12 @@ class HeadCall:
 
     def check_unchanged(self) -> None:
         """Raise if an input was changed in place since the call, as the logits would be those of other values."""
+        if self.weight.numel() and not _compat.is_fake(self.weight) and not self.weight.untyped_storage().nbytes():
+            raise LowtideError(
+                "the weight of the split output layer was freed before its loss was computed, as FSDP does after the "
+                "forward of a module with reshard_after_forward=True. Leave that layer to the outermost fully_shard, "
+                "or fit without split=True."
+            )
         if _compat.versions_of(self.tensors) != self._versions:
             raise LowtideError(
                 "the input, weight or bias of the split output layer was changed in place before its loss was "

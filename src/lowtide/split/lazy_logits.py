@@ -34,11 +34,12 @@ from lowtide.split.row_layout import RowLayout
 # What a lazy tensor knows without its values.
 _ATTRIBUTES = frozenset(
     "shape dtype device requires_grad ndim is_cuda is_cpu is_meta is_leaf layout is_sparse is_quantized is_nested "
-    "is_mkldnn is_xpu is_mps names itemsize nbytes output_nr grad_fn is_vulkan is_ipu is_maia is_mtia is_xla".split()
+    "is_mkldnn is_xpu is_mps names itemsize nbytes output_nr grad_fn is_vulkan is_ipu is_maia is_mtia is_xla "
+    "_base".split()
 )
 _METHODS = frozenset(
     "size dim ndimension numel nelement stride is_floating_point is_complex element_size is_contiguous __len__ "
-    "__hash__ storage_offset get_device is_inference is_conj is_neg is_signed is_same_size".split()
+    "__hash__ storage_offset get_device is_inference is_conj is_neg is_signed is_same_size _is_view".split()
 )
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -119,6 +120,10 @@ class LazyLogits(Tensor):
                 return f"LazyLogits(shape={tuple(lazy.row_layout.shape)}, dtype={lazy.probe.dtype}, not computed)"
         args, kwargs = _with_known(args, kwargs)
         if any(True for _ in lazies_in((args, kwargs))):
+            if name == "register_hook" and _compat.is_before_backward_of_fsdp(args[1]):
+                # The root of a sharded model: its parameters are there, and it only needs to know of the backward.
+                handles = [each.register_hook(args[1]) for each in first_in_backward(args[0]) if each.requires_grad]
+                return handles[0] if handles else None
             _refuse_gradients_after_loss(name, args, kwargs)
             handler = HANDLERS.get(name)
             if handler is not None and "out" not in kwargs:

@@ -96,12 +96,13 @@ class SplitForward:
             logger.warning("%s is not run in parts: %s", self.split.path or "the model", why)
 
 
-def why_not_head(module: nn.Module) -> str:
-    """Why a module cannot have a lazy output; empty if it can."""
+def why_not_head(module: nn.Module, model: nn.Module) -> str:
+    """Why a module of `model` cannot have a lazy output; empty if it can."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, not a plain nn.Linear"
-    if any(_compat.is_sharded(parameter) for parameter in module.parameters()):
-        return "its weight is sharded"
+    is_sharded = any(_compat.is_sharded(parameter) for parameter in module.parameters())
+    if is_sharded and not _compat.stays_gathered(module, model):
+        return "its weight is sharded, and not there any more when the loss is computed"
     return ""
 
 
@@ -111,7 +112,7 @@ def check_splits(model: nn.Module, splits: Sequence[Split]) -> dict[str, nn.Modu
     for split in splits:
         if split.path not in modules:
             raise PlanError(f"the plan splits {split.path!r}, and this model has no such module: it is for another")
-        why = why_not_head(modules[split.path]) if split.kind == "loss" else ""
+        why = why_not_head(modules[split.path], model) if split.kind == "loss" else ""
         if why:
             raise PlanError(f"the plan splits {split.path} as the layer before the loss, and {why}")
     return {split.path: modules[split.path] for split in splits}

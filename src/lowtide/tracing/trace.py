@@ -30,7 +30,7 @@ from lowtide.distributed import data_parallel
 from lowtide.distributed.ranks import current, is_out_of_memory
 from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
-from lowtide.graph.step_graph import Call, Hardware, Op, Save, StepGraph, Value
+from lowtide.graph.step_graph import GATHERED, Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.replay.arguments import tensors_in
 from lowtide.snapshot.restore import Restorer
 from lowtide.tracing import step_checks as checks
@@ -159,7 +159,7 @@ def trace(
     """
     model = checks.arguments(model, loss_fn, mode)
     optimizer = plain_optimizer(optimizer, model)
-    with CacheOff(model) as cache:
+    with CacheOff(model) as cache, _compat.random_tracker_restored():
         graph = _trace(model, loss_fn, args, optimizer, mode, setting_of(model, args, device))
     return replace(graph, notes=(*graph.notes, NOTE)) if cache.was_on else graph
 
@@ -261,7 +261,7 @@ def trace_once(
     device: torch.device | str | None = None,
 ) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
-    with CacheOff(model):
+    with CacheOff(model), _compat.random_tracker_restored():
         return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, device), is_enough=True)
 
 
@@ -489,7 +489,7 @@ def record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restor
                 hook = functools.partial(_note_gradient, recorder, touched, name)
                 stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         for number, gathered in enumerate(_compat.gathered_parameters(model)):
-            recorder.watch_gathered(gathered, f"gathered parameters {number}")
+            recorder.watch_gathered(gathered, f"{GATHERED} {number}")
         stack.enter_context(recorder.recording())
         loss = checks.run(loss_fn, args, model)
         checks.loss(loss)
