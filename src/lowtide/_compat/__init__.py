@@ -83,6 +83,7 @@ from lowtide._compat.dispatch import (
     writes,
 )
 from lowtide._compat.distributed import (
+    active_data_parallel,
     fake_process_group,
     finished_collective,
     flat_parameter_wrappers,
@@ -92,6 +93,7 @@ from lowtide._compat.distributed import (
     is_distributed_type,
     pipeline_actions,
     pipeline_stages,
+    sharding_ranks,
     wait_for_collective,
 )
 from lowtide._compat.dynamo import (
@@ -214,6 +216,7 @@ __all__ = [
     "VersionWatch",
     "WeakTensorKeyDictionary",
     "accelerator",
+    "active_data_parallel",
     "allocator_meter",
     "autograd_nodes_since",
     "bare_kernels",
@@ -327,6 +330,7 @@ __all__ = [
     "set_grad_enabled",
     "set_tag",
     "set_version",
+    "sharding_ranks",
     "static_inputs",
     "storage_id",
     "storages_of",

@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide import _compat
 from lowtide.compiled.step_profile import BACKWARD, BACKWARD_END, FORWARD_END
+from lowtide.distributed.agreement import hash_of
 from lowtide.errors import CapacityError
 from lowtide.graph.arrays import recompute_s
 from lowtide.graph.step_graph import StepGraph
@@ -260,6 +262,18 @@ class PlannedGraph:
         """Bytes of the forward's outputs."""
         assert self.step is not None
         return self.step.handed_out_bytes
+
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether forward or backward communicates with other ranks."""
+        return self.step is not None and any("collective" in op.flags for op in self.step.ops)
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash that is equal on ranks which compiled the same code for the same shapes, or for symbolic ones."""
+        assert self.step is not None
+        sizes = [] if self._symbolic else [value.bytes for value in self.step.values]
+        return hash_of([[op.name for op in self.step.ops], sizes, self.default])
 
     # Compiling.
 
