@@ -22,7 +22,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +34,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
+from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
 from lowtide.compiled.session_ranks import SessionRanks, StepReport, name_of_calls
 from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
@@ -46,36 +46,7 @@ from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.store.storage_units import StoreStats
 from lowtide.tracing.devices import present_device
-from lowtide.units import format_bytes, format_seconds, parse_bytes
-
-
-class CompileWatch:
-    """Seconds that compiling and planning have taken so far. Printed by `explain_compiled`."""
-
-    def __init__(self) -> None:
-        self.compiling_s = self.planning_s = 0.0  # compiling_s does not include planning_s
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Context manager around code that compiles. Planning inside it counts as planning."""
-        start, planned_s = time.perf_counter(), self.planning_s
-        try:
-            yield
-        finally:
-            self.compiling_s += time.perf_counter() - start - (self.planning_s - planned_s)
-
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Context manager around code that plans."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.planning_s += time.perf_counter() - start
-
-    def __str__(self) -> str:
-        return f"{format_seconds(self.compiling_s)} of compiling, {format_seconds(self.planning_s)} of planning"
-
+from lowtide.units import format_bytes, parse_bytes
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
