@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat import dynamo, fx_graphs
+from lowtide._compat import dynamo, fx_graphs, partitioner
 
 
 class Block(nn.Module):
@@ -38,14 +38,14 @@ class Seen:
 
     def partition(self, joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
         self.joint, self.facts = fx_graphs.copied_module(joint), facts
-        dynamo.simplify_joint(joint)
+        partitioner.simplify_joint(joint)
 
-        def is_accepted(saved_at: dynamo.SavedAt) -> bool:
-            self.saved.append(saved_at(None) if not self.saved else saved_at(0.01))
+        def is_accepted(partition: partitioner.Partition) -> bool:
+            self.saved.append(partition.saved_names(None) if not self.saved else partition.saved_names(0.01))
             return len(self.saved) > 1
 
-        self.stopped = dynamo.watched_partition(joint, inputs, is_accepted, **facts)
-        parts = dynamo.watched_partition(joint, inputs, is_accepted, **facts)
+        self.stopped = partitioner.watched_partition(joint, inputs, is_accepted, **facts)
+        parts = partitioner.watched_partition(joint, inputs, is_accepted, **facts)
         assert parts is not None
         self.forward, backward = parts
         return self.forward, backward

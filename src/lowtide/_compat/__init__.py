@@ -98,7 +98,6 @@ from lowtide._compat.distributed import (
 )
 from lowtide._compat.dynamo import (
     LimitWatch,
-    SavedAt,
     TracingContext,
     compile_module,
     compile_with_inductor,
@@ -108,11 +107,8 @@ from lowtide._compat.dynamo import (
     is_inductor_option,
     mode_options,
     never_compiled,
-    simplify_joint,
-    torch_partition,
     traced_functions,
     uncompile,
-    watched_partition,
     without_bucket_graphs,
 )
 from lowtide._compat.fake_tensors import (
@@ -164,6 +160,7 @@ from lowtide._compat.modules import (
     submodules,
     unwrapped,
 )
+from lowtide._compat.partitioner import Partition, simplify_joint, torch_partition, watched_partition
 from lowtide._compat.profiler import (
     DEVICE_EVENTS,
     RUNTIME_EVENTS,
@@ -209,9 +206,9 @@ __all__ = [
     "FakeInputs",
     "LimitWatch",
     "OpNames",
+    "Partition",
     "PlainDispatchMode",
     "ReadGuard",
-    "SavedAt",
     "StorageReference",
     "StorageUses",
     "SynchronizingOps",

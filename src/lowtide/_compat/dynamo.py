@@ -48,95 +48,15 @@ def compile_without_kernels(
     Obsolete likewise.
     """
     aot_autograd = required("torch._dynamo.backends.common.aot_autograd", _COMPILE)
-    make_boxed_func = required("torch._functorch.aot_autograd.make_boxed_func", _COMPILE)
 
     def run(graph: Any, _: Any) -> Any:
-        return make_boxed_func(graph.forward)
+        def boxed(args: list[Any]) -> Any:  # frees arguments and values after their last use, as inductor's code does
+            return torch.fx.Interpreter(graph).boxed_run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
 
     return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(module, inputs)
-
-
-def simplify_joint(joint: Any) -> None:
-    """Do what torch's partitioner does with a joint graph first: remove dead nodes, and of equal ones all but one.
-
-    Obsolete when the partitioner tells its choice before it splits the graph.
-    """
-    joint.graph.eliminate_dead_code()
-    if required("torch._functorch.config", _COMPILE).cse:
-        joint.graph = required("torch._functorch.compile_utils.fx_graph_cse", _COMPILE)(joint.graph)
-
-
-def torch_partition(
-    joint: Any, inputs: Any, *, fraction: float | None = None, is_simplified: bool = False, **facts: Any
-) -> tuple[Any, Any]:
-    """Split a joint graph into forward and backward by torch's own partitioner, which follows the tags on its nodes.
-
-    With `fraction`, as under `torch._functorch.config.activation_memory_budget = fraction`. A graph that
-    `simplify_joint` was called on is not simplified again. Obsolete likewise.
-    """
-    partition = required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)
-    with _partitioner_settings(fraction, is_simplified):
-        return cast(tuple[Any, Any], partition(joint, inputs, **facts))
-
-
-class _Stopped(Exception):
-    """Ends a partition whose choice is not used."""
-
-
-# Returns the names of the nodes that torch's partitioner saves at a fraction; None: as its settings are.
-SavedAt = Callable[[float | None], list[str]]
-
-
-def watched_partition(
-    joint: Any, inputs: Any, is_accepted: Callable[[SavedAt], bool], **facts: Any
-) -> tuple[Any, Any] | None:
-    """Split a simplified joint graph as torch decides, if `is_accepted` says so when torch has chosen what to save.
-
-    Otherwise returns None, and forward and backward were not made, which takes most of the time. Replaces
-    `torch._functorch.partitioners.choose_saved_values_set` for the call. Obsolete likewise.
-    """
-    partitioners = required("torch._functorch.partitioners", _COMPILE)
-    choose_saved = partitioners.choose_saved_values_set
-
-    def choose(graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
-        if graph is not joint.graph:
-            return choose_saved(graph, node_info, memory_budget=memory_budget)
-        chosen = choose_saved(graph, node_info, memory_budget=memory_budget)
-
-        def saved_at(fraction: float | None) -> list[str]:
-            if fraction is None:
-                return [node.name for node in chosen]
-            with _partitioner_settings(fraction, is_simplified=True):
-                return [node.name for node in choose_saved(graph, node_info, memory_budget=fraction)]
-
-        if not is_accepted(saved_at):
-            raise _Stopped
-        return chosen
-
-    partitioners.choose_saved_values_set = choose
-    try:
-        return torch_partition(joint, inputs, is_simplified=True, **facts)
-    except _Stopped:
-        return None
-    finally:
-        partitioners.choose_saved_values_set = choose_saved
-
-
-def _partitioner_settings(fraction: float | None, is_simplified: bool) -> contextlib.AbstractContextManager[Any]:
-    """Settings of torch's partitioner.
-
-    With a fraction, inputs that are no tensors, such as the device meshes of DTensors, count as zero bytes: torch 2.13
-    raises for them.
-    """
-    config = required("torch._functorch.config", _COMPILE)
-    settings: dict[str, Any] = {"cse": False} if is_simplified else {}
-    if fraction is not None:
-        settings["activation_memory_budget"] = fraction
-        if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
-            settings["unsafe_treat_script_objects_as_zero_size"] = True
-    return cast(
-        contextlib.AbstractContextManager[Any], config.patch(settings) if settings else contextlib.nullcontext()
-    )
 
 
 def _as_partitioner(partition: Callable[..., Any]) -> Any:

@@ -312,39 +312,51 @@ class PlannedGraph:
             read = self._read(joint)
             self.step = read.graph
 
-        def plan(saved_at: _compat.SavedAt) -> bool:
+        def plan(partition: _compat.Partition) -> bool:
             with self._planning():
-                self.default = _kept(read, saved_at(None))
-                if len(joint.graph.nodes) <= _MOST_NODES:
-                    with _compat.restored_tags(joint.graph):
-                        self.torch_ways = self._torch_ways(read, saved_at)
-                self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
-                self._first = self.variants[0] if session is None else session.first_variant(self)
-            return self._first.keeps is None
+                self._plan(read, joint, session, partition.saved_names)
+                if self._first.keeps is None:
+                    return True
+                if self._first.fraction is not None or is_tagged or any(read.graph.needs.is_rerun):
+                    return False  # torch reads some tags before it comes here
+                tag(read, frozenset(self._first.keeps))
+                return partition.follow_tags()
 
-        began = None if session is None else session.watch.now
+        is_tagged = any(_compat.PARTITIONER_TAG in node.meta for node in joint.graph.nodes)
         with _compat.restored_tags(joint.graph):
+            began = None if session is None else session.watch.now
             parts = _compat.watched_partition(joint, inputs, plan, **facts)
-        if not self.variants:  # nothing to choose, and torch was not asked
-            plan(lambda fraction: [])
+        if not self.variants:  # nothing to choose: torch was not asked
+            self._plan(read, joint, session, lambda fraction: [])
         if parts is not None:
             return parts
         if session is not None and began is not None:
             session.watch.plan_since(began)
         return self._split(read, self._first, joint, inputs, facts)
 
+    def _plan(
+        self, read: JointStep, joint: Any, session: Session | None, saved_names: Callable[[float | None], list[str]]
+    ) -> None:
+        """Set the variants, and the first one that is compiled."""
+        self.default = _kept(read, saved_names(None))
+        if len(joint.graph.nodes) <= _MOST_NODES:
+            with _compat.restored_tags(joint.graph):
+                self.torch_ways = self._torch_ways(read, saved_names)
+        self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
+        self._first = self.variants[0] if session is None else session.first_variant(self)
+
     def _planning(self) -> contextlib.AbstractContextManager[None]:
         session = self._session_of()
         return contextlib.nullcontext() if session is None else session.watch.planning()
 
-    def _torch_ways(self, read: JointStep, saved_at: _compat.SavedAt) -> dict[float, Variant]:
+    def _torch_ways(self, read: JointStep, saved_names: Callable[[float | None], list[str]]) -> dict[float, Variant]:
         """What torch's own partitioner saves at each fraction; equal choices once, with the largest fraction."""
         found: dict[tuple[int, ...], tuple[float, Variant]] = {}
         needs = read.graph.needs
         default_s = needs.seconds_of(needs.derive(frozenset(self.default)))
         tag_saved(read)
         for fraction in FRACTIONS:
-            keeps = _kept(read, saved_at(fraction))
+            keeps = _kept(read, saved_names(fraction))
             if keeps != self.default and keeps not in found:
                 variant = variant_of(read.graph, keeps, keeps, default_s)
                 found[keeps] = fraction, replace(variant, fraction=fraction)
