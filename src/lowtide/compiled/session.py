@@ -464,18 +464,19 @@ class Session:
 
     def _refuse(self, over: OverBudget) -> None:
         """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
-        lower = ", or compile with regional=False, which can go lower" if self.num_blocks > 1 else ""
+        whole = ", or compile the model as one graph (regional=False), which need not keep the input of every block"
         message = (
             f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(over.floor_bytes)} ({over.how}) that "
-            f"this compiled step needs at least. Raise the budget{', ' if lower else ' or '}make the batch "
-            f"smaller{lower}."
+            f"this compiled step needs at least. Raise the budget{', ' if self.num_blocks > 1 else ' or '}make the "
+            f"batch smaller{whole if self.num_blocks > 1 else ''}."
         )
         if self.on_over == "raise" and (self._ranks.is_alone or self._ranks.is_open):
             self.release()
             raise InfeasibleBudgetError(message, over.floor_bytes)
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{message} The step goes on with that peak (on_over='warn').", stacklevel=2)
+            why = "on_over='warn'" if self.on_over == "warn" else "other ranks, which have settled, cannot be told"
+            warnings.warn(f"{message} The step goes on with that peak ({why}).", stacklevel=2)
 
     # For people.
 

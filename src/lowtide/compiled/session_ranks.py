@@ -82,9 +82,10 @@ class SessionRanks:
             return own, False
         self._num_exchanges += 1
         reports = self._ranks.gathered(own, _ABOUT)
-        self.is_open = not all(each.is_settled for each in reports) and self._num_exchanges < _MOST_EXCHANGES
         floors = [each.over for each in reports if each.over is not None]
         over = max(floors, key=lambda each: each.floor_bytes, default=None)
+        is_done = over is None and all(each.is_settled for each in reports)
+        self.is_open = not is_done and self._num_exchanges < _MOST_EXCHANGES
         budget_bytes = min(each.budget_bytes for each in reports)
         is_agreed = own.calls is not None and len({each.calls for each in reports}) == 1
         if not is_agreed:
