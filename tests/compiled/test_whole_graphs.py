@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from distributed.jobs import Block
-from kernelless import COMPILED_MARKS, Compiler
+from kernelless import COMPILED_MARKS, Compiler, session_of
 from lowtide.compiled import session
 
 pytestmark = COMPILED_MARKS
@@ -78,3 +79,35 @@ def test_a_checkpoint_per_block_compiled_has_the_peak_of_the_eager_one() -> None
     eager = peak_of(Layers(run))
     model = lowtide.compile(Layers(run), budget=1 << 40, regional=False)
     assert peak_of(model, 3) <= eager
+
+
+def test_a_gradient_that_does_not_depend_on_the_backward() -> None:
+    """The backward returns values of the forward as they are; they are saved, whatever the plan drops."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            return gradient, ctx.saved_tensors[0]
+
+    class Model(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(32, 16))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            weight = self.embedding.weight.sin() * self.scale.detach()
+            return super().forward(tokens) + Constant.apply(weight, self.scale).sum()
+
+    expected, model = Model(), lowtide.compile(Model(), budget=900_000, regional=False)
+    expected(TOKENS).backward()
+    for _ in range(4):
+        model.zero_grad()
+        model(TOKENS).backward()
+    assert session_of(model).current.choice.extra_s > 0
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

@@ -48,8 +48,16 @@ class _Stopped(Exception):
 class Partition:
     """A partition that has come to the point where torch chooses what to save. `watched_partition` makes it."""
 
-    def __init__(self, graph: Any, node_info: Any, choose_saved: Callable[..., Any], memory_budget: float) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        node_info: Any,
+        choose_saved: Callable[..., Any],
+        memory_budget: float,
+        num_forward_outputs: int,
+    ) -> None:
         self._graph, self._node_info, self._choose_saved = graph, node_info, choose_saved
+        self._num_forward_outputs = num_forward_outputs
         self.chosen = choose_saved(graph, node_info, memory_budget=memory_budget)
 
     def saved_names(self, fraction: float | None = None) -> list[str]:
@@ -65,11 +73,11 @@ class Partition:
         Walks from the nodes of the backward to those that are tagged as saved, and to inputs. Returns False, and
         changes nothing, if it meets a node that is no tensor, such as a symbolic size.
         """
-        backward, found, seen = self._node_info.required_bw_nodes, set(), set()
-        results = next(node for node in reversed(self._graph.nodes) if node.op == "output").all_input_nodes
-        forward = {node for node in results if self._node_info.is_required_fw(node)}
+        given = set(self._node_info.inputs)  # of the forward; one that the backward returns is listed in both
+        backward, found, seen = set(self._node_info.required_bw_nodes) - given, set(), set()
+        results = next(node for node in reversed(self._graph.nodes) if node.op == "output").args[0]
         left = [each for node in backward if node.op != "output" for each in node.all_input_nodes]
-        left += [node for node in results if node not in forward]
+        left += [node for node in results[self._num_forward_outputs :] if isinstance(node, torch.fx.Node)]
         while left:
             node = left.pop()
             if node in seen or node in backward or node.op == "get_attr":
@@ -101,7 +109,7 @@ def watched_partition(
     def choose(graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
         if graph is not joint.graph:
             return choose_saved(graph, node_info, memory_budget=memory_budget)
-        partition = Partition(graph, node_info, choose_saved, memory_budget)
+        partition = Partition(graph, node_info, choose_saved, memory_budget, facts["num_fwd_outputs"])
         if not is_accepted(partition):
             raise _Stopped
         return partition.chosen
