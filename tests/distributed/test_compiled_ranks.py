@@ -69,7 +69,7 @@ def step(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def all_steps(wrapped: Callable[[Net], nn.Module], **options: Any) -> dict[str, Any]:
+def all_steps(wrapped: Callable[[Net], nn.Module], num_steps: int = NUM_STEPS, **options: Any) -> dict[str, Any]:
     """Run steps under a budget between the smallest and the plain peak, and say which variants each of them ran."""
     x, expected_model, model = batch(), wrapped(made()), wrapped(made())
     step(expected_model, x)
@@ -80,7 +80,7 @@ def all_steps(wrapped: Callable[[Net], nn.Module], **options: Any) -> dict[str, 
     budget = (floor + 3 * plain) // 4
     squeeze(_compat.unwrapped(model), budget)
     keys, is_same = [], []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         step(model, x)
         is_same.append(same(_local(expected_model), _local(model)))
         keys.append([variant.key for variant in session.current.choice.variants])
@@ -126,7 +126,7 @@ def tensor_parallel() -> Any:
         return model
 
     with patch(f"{__name__}.batch", lambda: torch.ones(256, 16)):
-        return all_steps(wrapped)
+        return all_steps(wrapped, num_steps=2 * NUM_STEPS)  # peaks under gloo vary, and are corrected more often
 
 
 def infeasible() -> Any:
