@@ -34,9 +34,14 @@ def test_time_outs_of_groups(alone: None) -> None:
 def test_gathered_parameters_of_fsdp(alone: None) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert _compat.gathered_units(model) == [] and _compat.gathered_parameters(model) == []
+    assert _compat.sharding_ranks(model) == set()
     fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
     assert _compat.gathered_units(model) == [model[0]]
+    found: list[set[int]] = []
+    handle = model[1].register_forward_pre_hook(lambda *_: found.append(_compat.sharding_ranks(model)))
     model(torch.ones(2, 4)).sum().backward()
+    handle.remove()
+    assert found == [{0}] and _compat.sharding_ranks(model) == {0}, "FSDP keeps its sharded parameters elsewhere"
     (tensors,) = _compat.gathered_parameters(model)
     assert len(tensors) == 2 and not any(tensor.untyped_storage().nbytes() for tensor in tensors), (
         "not freed by resizing"
@@ -46,6 +51,15 @@ def test_gathered_parameters_of_fsdp(alone: None) -> None:
     assert type(shard) is torch.Tensor and _compat.local_bytes(model[0].weight) == 64, (
         "DTensor lists its parts otherwise"
     )
+
+
+def test_the_data_parallel_wrapper_whose_forward_runs(alone: None) -> None:
+    model = nn.Linear(2, 2)
+    wrapper, found = nn.parallel.DistributedDataParallel(model), []
+    model.register_forward_pre_hook(lambda *_: found.append(_compat.active_data_parallel()))
+    wrapper(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert found == [wrapper, None], "DDP does not tell Dynamo of its forward in this way"
 
 
 def test_collectives_that_write_to_an_argument(alone: None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat import dynamo, fx_graphs
+from lowtide._compat import dynamo, fx_graphs, partitioner
 
 
 class Block(nn.Module):
@@ -33,10 +33,21 @@ class Seen:
         self.joint: Any = None
         self.facts: dict[str, Any] = {}
         self.forward: Any = None
+        self.saved: list[list[str]] = []
+        self.stopped: Any = ()
 
     def partition(self, joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
         self.joint, self.facts = fx_graphs.copied_module(joint), facts
-        self.forward, backward = dynamo.torch_partition(joint, inputs, **facts)
+        partitioner.simplify_joint(joint)
+
+        def is_accepted(partition: partitioner.Partition) -> bool:
+            self.saved.append(partition.saved_names(None) if not self.saved else partition.saved_names(0.01))
+            return len(self.saved) > 1
+
+        self.stopped = partitioner.watched_partition(joint, inputs, is_accepted, **facts)
+        parts = partitioner.watched_partition(joint, inputs, is_accepted, **facts)
+        assert parts is not None
+        self.forward, backward = parts
         return self.forward, backward
 
     def backend(self, graph: Any, inputs: list[Any]) -> Any:
@@ -82,13 +93,21 @@ def test_written_inputs(seen: Seen) -> None:
 
 
 def test_saved_values_and_tags(seen: Seen) -> None:
-    names = fx_graphs.saved_names(seen.forward, seen.facts["num_fwd_outputs"])
-    shapes = {tuple(fx_graphs.value_of(node).shape) for node in seen.forward.graph.nodes if node.name in names}
-    assert shapes == {(4, 2), (4, 3)}, f"saved values do not follow the outputs: {names}"  # the input, and exp's output
+    def shapes(names: list[str]) -> set[tuple[int, ...]]:
+        return {tuple(fx_graphs.value_of(node).shape) for node in seen.joint.graph.nodes if node.name in names}
+
+    own, least = seen.saved
+    assert shapes(own) == {(4, 2), (4, 3)}, "the partitioner chooses elsewhere"  # the input, and exp's output
+    assert (4, 3) not in shapes(least), "the fraction has no effect"
+    assert seen.stopped is None, "a choice that was not accepted was carried out"
+    results = next(node for node in reversed(seen.forward.graph.nodes) if node.op == "output").args[0]
+    assert {node.name for node in results[seen.facts["num_fwd_outputs"] :]} == set(own), "what is chosen is not saved"
     node = node_of(seen.joint.graph, "addmm")
-    fx_graphs.set_tag(node, CheckpointPolicy.MUST_SAVE)
-    fx_graphs.set_tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-    assert node.meta[fx_graphs.PARTITIONER_TAG] is CheckpointPolicy.MUST_SAVE
+    with fx_graphs.restored_tags(seen.joint.graph):
+        fx_graphs.set_tag(node, CheckpointPolicy.MUST_SAVE)
+        fx_graphs.set_tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        assert node.meta[fx_graphs.PARTITIONER_TAG] is CheckpointPolicy.MUST_SAVE
+    assert fx_graphs.PARTITIONER_TAG not in node.meta
 
 
 def test_hints_of_plain_numbers() -> None:

@@ -24,7 +24,6 @@ ON_USE = {
     "torch._functorch.config": COMPILE,
     "torch._inductor.compile_fx.compile_fx": COMPILE,
     "torch._dynamo.backends.common.aot_autograd": COMPILE,
-    "torch._functorch.aot_autograd.make_boxed_func": COMPILE,
     "torch._functorch.partitioners.min_cut_rematerialization_partition": COMPILE,
     "torch._inductor.custom_graph_pass.CustomPartitionerFn": COMPILE,
     "torch._guards.TracingContext": COMPILE,

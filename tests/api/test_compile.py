@@ -358,6 +358,10 @@ def test_cuda_graphs_are_refused_and_left_out_of_autotuning(monkeypatch: pytest.
     for options in ({"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}):
         with pytest.raises(lowtide.LowtideError, match="keep the memory of a step in pools of their own"):
             lowtide.compile(stack(), budget=1, **options)
+    for options in ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}):
+        model = torch.compile(stack(), backend=backend.backend, options={"budget": 1, **options})
+        with pytest.raises(lowtide.LowtideError, match="keep the memory of a step in pools of their own"):
+            squared(model)
     backend.inductor_compiler({}, "max-autotune")(None, None, None)
     assert given[-1]["max_autotune"] and not given[-1]["triton.cudagraphs"]
 

@@ -243,6 +243,23 @@ def test_what_crosses_is_what_was_planned(regional: bool, compiler: Compiler) ->
     assert len(seen) > 2, "the same at all budgets"
 
 
+def test_planning_splits_no_graph_a_second_time(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's partitioner is asked for its choices; only the one that runs becomes a forward and a backward."""
+    extract, num_splits = torch._functorch.partitioners._extract_fwd_bwd_modules, []
+
+    def counted(*args: Any, **facts: Any) -> Any:
+        num_splits.append(1)
+        return extract(*args, **facts)
+
+    monkeypatch.setattr(torch._functorch.partitioners, "_extract_fwd_bwd_modules", counted)
+    for budget in (PLENTY, 40_000):
+        model = lowtide.compile(Stack(*(MLP() for _ in range(3))), budget=budget, regional=False)
+        squared(model).backward()
+        assert session_of(model).graphs[0].torch_ways
+    assert len(num_splits) == len(compiler.splits) == 2
+    assert compiler.splits[1].saved_bytes < compiler.splits[0].saved_bytes
+
+
 def test_the_saved_nodes_by_name(compiler: Compiler) -> None:
     """One small block exactly: at the floor, only what cannot be had again."""
     model = lowtide.compile(Stack(*(MLP(dropout=0.5) for _ in range(3))), budget=PLENTY, regional=True)

@@ -22,6 +22,20 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def test_autotuned_kernels_hold_the_budget() -> None:
+    model = Stack(MLP(), MLP(), MLP())
+    eager = copy.deepcopy(model)
+    squared(eager).backward()
+    lowtide.compile(model, budget=52_000, regional=False, mode="max-autotune")
+    for _ in range(5):
+        model.zero_grad()
+        squared(model).backward()
+    handle = lowtide.handle_of(model)
+    assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= 52_000
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
 def test_kernels_at_several_budgets(regional: bool) -> None:
     """Compiled again for other budgets, from stand-ins of the first inputs; gradients are those of the eager model."""

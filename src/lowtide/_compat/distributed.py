@@ -171,6 +171,27 @@ def _unless_gathering(mode: Any, func: Any, types: Any, args: Any = (), kwargs: 
     )
 
 
+def active_data_parallel() -> Any:
+    """Return the `DistributedDataParallel` whose forward runs now; None outside of one.
+
+    Relies on `DistributedDataParallel._get_active_ddp_module`, which Dynamo uses; obsolete with a public way to ask.
+    """
+    active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
+    return None if active is None else active()
+
+
+def sharding_ranks(model: nn.Module) -> set[int]:
+    """Return the ranks among which FSDP2 or tensor parallelism has sharded parameters of a model, with all copies.
+
+    Relies on `device_mesh` of DTensors, and on the sharded parameters of FSDP's groups, as those of a module are
+    replaced while they are gathered; obsolete when FSDP2 tells its mesh.
+    """
+    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
+    sharded = [each.sharded_param for group in groups for each in group.fsdp_params]
+    meshes = [getattr(each, "device_mesh", None) for each in (*sharded, *model.parameters())]
+    return {rank for mesh in dict.fromkeys(meshes) if mesh is not None for rank in mesh.mesh.flatten().tolist()}
+
+
 def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

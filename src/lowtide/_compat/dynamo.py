@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from lowtide._compat.distributed import active_data_parallel
 from lowtide._compat.internals import optional, required
 
 _COMPILE = "torch.compile cannot run with lowtide's plans"
@@ -47,24 +48,15 @@ def compile_without_kernels(
     Obsolete likewise.
     """
     aot_autograd = required("torch._dynamo.backends.common.aot_autograd", _COMPILE)
-    make_boxed_func = required("torch._functorch.aot_autograd.make_boxed_func", _COMPILE)
 
     def run(graph: Any, _: Any) -> Any:
-        return make_boxed_func(graph.forward)
+        def boxed(args: list[Any]) -> Any:  # frees arguments and values after their last use, as inductor's code does
+            return torch.fx.Interpreter(graph).boxed_run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
 
     return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(module, inputs)
-
-
-def torch_partition(joint: Any, inputs: Any, *, fraction: float | None = None, **facts: Any) -> tuple[Any, Any]:
-    """Split a joint graph into forward and backward by torch's own partitioner, which follows the tags on its nodes.
-
-    With `fraction`, as under `torch._functorch.config.activation_memory_budget = fraction`. Obsolete likewise.
-    """
-    partition = required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)
-    if fraction is None:
-        return cast(tuple[Any, Any], partition(joint, inputs, **facts))
-    with required("torch._functorch.config", _COMPILE).patch(activation_memory_budget=fraction):
-        return cast(tuple[Any, Any], partition(joint, inputs, **facts))
 
 
 def _as_partitioner(partition: Callable[..., Any]) -> Any:
@@ -126,11 +118,10 @@ def uncompile(module: nn.Module) -> None:
 def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
     """Context manager in which Dynamo does not split graphs at the buckets of the `DistributedDataParallel` around it.
 
-    A compiled block is smaller than the model anyway, and DDP's buckets are reduced while earlier blocks run. Relies on
-    `DistributedDataParallel._get_active_ddp_module`. Obsolete when `torch.compile` has an option for it.
+    A compiled block is smaller than the model anyway, and DDP's buckets are reduced while earlier blocks run. Obsolete
+    when `torch.compile` has an option for it.
     """
-    active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
-    if active is None or active() is None:
+    if active_data_parallel() is None:
         return contextlib.nullcontext()
     patch = required("torch._dynamo.config", _COMPILE).patch(optimize_ddp=False)
     return cast(contextlib.AbstractContextManager[Any], patch)

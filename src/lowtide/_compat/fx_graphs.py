@@ -7,8 +7,9 @@ that would make it obsolete.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,20 @@ def is_tagged_recomputed(node: Any) -> bool:
     return node.meta.get(PARTITIONER_TAG) in recomputed
 
 
+@contextlib.contextmanager
+def restored_tags(graph: Any) -> Iterator[None]:
+    """Context manager after which the nodes of a graph have the tags that they had before. Obsolete likewise."""
+    before = {node: node.meta.get(PARTITIONER_TAG) for node in graph.nodes}
+    try:
+        yield
+    finally:
+        for node, policy in before.items():
+            if policy is None:
+                node.meta.pop(PARTITIONER_TAG, None)
+            else:
+                node.meta[PARTITIONER_TAG] = policy
+
+
 def copied_module(module: Any) -> Any:
     """Copy a graph module: the graph is copied, its tensors are shared.
 
@@ -53,15 +68,6 @@ def copied_module(module: Any) -> Any:
     made = GraphModule(module, graph)
     made.meta = dict(module.meta)
     return made
-
-
-def saved_names(forward: Any, num_outputs: int) -> list[str]:
-    """List the nodes that a forward graph saves for its backward: its outputs after the first `num_outputs`.
-
-    Obsolete when AOTAutograd documents that order.
-    """
-    results = next(node for node in reversed(forward.graph.nodes) if node.op == "output").args[0]
-    return [node.name for node in results[num_outputs:] if hasattr(node, "name")]
 
 
 def static_inputs(module: Any) -> list[bool]:

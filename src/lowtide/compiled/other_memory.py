@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.compiled.session import CompileWatch
+from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.session_calls import without_warnings
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.graph.step_graph import StepGraph

@@ -20,8 +20,9 @@ import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide import _compat
 from lowtide.compiled.step_profile import BACKWARD, BACKWARD_END, FORWARD_END
+from lowtide.distributed.agreement import hash_of
 from lowtide.errors import CapacityError
 from lowtide.graph.arrays import recompute_s
 from lowtide.graph.step_graph import StepGraph
@@ -68,9 +70,8 @@ def tag_saved(step: JointStep) -> None:
                 _compat.set_tag(each, CheckpointPolicy.MUST_SAVE)
 
 
-def _kept(step: JointStep, forward: Any, facts: dict[str, Any]) -> tuple[int, ...]:
-    """The ops whose outputs a forward graph saves, and those that have to be saved as well."""
-    names = _compat.saved_names(forward, facts["num_fwd_outputs"])
+def _kept(step: JointStep, names: Iterable[str]) -> tuple[int, ...]:
+    """The ops whose outputs are saved if these nodes are, and those that have to be saved as well."""
     needs = step.graph.needs
     return needs.keeps_of(needs.derive(frozenset(step.makers[name] for name in names if name in step.makers)))
 
@@ -261,6 +262,18 @@ class PlannedGraph:
         assert self.step is not None
         return self.step.handed_out_bytes
 
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether forward or backward communicates with other ranks."""
+        return self.step is not None and any("collective" in op.flags for op in self.step.ops)
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash that is equal on ranks which compiled the same code for the same shapes, or for symbolic ones."""
+        assert self.step is not None
+        sizes = [] if self._symbolic else [value.bytes for value in self.step.values]
+        return hash_of([[op.name for op in self.step.ops], sizes, self.default])
+
     # Compiling.
 
     def _variant(self, variant: Variant) -> Callable[..., Any]:
@@ -271,20 +284,21 @@ class PlannedGraph:
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
         def partition(joint: Any, inputs: Any, **facts: Any) -> Any:
-            if variant.keeps is not None:
-                return self._split(self._read(joint), variant, joint, inputs, facts)
-            return _compat.torch_partition(joint, inputs, **facts)
+            if variant.keeps is None:
+                return _compat.torch_partition(joint, inputs, **facts)
+            _compat.simplify_joint(joint)
+            return self._split(self._read(joint), variant, joint, inputs, facts)
 
         with self._context, self._compiling():
             return self._compiler(_compat.copied_module(self._module), self._inputs.again(), partition)
 
     def _split(self, read: JointStep, variant: Variant, joint: Any, inputs: Any, facts: dict[str, Any]) -> Any:
-        """Split a joint graph into forward and backward as a variant says."""
+        """Split a simplified joint graph into forward and backward as a variant says."""
         if variant.fraction is not None:
             tag_saved(read)
-            return _compat.torch_partition(joint, inputs, fraction=variant.fraction, **facts)
-        tag(read, frozenset(variant.keeps or ()))
-        return _compat.torch_partition(joint, inputs, **facts)
+        else:
+            tag(read, frozenset(variant.keeps or ()))
+        return _compat.torch_partition(joint, inputs, fraction=variant.fraction, is_simplified=True, **facts)
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:
         session = self._session_of()
@@ -293,32 +307,58 @@ class PlannedGraph:
     def _first_partition(self, joint: Any, inputs: Any, **facts: Any) -> Any:
         """Read the joint graph and torch's own choice of saved values, then partition as the session chooses."""
         session = self._session_of()
-        with contextlib.nullcontext() if session is None else session.watch.planning():
-            forward, backward = _compat.torch_partition(_compat.copied_module(joint), inputs, **facts)
+        _compat.simplify_joint(joint)
+        with self._planning():
             read = self._read(joint)
-            self.step, self.default = read.graph, _kept(read, forward, facts)
-            if len(joint.graph.nodes) <= _MOST_NODES:
-                self.torch_ways = self._torch_ways(joint, inputs, facts)
-            self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
-            self._first = self.variants[0] if session is None else session.first_variant(self)
-        if self._first.keeps is None:
-            return forward, backward
+            self.step = read.graph
+
+        def plan(partition: _compat.Partition) -> bool:
+            with self._planning():
+                self._plan(read, joint, session, partition.saved_names)
+                if self._first.keeps is None:
+                    return True
+                if self._first.fraction is not None or is_tagged or any(read.graph.needs.is_rerun):
+                    return False  # torch reads some tags before it comes here
+                tag(read, frozenset(self._first.keeps))
+                return partition.follow_tags()
+
+        is_tagged = any(_compat.PARTITIONER_TAG in node.meta for node in joint.graph.nodes)
+        with _compat.restored_tags(joint.graph):
+            began = None if session is None else session.watch.now
+            parts = _compat.watched_partition(joint, inputs, plan, **facts)
+        if not self.variants:  # nothing to choose: torch was not asked
+            self._plan(read, joint, session, lambda fraction: [])
+        if parts is not None:
+            return parts
+        if session is not None and began is not None:
+            session.watch.plan_since(began)
         return self._split(read, self._first, joint, inputs, facts)
 
-    def _torch_ways(self, joint: Any, inputs: Any, facts: dict[str, Any]) -> dict[float, Variant]:
+    def _plan(
+        self, read: JointStep, joint: Any, session: Session | None, saved_names: Callable[[float | None], list[str]]
+    ) -> None:
+        """Set the variants, and the first one that is compiled."""
+        self.default = _kept(read, saved_names(None))
+        if len(joint.graph.nodes) <= _MOST_NODES:
+            with _compat.restored_tags(joint.graph):
+                self.torch_ways = self._torch_ways(read, saved_names)
+        self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
+        self._first = self.variants[0] if session is None else session.first_variant(self)
+
+    def _planning(self) -> contextlib.AbstractContextManager[None]:
+        session = self._session_of()
+        return contextlib.nullcontext() if session is None else session.watch.planning()
+
+    def _torch_ways(self, read: JointStep, saved_names: Callable[[float | None], list[str]]) -> dict[float, Variant]:
         """What torch's own partitioner saves at each fraction; equal choices once, with the largest fraction."""
         found: dict[tuple[int, ...], tuple[float, Variant]] = {}
-        assert self.step is not None
-        needs = self.step.needs
+        needs = read.graph.needs
         default_s = needs.seconds_of(needs.derive(frozenset(self.default)))
+        tag_saved(read)
         for fraction in FRACTIONS:
-            copied = _compat.copied_module(joint)
-            read = self._read(copied)
-            tag_saved(read)
-            forward, _ = _compat.torch_partition(copied, inputs, fraction=fraction, **facts)
-            keeps = _kept(read, forward, facts)
+            keeps = _kept(read, saved_names(fraction))
             if keeps != self.default and keeps not in found:
-                variant = variant_of(self.step, keeps, keeps, default_s)
+                variant = variant_of(read.graph, keeps, keeps, default_s)
                 found[keeps] = fraction, replace(variant, fraction=fraction)
         return dict(found.values())
 

@@ -13,6 +13,7 @@ session is created by `lowtide.compile` or, with `torch.compile(backend="lowtide
 - **Larger steps.** A choice that holds was measured for steps of a certain size: the bytes of gradients that are there
   when the forward begins, and of inputs whose shapes are symbolic. When a larger step comes, such as the second one of
   an accumulated gradient, the next of that size is measured and corrected likewise.
+- **Ranks.** All ranks that train the model come to the same choices, which are the lowest rank's (`session_ranks`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,9 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
+from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
+from lowtide.compiled.session_ranks import SessionRanks, StepReport, name_of_calls
 from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
@@ -44,36 +46,7 @@ from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.store.storage_units import StoreStats
 from lowtide.tracing.devices import present_device
-from lowtide.units import format_bytes, format_seconds, parse_bytes
-
-
-class CompileWatch:
-    """Seconds that compiling and planning have taken so far. Printed by `explain_compiled`."""
-
-    def __init__(self) -> None:
-        self.compiling_s = self.planning_s = 0.0  # compiling_s does not include planning_s
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Context manager around code that compiles. Planning inside it counts as planning."""
-        start, planned_s = time.perf_counter(), self.planning_s
-        try:
-            yield
-        finally:
-            self.compiling_s += time.perf_counter() - start - (self.planning_s - planned_s)
-
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Context manager around code that plans."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.planning_s += time.perf_counter() - start
-
-    def __str__(self) -> str:
-        return f"{format_seconds(self.compiling_s)} of compiling, {format_seconds(self.planning_s)} of planning"
-
+from lowtide.units import format_bytes, parse_bytes
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
@@ -146,6 +119,9 @@ class Session:
         self._is_clean = False
         self._size = StepSize()  # of the present step, as far as it has run
         self._store: ActivationStore | None = None
+        self._ranks = SessionRanks()
+        self._over: OverBudget | None = None  # on some rank
+        self._common_budget_bytes: int | None = None  # the smallest of all ranks
 
     @property
     def graphs(self) -> list[PlannedGraph]:
@@ -184,8 +160,9 @@ class Session:
         sequence = self._sequence_of((*called, graph.number))
         if sequence is None:  # an unknown order of calls: the smallest variant, until the step has ended
             return GraphRun(graph.variants[-1], end=self._calls.begin(graph.number, self._marker(len(called))))
-        if sequence.over is not None:
-            self._refuse(sequence.over)
+        over = self._over or sequence.over
+        if over is not None and (self._over is not None or self._ranks.is_alone or not self._ranks.is_open):
+            self._refuse(over)  # if ranks are still to be told, they raise together in the next step
         choice, position = sequence.choice, len(called)
         variant, end = choice.variants[position], self._calls.begin(graph.number, self._marker(position))
         if not any(choice.moved):
@@ -256,9 +233,19 @@ class Session:
         return None
 
     def _planned(self, numbers: tuple[int, ...]) -> CallSequence:
-        """A sequence of these calls, with variants chosen for it."""
+        """A sequence of these calls, with variants chosen for it, by this rank alone."""
         instances = [self._graphs[number] for number in numbers]
+        if self._needs_agreement(numbers):
+            return CallSequence(numbers, self.chooser.smallest(instances))
         return CallSequence(numbers, self.chooser.choose(instances, self.budget_bytes))
+
+    def _needs_agreement(self, numbers: tuple[int, ...]) -> bool:
+        """Whether ranks may wait forever if they run different variants.
+
+        Partitions may order the collectives in a graph differently. A rank alone runs the smallest variant of such a
+        graph, which depends on nothing that is measured.
+        """
+        return not self._ranks.is_known_alone and any(self._graphs[number].has_collectives for number in numbers)
 
     def _refuse_by_prediction(self, sequence: CallSequence) -> None:
         """Without a meter, a predicted peak over the budget is an error."""
@@ -274,15 +261,50 @@ class Session:
         self._sequences = dict(list(alive.items())[-_MOST_SEQUENCES:])
         if not called or not self._is_alive(called):
             self._sequence, self._is_clean = None, False
+        elif self._sequence is None or self._sequence.numbers != called:
+            self._sequence, self._is_clean = self._sequences.get(called) or self._planned(called), False
+        self._ranks.find(None if self.model is None else self.model())
+        step, is_agreed = self._ranks.exchanged(self._report())
+        if not self._ranks.is_alone:
+            self._over, self._common_budget_bytes = step.over, step.budget_bytes
+        sequence = self._sequence
+        if sequence is None:
             return
-        if self._sequence is None or self._sequence.numbers != called:
-            self._sequence = self._sequences.get(called) or self._planned(called)
-            self._is_clean = False
-        if called not in self._sequences:
-            self._refuse_by_prediction(self._sequence)
+        with self._ranks.together(is_agreed):
+            if called not in self._sequences:
+                if is_agreed:
+                    sequence.choice = self.chooser.choose(self._instances(sequence), self.budget_bytes)
+                self._refuse_by_prediction(sequence)
+            if is_agreed or not self._needs_agreement(called):
+                self._judge_step(sequence, step)
+            elif not self._ranks.is_open:
+                sequence.is_settled = True
+        if is_agreed:
+            self._sequence = sequence = self._ranks.of_first(sequence)
+            self._over = sequence.over or self._over
         self._sequences.pop(called, None)
-        self._sequences[called] = self._sequence  # moved to the end: the most recently used
-        self._measure(self._sequence)
+        self._sequences[called] = sequence  # moved to the end: the most recently used
+        self._watch_next(sequence)
+
+    def _report(self) -> StepReport:
+        """What this rank knows of the step that has ended."""
+        sequence, meter = self._sequence, self._meter
+        calls = peak_bytes = profile = None
+        if sequence is not None and not self._ranks.is_alone:
+            calls = name_of_calls(self._instances(sequence))
+        if meter is not None and self._is_clean:
+            peak_bytes, profile = meter.peak_bytes(), meter.profile() if isinstance(meter, StepMeter) else None
+        all_known = sequence is not None and sequence.numbers in self._sequences
+        return StepReport(
+            calls=calls,
+            budget_bytes=self.budget_bytes,
+            size=self._size,
+            is_clean=self._is_clean,
+            is_settled=all_known and (meter is None or all(each.is_settled for each in self._sequences.values())),
+            peak_bytes=peak_bytes,
+            profile=profile,
+            over=next((each.over for each in self._sequences.values() if each.over is not None), None),
+        )
 
     def _is_alive(self, numbers: tuple[int, ...]) -> bool:
         return all(number in self._graphs for number in numbers)
@@ -311,31 +333,34 @@ class Session:
         known = (reference() for reference in self._seen.values())
         return sum(each.grad.nbytes for each in known if each is not None and each.grad is not None)
 
-    def _measure(self, sequence: CallSequence) -> None:
-        self._marking, meter = None, self._meter
+    def _judge_step(self, sequence: CallSequence, step: StepReport) -> None:
+        """Decide by a step that has ended, if it was measured, which choice its sequence runs next."""
         if sequence.over is None:
-            sequence.expect(self._size)
-        if meter is None or all(each.is_settled for each in self._sequences.values()):
-            self._is_clean = False
+            sequence.expect(step.size)
+        if not step.is_clean or sequence.is_settled:
             return
-        if self._is_clean and not sequence.is_settled:
-            measured = meter.peak_bytes() if self._size == sequence.size else None
-            if measured is not None:
-                sequence.num_unmeasured = 0
-                self._judge(sequence, measured, meter.profile() if isinstance(meter, StepMeter) else None)
-            else:
-                self._leave_unmeasured(sequence)
-        if sequence.over is None:
-            meter.reset()
-            self._is_clean = True
-            self._marking = meter if isinstance(meter, StepMeter) and not sequence.is_settled else None
+        if step.peak_bytes is None or step.size != sequence.size:
+            self._leave_unmeasured(sequence, step.size)
+            return
+        sequence.num_unmeasured = 0
+        self._judge(sequence, step.peak_bytes, step.profile)
 
-    def _leave_unmeasured(self, sequence: CallSequence) -> None:
+    def _watch_next(self, sequence: CallSequence) -> None:
+        """Measure the next step, unless all sequences are settled."""
+        self._marking, meter = None, self._meter
+        self._is_clean = False
+        if meter is None or sequence.over is not None or all(each.is_settled for each in self._sequences.values()):
+            return
+        meter.reset()
+        self._is_clean = True
+        self._marking = meter if isinstance(meter, StepMeter) and not sequence.is_settled else None
+
+    def _leave_unmeasured(self, sequence: CallSequence, size: StepSize) -> None:
         """Stop measuring after some steps that a profiler of the user's watched, or that were smaller than expected."""
         sequence.num_unmeasured += 1
         if sequence.num_unmeasured < _MOST_UNMEASURED:
             return
-        if self._size != sequence.size:
+        if size != sequence.size:
             sequence.is_settled = True  # until a step comes that is not known to hold
             return
         if not sequence.choice.is_within and not sequence.held_sizes:
@@ -439,18 +464,19 @@ class Session:
 
     def _refuse(self, over: OverBudget) -> None:
         """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
-        lower = ", or compile with regional=False, which can go lower" if self.num_blocks > 1 else ""
+        whole = ", or compile the model as one graph (regional=False), which need not keep the input of every block"
         message = (
             f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(over.floor_bytes)} ({over.how}) that "
-            f"this compiled step needs at least. Raise the budget{', ' if lower else ' or '}make the batch "
-            f"smaller{lower}."
+            f"this compiled step needs at least. Raise the budget{', ' if self.num_blocks > 1 else ' or '}make the "
+            f"batch smaller{whole if self.num_blocks > 1 else ''}."
         )
-        if self.on_over == "raise":
+        if self.on_over == "raise" and (self._ranks.is_alone or self._ranks.is_open):
             self.release()
             raise InfeasibleBudgetError(message, over.floor_bytes)
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{message} The step goes on with that peak (on_over='warn').", stacklevel=2)
+            why = "on_over='warn'" if self.on_over == "warn" else "other ranks, which have settled, cannot be told"
+            warnings.warn(f"{message} The step goes on with that peak ({why}).", stacklevel=2)
 
     # For people.
 
@@ -460,7 +486,8 @@ class Session:
 
     @property
     def budget_bytes(self) -> int:
-        return parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
+        own = parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
+        return own if self._common_budget_bytes is None else min(own, self._common_budget_bytes)
 
     def plan_of(self, sequence: CallSequence) -> Plan:
         """The plan of a sequence, with its graph; several calls are joined."""

@@ -9,8 +9,8 @@ user's is active, nothing is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,25 @@ class StepProfile:
     def peak_bytes(self) -> int:
         inside = (max(call.forward_peak_bytes, call.backward_peak_bytes) for call in self.calls)
         return max(self.between_bytes, self.elsewhere_bytes, *inside)
+
+
+def largest_profile(profiles: Sequence[StepProfile]) -> StepProfile | None:
+    """The most bytes of several ranks' profiles at each point, with the first one's seconds; None if calls differ."""
+    first = profiles[0]
+    if len({len(each.calls) for each in profiles}) > 1:
+        return None
+    names = [each.name for each in fields(CallProfile) if each.name != "seconds"]
+    calls = [
+        replace(calls[0], **{name: max(getattr(call, name) for call in calls) for name in names})
+        for calls in zip(*(each.calls for each in profiles), strict=True)
+    ]
+    between_bytes = max(each.between_bytes for each in profiles)
+    return replace(
+        first,
+        calls=tuple(calls),
+        between_bytes=between_bytes,
+        elsewhere_bytes=max(each.elsewhere_bytes for each in profiles),
+    )
 
 
 @dataclass

@@ -159,6 +159,10 @@ class VariantChooser:
             found.append(self._shared(instances, budget_bytes, has_host=False))
         return [each for each in found if not each.is_like(choice)]
 
+    def smallest(self, instances: list[PlannedGraph]) -> VariantChoice:
+        """The choice in which every call saves least."""
+        return self._uniform([graph.variants[-1] for graph in instances], instances)
+
     def last_resorts(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
         """Choices that save least, whatever their predicted peaks: as torch's partitioner does, and as ours.
 
@@ -166,10 +170,7 @@ class VariantChooser:
         """
         if len(instances) == 1:
             return sorted(self._torch_choices(instances), key=lambda choice: choice.peak_bytes)[:1]
-        return [
-            *self._torch_choices(instances)[-1:],
-            self._uniform([graph.variants[-1] for graph in instances], instances),
-        ]
+        return [*self._torch_choices(instances)[-1:], self.smallest(instances)]
 
     def _torch_choices(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
         """The choices of torch's partitioner at each fraction, from large to small."""

@@ -1,10 +1,10 @@
 """`Ranks`: the processes that run a step together, and how they come to the same decisions.
 
 Ranks that run different steps wait for each other in collectives until a time-out. Peaks, times, free memory and
-exceptions differ between ranks, so every decision of `fit` that depends on one of them goes through `Ranks`: a number
-is reduced over all ranks (`min`, `max`), taken from the lowest rank (`first`), or a whole computation runs on the
-lowest rank only and its result is sent to the others (`made_by_first`). `together` ends a block with an exception on
-all ranks if it raised one on any.
+exceptions differ between ranks, so every decision of `fit` and `compile` that depends on one of them goes through
+`Ranks`: a number is reduced over all ranks (`min`, `max`), taken from the lowest rank (`first`), or a whole computation
+runs on the lowest rank only and its result is sent to the others (`made_by_first`). `together` ends a block with an
+exception on all ranks if it raised one on any.
 
 Messages travel in a process group of their own, over gloo on the host. A rank that fails inside a step can therefore
 report it although the collectives of the step are incomplete. The other ranks receive the report when their own
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -157,7 +157,7 @@ class Ranks:
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             text = (
                 f"rank {self.rank} waited for the other ranks ({about}), and not all of them answered: a process has "
-                f"ended, or runs something else than lowtide.fit. ({str(error).splitlines()[0][:200]})"
+                f"ended, or runs something else. ({str(error).splitlines()[0][:200]})"
             )
             raise _mark_known(RankError(text)) from error
         return received
@@ -220,6 +220,7 @@ class _Failure:
 
 ALONE = Ranks()
 _groups: dict[int, tuple[Any, Ranks]] = {}  # by the id of the process group that they accompany, which is kept
+_among: dict[tuple[int, ...], tuple[Any, Ranks]] = {}  # by their numbers in the job, whose process group is kept
 _current: ContextVar[Ranks] = ContextVar("ranks that decide together", default=ALONE)
 
 
@@ -232,14 +233,24 @@ def ranks_of(group: Any = None) -> Ranks:
         return ALONE
     known = _groups.get(id(accompanied))
     if known is None or known[0] is not accompanied:
-        messages = distributed.new_group(
-            distributed.get_process_group_ranks(accompanied),
-            timeout=2 * _compat.group_timeout(accompanied),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        known = _groups[id(accompanied)] = accompanied, Ranks(messages)
+        members = distributed.get_process_group_ranks(accompanied)
+        known = _groups[id(accompanied)] = accompanied, _with_messages(members, accompanied)
     return known[1]
+
+
+def ranks_among(members: Iterable[int]) -> Ranks:
+    """The ranks with these numbers in the job, this one among them. The first call for them is a collective."""
+    job, numbers = distributed.group.WORLD, tuple(sorted(members))
+    known = _among.get(numbers)
+    if known is None or known[0] is not job:
+        known = _among[numbers] = job, _with_messages(numbers, job)
+    return known[1]
+
+
+def _with_messages(members: Sequence[int], accompanied: Any) -> Ranks:
+    timeout = 2 * _compat.group_timeout(accompanied)
+    group = distributed.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    return Ranks(group)
 
 
 def current() -> Ranks:
