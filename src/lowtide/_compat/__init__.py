@@ -83,7 +83,6 @@ from lowtide._compat.dispatch import (
     writes,
 )
 from lowtide._compat.distributed import (
-    active_data_parallel,
     fake_process_group,
     finished_collective,
     flat_parameter_wrappers,
@@ -107,6 +106,7 @@ from lowtide._compat.distributed import (
 from lowtide._compat.dynamo import (
     LimitWatch,
     TracingContext,
+    active_data_parallel,
     compile_module,
     compile_with_inductor,
     compile_without_kernels,

@@ -171,15 +171,6 @@ def _unless_gathering(mode: Any, func: Any, types: Any, args: Any = (), kwargs: 
     )
 
 
-def active_data_parallel() -> Any:
-    """Return the `DistributedDataParallel` whose forward runs now; None outside of one.
-
-    Relies on `DistributedDataParallel._get_active_ddp_module`, which Dynamo uses; obsolete with a public way to ask.
-    """
-    active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
-    return None if active is None else active()
-
-
 def sharding_ranks(model: nn.Module) -> set[int]:
     """Return the ranks among which FSDP2 or tensor parallelism has sharded parameters of a model, with all copies.
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from lowtide._compat.distributed import active_data_parallel
 from lowtide._compat.internals import optional, required
 
 _COMPILE = "torch.compile cannot run with lowtide's plans"
@@ -113,6 +112,15 @@ def uncompile(module: nn.Module) -> None:
     module._compiled_call_impl = None
     attribute, key = _CALLED_BY_DYNAMO
     getattr(module, attribute).pop(key, None)
+
+
+def active_data_parallel() -> Any:
+    """Return the `DistributedDataParallel` whose forward runs now; None outside of one.
+
+    Relies on `DistributedDataParallel._get_active_ddp_module`, which Dynamo uses; obsolete with a public way to ask.
+    """
+    active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
+    return None if active is None else active()
 
 
 def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
