@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 
-from lowtide._compat import fake_tensors
+from lowtide._compat import dispatch, fake_tensors
 
 
 def test_fakes_are_made_and_left() -> None:
@@ -55,3 +56,19 @@ def test_shapes_that_depend_on_values_have_a_bound() -> None:
         chosen.sum().backward()
     assert chosen.shape == (6, 4), "boolean indices are no longer looked up by nonzero"
     assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_a_fake_answers_for_its_device_without_an_op() -> None:
+    class Seen(dispatch.UnwrappedDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with fake_tensors.fake_mode():
+        fake = torch.ones(2)
+        with Seen():
+            own = fake.device
+            asked = dispatch.DEVICE_QUERY(fake)
+    assert seen == [dispatch.DEVICE_QUERY], "FakeTensor.device is an op now: recorders would ask themselves"
+    assert own == asked == torch.device("cpu")

@@ -56,12 +56,15 @@ from lowtide._compat.devices import (
     generator_id,
 )
 from lowtide._compat.dispatch import (
+    BOOKKEEPING_IDS,
     BOOKKEEPING_OPS,
     COLLECTIVE_NAMESPACES,
+    DEVICE_QUERY,
     DispatchMode,
     OpNames,
     PlainDispatchMode,
     ReadGuard,
+    UnwrappedDispatchMode,
     bare_kernels,
     flattened,
     flop_formula,
@@ -191,9 +194,11 @@ from lowtide._compat.tensors import (
 )
 
 __all__ = [
+    "BOOKKEEPING_IDS",
     "BOOKKEEPING_OPS",
     "COLLECTIVE_NAMESPACES",
     "DEVICE_EVENTS",
+    "DEVICE_QUERY",
     "PARTITIONER_TAG",
     "PLAIN_TYPES",
     "RUNTIME_EVENTS",
@@ -211,6 +216,7 @@ __all__ = [
     "SynchronizingOps",
     "TorchCheckpointError",
     "TracingContext",
+    "UnwrappedDispatchMode",
     "VersionWatch",
     "WeakTensorKeyDictionary",
     "accelerator",
