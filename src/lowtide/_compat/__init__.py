@@ -114,6 +114,7 @@ from lowtide._compat.dynamo import (
     without_bucket_graphs,
 )
 from lowtide._compat.fake_tensors import (
+    FakeAlias,
     fake_errors,
     fake_kernel,
     fake_mode,
@@ -206,6 +207,7 @@ __all__ = [
     "AllocationTrace",
     "BackwardReturn",
     "DispatchMode",
+    "FakeAlias",
     "FakeInputs",
     "LimitWatch",
     "OpNames",

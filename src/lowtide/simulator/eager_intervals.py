@@ -293,11 +293,15 @@ class EagerIntervals:
             return
         is_suspect = np.zeros(len(self._drop), dtype=bool)
         is_suspect[self._hold_life[late]] = True
-        among = np.flatnonzero(is_suspect[self._hold_life])
-        order = among[np.lexsort((self._hold_start[among], self._hold_life[among]))]
+        among = is_suspect[self._hold_life].nonzero()[0]
+        keys = self._hold_life[among] * (self._num_ticks + 1) + self._hold_start[among]
+        order = among[keys.argsort(kind="stable")]
         before, is_first = ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
-        is_stale = (self._hold_start[order] > before).astype(np.int64)
-        count = np.cumsum(is_stale)
+        is_late = self._hold_start[order] > before
+        if not is_late.any():
+            return
+        is_stale = is_late.astype(np.int64)
+        count = is_stale.cumsum()
         count_before_life = np.maximum.accumulate(np.where(is_first, count - is_stale, 0))
         keep = np.ones(len(self._hold_life), dtype=bool)
         keep[order[count > count_before_life]] = False  # a lifetime that has ended does not begin again

@@ -43,7 +43,7 @@ class _Alias:
 
     __slots__ = ("recorder", "saves", "tensor")
 
-    def __init__(self, recorder: Recorder, tensor: Tensor, saves: list[RawSave]) -> None:
+    def __init__(self, recorder: Recorder, tensor: Tensor | _compat.FakeAlias, saves: list[RawSave]) -> None:
         self.recorder, self.tensor, self.saves = recorder, tensor, saves
 
     def __del__(self) -> None:
@@ -311,8 +311,12 @@ class Recorder(_compat.UnwrappedDispatchMode):
 
     def _pack(self, tensor: Tensor) -> _Alias:
         call = self._open_call()
-        with _compat.without_modes():
-            alias = tensor.detach()
+        alias: Tensor | _compat.FakeAlias
+        if _compat.FakeAlias.is_possible(tensor, self._fake_type):
+            alias = _compat.FakeAlias(tensor)
+        else:
+            with _compat.without_modes():
+                alias = tensor.detach()
         saves = []
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
@@ -340,8 +344,11 @@ class Recorder(_compat.UnwrappedDispatchMode):
                 save.read = len(self.ops)
                 if self.values[save.value].born >= 0:  # parameters stay in use
                     self._in_use.setdefault(save.value, []).append(save)
+        # The alias's reference shows when the backward is done with the value.
+        if isinstance(kept.tensor, _compat.FakeAlias):
+            return kept.tensor.detach()
         with _compat.without_modes():
-            return kept.tensor.detach()  # its reference shows when the backward is done with the value
+            return kept.tensor.detach()
 
     def release(self, saves: list[RawSave]) -> None:
         """Record that autograd dropped a saved tensor; called by the destructor of its alias."""
