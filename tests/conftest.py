@@ -12,11 +12,14 @@ import torch
 
 from kernelless import Compiler
 from lowtide import _compat
+from lowtide.api import tuner
 from lowtide.compiled import session
 from lowtide.solvers import eager_search
 
-# What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
-os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
+# What is measured once per machine is kept here, also by processes that tests start: never in somebody's home. Workers
+# of pytest-xdist share that of the process which started them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,12 @@ def one_thread() -> Iterator[None]:
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search as in a step of many ops, for tests to which any plan will do."""
     monkeypatch.setattr(eager_search, "MOST_OPS", 0)
+
+
+@pytest.fixture
+def quick_fit(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
+    """Let candidates of `fit` take turns once, for tests to which any of them will do."""
+    monkeypatch.setattr(tuner, "_MAX_RATIOS", tuner._MAX_RATIOS[:2])
 
 
 @pytest.fixture
