@@ -13,8 +13,8 @@ import torch
 from kernelless import Compiler
 from lowtide import _compat
 from lowtide.api import tuner
-from lowtide.compiled import session
-from lowtide.solvers import eager_search
+from lowtide.compiled import planned_graph, session
+from lowtide.solvers import eager_search, solve
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home. Workers
 # of pytest-xdist share that of the process which started them.
@@ -62,16 +62,21 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_fit(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
-    """Let candidates of `fit` take turns once, for tests to which any of them will do."""
+    """Let `fit` run few candidates, which take turns once, for tests to which any of them will do."""
+    monkeypatch.setattr(solve, "_MOST", 3)
     monkeypatch.setattr(tuner, "_MAX_RATIOS", tuner._MAX_RATIOS[:2])
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """In place of inductor: graphs split as they would be, every op run as it is."""
+    """In place of inductor: graphs split as they would be, every op run as it is.
+
+    Torch's partitioner is asked at two fractions, as each takes as long as all the rest of a small graph.
+    """
     torch._dynamo.reset()
     made = Compiler()
     monkeypatch.setattr(_compat, "compile_with_inductor", made)
+    monkeypatch.setattr(planned_graph, "FRACTIONS", (0.5, 0.05))
     monkeypatch.setattr(session, "MEASURES_CPU", False)  # ops run one by one need more memory than inductor's kernels
     yield made
     torch._dynamo.reset()
