@@ -70,7 +70,7 @@ def is_fake(tensor: Tensor) -> bool:
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
-def fake_type() -> type:
+def fake_type() -> type[Tensor]:
     """Return the class of fake tensors. Obsolete likewise."""
     return required("torch._subclasses.fake_tensor.FakeTensor", _TRACE)
 
