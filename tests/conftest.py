@@ -12,11 +12,14 @@ import torch
 
 from kernelless import Compiler
 from lowtide import _compat
-from lowtide.compiled import session
-from lowtide.solvers import eager_search
+from lowtide.api import tuner
+from lowtide.compiled import planned_graph, session
+from lowtide.solvers import eager_search, solve
 
-# What is measured once per machine is kept here, also by processes that tests start: never in somebody's home.
-os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
+# What is measured once per machine is kept here, also by processes that tests start: never in somebody's home. Workers
+# of pytest-xdist share that of the process which started them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +61,22 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def quick_fit(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
+    """Let `fit` run few candidates, which take turns once, for tests to which any of them will do."""
+    monkeypatch.setattr(solve, "_MOST", 3)
+    monkeypatch.setattr(tuner, "_MAX_RATIOS", tuner._MAX_RATIOS[:2])
+
+
+@pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """In place of inductor: graphs split as they would be, every op run as it is."""
+    """In place of inductor: graphs split as they would be, every op run as it is.
+
+    Torch's partitioner is asked at two fractions, as each takes as long as all the rest of a small graph.
+    """
     torch._dynamo.reset()
     made = Compiler()
     monkeypatch.setattr(_compat, "compile_with_inductor", made)
+    monkeypatch.setattr(planned_graph, "FRACTIONS", (0.5, 0.05))
     monkeypatch.setattr(session, "MEASURES_CPU", False)  # ops run one by one need more memory than inductor's kernels
     yield made
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES_WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(page: Path) -> None:
     """In the order of the page, each after the ones before it, as a reader would type them."""

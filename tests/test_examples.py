@@ -12,7 +12,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 @pytest.mark.filterwarnings(
     "ignore:.*(many workers|num_workers|tensorboard|logging interval|LeafSpec)"
 )  # Lightning's advice
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path) -> None:
     for package in _hosts(example):

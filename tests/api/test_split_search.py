@@ -18,6 +18,8 @@ from lowtide.plans import Split
 from lowtide.simulator import simulate
 from lowtide.tracing.trace import trace_once
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 WORDS, WIDTH, LENGTH = 1500, 16, 128
 
 

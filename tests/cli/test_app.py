@@ -161,7 +161,7 @@ def test_estimate_says_whether_a_budget_is_enough(script: Path, budget: str, fit
     assert result.exit_code == (3 if fits == "no" else 0)
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 def test_plan(script: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     result = invoke("plan", f"{script}:make", "--budget", "1150KiB", "-o", file)
@@ -209,7 +209,7 @@ def test_only_options_that_were_given_are_passed_on(
     assert seen == [{}, {"host": "1GiB", "lossy": "int8", "time_limit_s": 3.0}]
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 def test_sweep(script: Path) -> None:
     data = answer("sweep", f"{script}:make", "--fake")
     assert len(data["plans"]) == 16 and {"nothing", "a checkpoint per block"} <= {r["name"] for r in data["references"]}
@@ -274,7 +274,7 @@ def test_a_report_never_replaces_its_plan(plan_file: Path) -> None:
     assert result.exit_code == 2 and "over the plan" in result.stderr and plan_file.read_text() == before
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 def test_bench(script: Path) -> None:
     data = answer("bench", f"{script}:make", "--budget", "1150KiB", "--rounds", "1")
     rows = {row["name"]: row for row in data["rows"]}
@@ -294,7 +294,7 @@ def test_bench_compares_gradients_of_every_kind() -> None:
     assert _apart(some, torch.ones(3)) == float("inf")
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 def test_bench_tells_a_way_that_gives_other_gradients(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(function: Any, module: Any, x: Any, **_: Any) -> Any:
         return 2 * function(module, x)
@@ -367,7 +367,7 @@ def test_doctor_finds_other_checkpointing(script: Path) -> None:
         pass
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WIDTH": 32, "HEADS": 4, "LAYERS": 3, "CONTEXT": 32, "BATCH": 4, "STEPS": 1}.items():
         monkeypatch.setattr(demo, name, value)

@@ -9,7 +9,7 @@ import pytest
 from lowtide.cli import demo
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 def test_the_demo_is_exact_and_holds_its_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ class Block(nn.Module):
         return x
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_search")
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_fit")
 
 
 @pytest.fixture

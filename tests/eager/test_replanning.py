@@ -18,7 +18,7 @@ import lowtide
 from lowtide.eager import replanning
 from lowtide.plans import Plan, Recompute
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_search")
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_fit")
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ def test_a_file_is_plain_json() -> None:
     assert content["versions"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("num_layers", sweep([40, 100], keep=1))
+@pytest.mark.parametrize("num_layers", sweep([20, 40, 100], keep=1))
 def test_many_layers_stay_small(num_layers: int) -> None:
     job = zoo.gpt(num_layers, width=16, tokens=(1, 8))
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")

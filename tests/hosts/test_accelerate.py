@@ -16,7 +16,7 @@ from sweeps import sweep
 
 accelerate = pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.usefixtures("quick_search")
+pytestmark = pytest.mark.usefixtures("quick_fit")
 
 
 class Loop:

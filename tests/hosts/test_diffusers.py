@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError
 
 diffusers = pytest.importorskip("diffusers")
 
-pytestmark = pytest.mark.usefixtures("quick_search")
+pytestmark = pytest.mark.usefixtures("quick_fit")
 
 
 def unet() -> Any:

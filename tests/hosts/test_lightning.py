@@ -19,7 +19,7 @@ from sweeps import sweep
 lightning = pytest.importorskip("lightning")
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_search"),
+    pytest.mark.usefixtures("quick_fit"),
     pytest.mark.filterwarnings("ignore"),  # Lightning's advice on workers, loggers and checkpoints
 ]
 

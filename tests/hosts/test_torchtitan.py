@@ -17,7 +17,7 @@ from hosts import interfaces
 from hosts.interfaces import adapter
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 
-pytestmark = pytest.mark.usefixtures("quick_search")
+pytestmark = pytest.mark.usefixtures("quick_fit")
 
 
 class FlexAttention(nn.Module):

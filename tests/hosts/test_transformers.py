@@ -18,7 +18,7 @@ from lowtide.errors import LowtideError
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("quick_search")
+pytestmark = pytest.mark.usefixtures("quick_fit")
 
 
 class MeasuredTrainer(transformers.Trainer):

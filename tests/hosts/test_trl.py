@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.usefixtures("quick_search"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.usefixtures("quick_fit"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.fixture(autouse=True)

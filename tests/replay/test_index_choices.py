@@ -308,7 +308,7 @@ def test_a_replay_that_recomputed_the_routing_would_flip_it() -> None:
     assert choices_of(step(model, checkpointed, x)) != choices_of(expected)
 
 
-def test_plans_from_the_solver_name_their_routers() -> None:
+def test_plans_from_the_solver_name_their_routers(quick_search: None) -> None:
     torch.manual_seed(0)
     model, x = with_near_ties(Model(Grouped)), torch.randn(TOKENS, WIDTH)
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
@@ -409,7 +409,7 @@ def test_budgets_hold_when_other_experts_are_chosen_later(
     plain = peak_of(lambda: loss_fn(x).backward())[1] + static
     model.zero_grad()
     budget = int(static + 0.6 * (plain - static))
-    handle = lowtide.fit(model, loss_fn, x, budget=budget, time_limit_s=2)
+    handle = lowtide.fit(model, loss_fn, x, budget=budget, time_limit_s=2, tune_s=0)
     assert handle.plan.regions
     routed(model, torch.tensor(preferred))
     with caplog.at_level(logging.WARNING, logger="lowtide"):

@@ -233,7 +233,7 @@ def test_statistics_are_left_alone() -> None:
 
 def test_nothing_is_compressed_unless_asked_for() -> None:
     graph = stack()
-    for budget in budgets_of(EagerSearch(graph), 3):
+    for budget in budgets_of(EagerSearch(graph), 2):
         plan = lowtide.solve(graph, budget)
         assert not plan.is_lossy and plan.moves == ()
         assert plan == lowtide.solve(graph, budget, lossy=None)

@@ -145,7 +145,7 @@ def test_outputs_that_are_not_saved_in_a_block_are_not_held() -> None:
     assert not any(op - calls.first in held for op in unsaved)
 
 
-def test_at_the_peak_of_a_checkpoint_per_block_the_link_saves_much() -> None:
+def test_at_the_peak_of_a_checkpoint_per_block_the_link_saves_much(quick_search: None) -> None:
     """Of what is recomputed; and values of every layer move."""
     graph = gpt()
     by_hand = simulate(graph, Plan(recomputes(graph, dict.fromkeys(blocks_of(graph), ()))))

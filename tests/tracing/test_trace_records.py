@@ -18,7 +18,7 @@ from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from sweeps import sweep
 
-pytestmark = pytest.mark.usefixtures("quick_search")
+pytestmark = pytest.mark.usefixtures("quick_fit")
 
 
 class Cache:

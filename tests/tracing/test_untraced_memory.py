@@ -116,7 +116,7 @@ def is_equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.usefixtures("quick_search")
+@pytest.mark.usefixtures("quick_fit")
 @pytest.mark.parametrize("has_stepped", sweep([True, False], keep=1))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_optimizers_are_only_read(wrapper: str, has_stepped: bool) -> None:

@@ -56,12 +56,15 @@ from lowtide._compat.devices import (
     generator_id,
 )
 from lowtide._compat.dispatch import (
+    BOOKKEEPING_IDS,
     BOOKKEEPING_OPS,
     COLLECTIVE_NAMESPACES,
+    DEVICE_QUERY,
     DispatchMode,
     OpNames,
     PlainDispatchMode,
     ReadGuard,
+    UnwrappedDispatchMode,
     bare_kernels,
     flattened,
     gives_views,
@@ -120,6 +123,7 @@ from lowtide._compat.dynamo import (
     without_bucket_graphs,
 )
 from lowtide._compat.fake_tensors import (
+    FakeAlias,
     fake_errors,
     fake_kernel,
     fake_mode,
@@ -201,9 +205,11 @@ from lowtide._compat.tensors import (
 )
 
 __all__ = [
+    "BOOKKEEPING_IDS",
     "BOOKKEEPING_OPS",
     "COLLECTIVE_NAMESPACES",
     "DEVICE_EVENTS",
+    "DEVICE_QUERY",
     "PARTITIONER_TAG",
     "PLAIN_TYPES",
     "RUNTIME_EVENTS",
@@ -211,6 +217,7 @@ __all__ = [
     "AllocationTrace",
     "BackwardReturn",
     "DispatchMode",
+    "FakeAlias",
     "FakeInputs",
     "LimitWatch",
     "OpNames",
@@ -222,6 +229,7 @@ __all__ = [
     "SynchronizingOps",
     "TorchCheckpointError",
     "TracingContext",
+    "UnwrappedDispatchMode",
     "VersionWatch",
     "WeakTensorKeyDictionary",
     "accelerator",

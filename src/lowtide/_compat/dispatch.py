@@ -92,17 +92,12 @@ def _see_random_ops(kind: type) -> None:
         return random_op(start, end, seen, *args, **kwargs)
 
 
-class DispatchMode(PlainDispatchMode):
+class UnwrappedDispatchMode(PlainDispatchMode):
     """A `TorchDispatchMode` whose `__torch_dispatch__` Dynamo skips without a wrapper.
 
     torch's own wraps it in two Python calls per op for the same purpose. Obsolete when it does not, and when
     `torch.utils` exports the class.
     """
-
-    def __init__(self) -> None:
-        for op in _MISSING_OPS:
-            op()  # raises: decisions by op identity would be wrong
-        super().__init__()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -112,6 +107,15 @@ class DispatchMode(PlainDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class DispatchMode(UnwrappedDispatchMode):
+    """An `UnwrappedDispatchMode` that decides by the identity of ops, and so needs all of them. Obsolete likewise."""
+
+    def __init__(self) -> None:
+        for op in _MISSING_OPS:
+            op()  # raises: decisions by op identity would be wrong
+        super().__init__()
 
 
 def flattened(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -242,6 +246,8 @@ BOOKKEEPING_NAMES = (
     *("profiler._record_function_enter_new.default", "profiler._record_function_exit._RecordFunction"),
 )
 BOOKKEEPING_OPS = frozenset({optional(f"torch.ops.{name}", None) for name in BOOKKEEPING_NAMES} - {None})
+BOOKKEEPING_IDS = frozenset(map(id, BOOKKEEPING_OPS))  # ops live as long as torch and are slow to hash
+DEVICE_QUERY = optional("torch.ops.prim.device.default", None)
 
 
 def is_op(value: Any) -> bool:
@@ -278,6 +284,7 @@ def is_op_overload(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+@functools.cache
 def returns_number(op: Any) -> bool:
     """Return whether an op returns a number, as `item` and `equal` do. Obsolete with a public schema."""
     results = [str(result.type) for result in op._schema.returns]

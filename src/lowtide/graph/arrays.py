@@ -47,6 +47,10 @@ class StepArrays:
     - Per call, if it is a region: `frame_bytes` of state that its forward captures (copies of buffers, kept outputs of
       ops); `replay_bytes` of state that its replay restores at its end, and of parameters that FSDP gathers in it and
       does not free; `num_modules`, the number of calls that it consists of: 1, or more for a segment.
+    - For simulations, which number the ticks of a step (`simulator.eager_intervals`): a **place** is an index into a
+      table of ticks, which has the positions of the forward, those of the backward before the replays there, the same
+      after them, and the end of the step. `birth_places` and `drop_places` are of values; `release_places` and
+      `last_use_places` of saves, the latter if a region drops the save. They are the same for all plans.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -83,6 +87,32 @@ class StepArrays:
         self.static_gradient_bytes = sum(value.bytes for value in existing if value.kind == "gradient")
         self.static_bytes = sum(value.bytes for value in existing) - self.static_gradient_bytes
         self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
+        self._set_places()
+
+    def _set_places(self) -> None:
+        forward = self.num_forward
+        self.forward_ticks = np.arange(forward + 1)
+        self.backward_positions = np.arange(forward, self.num_ops + 1)
+        self.backward_ticks = forward + 1 + 2 * (self.backward_positions - forward)  # before the replays, if none ran
+        end = forward + 1 + 2 * len(self.backward_positions)
+        before = forward + 1 + np.maximum(self.dropped - forward, 0)
+        self.drop_places = np.where(self.dropped <= forward, self.dropped, before)
+        self.drop_places[self.dropped >= self.num_ops] = end
+        self.birth_places = np.where(self.maker < forward, self.maker, self.backward_places(self.maker, True))
+        self.release_places = self.backward_places(self.save_released, self.save_read >= self.save_released)
+        used = np.where(self.save_used >= 0, self.save_used, self.save_released)
+        self.last_use_places = self.backward_places(used, self.save_read >= used)
+        self.is_save_of_made = self.save_number >= 0
+
+    def backward_places(self, positions: np.ndarray, is_after: np.ndarray | bool) -> np.ndarray:
+        """Return the places of positions of the backward: after the replays there if `is_after`, else before them."""
+        places = np.maximum(positions, self.num_forward) + 1
+        return places + len(self.backward_positions) * is_after
+
+    @cached_property
+    def has_state(self) -> bool:
+        """Whether any call captures state as a region."""
+        return bool(self.frame_bytes.any() or self.replay_bytes.any())
 
     def set_calls(self, graph: StepGraph) -> None:
         """Set the arrays of calls: their first ops, their nesting and their inputs."""

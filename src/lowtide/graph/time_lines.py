@@ -109,15 +109,17 @@ class EngineHostCosts:
     ) -> None:
         hardware, num_modules = graph.hardware, graph.arrays.num_modules
         retaining_s = {
-            call: graph.retainable.retaining_s(call, kept[call], stops.get(call, 0)) for call in sorted(kept)
+            call: graph.retainable.retaining_s(call, kept[call], stops.get(call, 0))
+            for call in sorted(kept)
+            if kept[call]
         }
-        self.total_s = sum(retaining_s.values())
+        self.total_s = sum(retaining_s.values(), 0.0)
         self.total_s += int(num_modules[sorted(stops)].sum()) * hardware.region_s
         self.total_s += sum(num_saves.values()) * hardware.save_s
         self.forward_s, self.replay_s = dict[int, float](), dict[int, float]()
         for call in stops if graph.has_host_line else ():
             half_s = (int(num_modules[call]) * hardware.region_s + num_saves.get(call, 0) * hardware.save_s) / 2
-            later_s = half_s + retaining_s[call]
+            later_s = half_s + retaining_s.get(call, 0.0)
             self.replay_s[call] = later_s if call in replayed else 0.0
             self.forward_s[call] = half_s if call in replayed else half_s + later_s
 

@@ -344,13 +344,20 @@ class Fingerprint:
         return id(value), tuple((name, self._read(part, depth + 1, seen)) for name, part in parts.items())
 
 
+# Types without tensors that most arguments of ops are: known sooner than by the checks in `tensors_in`.
+_PLAIN_TYPES = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout})
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested arguments, in order."""
+    if type(tree) in _PLAIN_TYPES:
+        return
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from tensors_in(item)
+            if type(item) not in _PLAIN_TYPES:
+                yield from tensors_in(item)
     elif isinstance(tree, Mapping):
         for item in tree.values():
             yield from tensors_in(item)

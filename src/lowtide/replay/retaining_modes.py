@@ -375,7 +375,7 @@ def _may_write(func: Any) -> bool:
     return _compat.writes(func) or bool(facts_of(func).written_in_training)
 
 
-_BOOKKEEPING = frozenset(map(id, _compat.BOOKKEEPING_OPS))
+_BOOKKEEPING = _compat.BOOKKEEPING_IDS
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:

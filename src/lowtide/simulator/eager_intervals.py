@@ -26,6 +26,13 @@ from lowtide.simulator.lifetimes import ends_before, largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
+_ZERO = np.zeros(1, dtype=np.int64)
+
+
+def _filled(num: int, value: int) -> np.ndarray:
+    array = np.empty(num, dtype=np.int64)
+    array.fill(value)
+    return array
 
 
 class EagerIntervals:
@@ -38,38 +45,44 @@ class EagerIntervals:
 
     def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.facts = graph, graph.arrays
+        self._retains = any(regions.values())
         self._set_regions(regions)
         self._set_ticks()
         self._set_lifetimes()
+        self._set_holds()
 
     def _set_regions(self, regions: Mapping[int, Sequence[int]]) -> None:
         """Number the regions by rank; compute where each begins and stops, when it is replayed and when it is left."""
-        facts = self.facts
-        self._calls = np.array(sorted(regions), dtype=np.int64)
-        num = len(self._calls)
-        owner = np.full(len(self.graph.calls) + 1, -1, dtype=np.int64)  # at the end, of no call
-        for rank, call in enumerate(self._calls.tolist()):
+        facts, calls = self.facts, sorted(regions)
+        num = len(calls)
+        self._calls = np.array(calls, dtype=np.int64)
+        owner = _filled(len(self.graph.calls) + 1, -1)  # at the end, of no call
+        for rank, call in enumerate(calls):
             owner[call : facts.after[call]] = rank
         self._outer = owner[facts.parent[self._calls]]
         around = owner[facts.save_call]
+        inside = (around >= 0).nonzero()[0]
+        regions_inside = around[inside]
         self._first = facts.first[self._calls]
         self._keeper = self._keepers(regions)
-        is_retained = (around >= 0) & (facts.save_number >= 0)
-        is_retained[is_retained] = self._keeper[facts.maker[facts.save_number[is_retained]]] == around[is_retained]
-        self._owner = np.where(is_retained, -1, around)  # the region that drops each save
+        self._owner, dropped, owners = around, inside, regions_inside  # the region that drops each save
+        if self._retains:
+            is_retained = (around >= 0) & (facts.save_number >= 0)
+            is_retained[is_retained] = self._keeper[facts.maker[facts.save_number[is_retained]]] == around[is_retained]
+            self._owner = np.where(is_retained, -1, around)
+            dropped = (self._owner >= 0).nonzero()[0]
+            owners = self._owner[dropped]
         self._stop = self._first.copy()
         self._ends, last_read = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64)
-        trigger = np.full(num, _NEVER, dtype=np.int64)  # the first read, and which save of those that are read there
+        trigger = _filled(num, _NEVER)  # the first read, and which save of those that are read there
         self._has_saves = np.zeros(num, dtype=bool)
-        inside = np.flatnonzero(around >= 0)
-        np.maximum.at(self._ends, around[inside], facts.save_released[inside])
-        np.maximum.at(last_read, around[inside], facts.save_read[inside])
-        self._has_saves[around[inside]] = True
-        dropped = np.flatnonzero(self._owner >= 0)
-        owners, reads = self._owner[dropped], facts.save_read[dropped]
+        np.maximum.at(self._ends, regions_inside, facts.save_released[inside])
+        np.maximum.at(last_read, regions_inside, facts.save_read[inside])
+        self._has_saves[regions_inside] = True
         np.maximum.at(self._stop, owners, facts.save_made[dropped])
+        reads = facts.save_read[dropped]
         np.minimum.at(trigger, owners, np.where(reads >= 0, reads * len(facts.save_read) + dropped, _NEVER))
-        for rank in np.flatnonzero(self._outer >= 0)[::-1].tolist():  # inner ones first
+        for rank in (self._outer >= 0).nonzero()[0][::-1].tolist():  # inner ones first
             if self._has_saves[rank]:
                 outer = self._outer[rank]
                 self._has_saves[outer] = True
@@ -78,127 +91,147 @@ class EagerIntervals:
                 last_read[outer] = max(last_read[outer], last_read[rank])
                 trigger[outer] = min(trigger[outer], trigger[rank])
         self._is_last_read_at_end = last_read == self._ends
-        kept = np.flatnonzero(self._keeper >= 0)
-        self._kept_ops = kept[self._has_saves[self._keeper[kept]]]
-        self._kept_by = self._keeper[self._kept_ops]
-        replayed = np.flatnonzero(trigger < _NEVER)
-        self._order = replayed[np.argsort(trigger[replayed], kind="stable")]  # outer ones first
+        replayed = (trigger < _NEVER).nonzero()[0]
+        self._order = replayed[trigger[replayed].argsort(kind="stable")]  # outer ones first
         self._replayed_at = trigger[self._order] // max(len(facts.save_read), 1)
-        stops = dict(zip(self._calls[self._has_saves].tolist(), self._stop[self._has_saves].tolist(), strict=True))
-        counts = zip(self._calls.tolist(), np.bincount(around[inside], minlength=num).tolist(), strict=True)
-        self._fees = EngineHostCosts(self.graph, regions, stops, dict(counts), set(self._calls[replayed].tolist()))
+        has_saves = self._has_saves.tolist()
+        stops = {call: stop for call, stop, has in zip(calls, self._stop.tolist(), has_saves, strict=True) if has}
+        counts = dict(zip(calls, np.bincount(regions_inside, minlength=num).tolist(), strict=True))
+        self._fees = EngineHostCosts(self.graph, regions, stops, counts, {calls[rank] for rank in replayed.tolist()})
         self.watched_s = self._fees.total_s
 
     def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
         """Return for each op the rank of the region that retains its outputs, -1 for none."""
-        keeper = np.full(self.facts.num_ops + 1, -1, dtype=np.int64)
-        for rank, call in enumerate(self._calls.tolist()):
-            keeper[[self._first[rank] + op for op in regions[call]]] = rank
+        keeper = _filled(self.facts.num_ops + 1, -1)
+        if self._retains:
+            for rank, call in enumerate(self._calls.tolist()):
+                keeper[[self._first[rank] + op for op in regions[call]]] = rank
         return keeper
 
     def _set_ticks(self) -> None:
         """Number the ticks and the events. An event is an op that runs after a tick."""
         facts, forward = self.facts, self.facts.num_forward
-        lengths = (self._stop - self._first)[self._order] + 1
-        ends = np.cumsum(lengths)
+        first = self._first[self._order]
+        lengths = self._stop[self._order] - first + 1
+        ends = lengths.cumsum()
         begun = ends - lengths
-        positions = np.arange(forward, facts.num_ops + 1)
-        all_ends = np.concatenate([[0], ends])
-        doubled = forward + 1 + 2 * (positions - forward)
-        self._before = doubled + all_ends[np.searchsorted(self._replayed_at, positions, side="left")]
-        self._behind = doubled + 1 + all_ends[np.searchsorted(self._replayed_at, positions, side="right")]
+        all_ends = np.concatenate([_ZERO, ends])
+        positions, doubled = facts.backward_positions, facts.backward_ticks
+        before = doubled + all_ends[self._replayed_at.searchsorted(positions, side="left")]
+        behind = doubled + 1 + all_ends[self._replayed_at.searchsorted(positions, side="right")]
         begins = forward + 2 + 2 * (self._replayed_at - forward) + begun
-        self._begin = np.full(len(self._calls), -1, dtype=np.int64)  # of each replay: its first tick
+        self._begin = _filled(len(self._calls), -1)  # of each replay: its first tick
         self._begin[self._order] = begins
-        self._num_ticks = int(self._behind[-1]) + 1
-        inner = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(begun, lengths)
-        replay_ticks = np.repeat(begins, lengths) + inner
-        replay_ops = np.repeat(self._first[self._order], lengths) + inner
-        runs = (inner < np.repeat(lengths, lengths) - 1) & (self._keeper[replay_ops] != np.repeat(self._order, lengths))
-        op_at = np.full(self._num_ticks, -2, dtype=np.int64)
-        phase_at = np.full(self._num_ticks, _FORWARD, dtype=np.int64)
-        op_at[:forward] = np.arange(forward)
-        op_at[replay_ticks[runs]], phase_at[replay_ticks[runs]] = replay_ops[runs], _REPLAY
-        op_at[self._behind[:-1]], phase_at[self._behind[:-1]] = np.arange(forward, facts.num_ops), _BACKWARD
-        op_at[self._behind[-1]], phase_at[self._behind[-1]] = -1, _OPTIMIZER
+        self._num_ticks = int(behind[-1]) + 1
+        self._ticks = np.concatenate([facts.forward_ticks, before, behind, [self._num_ticks]])  # by place
+        all_lengths = lengths.repeat(lengths)
+        inner = np.arange(int(ends[-1]) if len(ends) else 0) - begun.repeat(lengths)
+        replay_ticks = begins.repeat(lengths) + inner
+        replay_ops = first.repeat(lengths) + inner
+        runs = inner < all_lengths - 1
+        if self._retains:
+            runs &= self._keeper[replay_ops] != self._order.repeat(lengths)
+        replay_ticks = replay_ticks[runs]
+        op_at, phase_at = _filled(self._num_ticks, -2), np.zeros(self._num_ticks, dtype=np.int64)  # phase _FORWARD
+        op_at[:forward] = facts.forward_ticks[:forward]
+        op_at[replay_ticks], phase_at[replay_ticks] = replay_ops[runs], _REPLAY
+        op_at[behind[:-1]], phase_at[behind[:-1]] = positions[:-1], _BACKWARD
+        op_at[-1], phase_at[-1] = -1, _OPTIMIZER
         has_event = op_at > -2
         self.ops, self.phases = op_at[has_event], phase_at[has_event]
         self._event = np.zeros(self._num_ticks + 1, dtype=np.int64)  # the next one from each tick on
-        np.cumsum(has_event, out=self._event[1:])
+        has_event.cumsum(out=self._event[1:])
 
     def _set_lifetimes(self) -> None:
         """Create all lifetimes: first those of the forward and backward ops, then those of each replay in turn."""
-        facts, forward, order = self.facts, self.facts.num_forward, self._order
-        drops = np.full(len(facts.dropped), self._num_ticks, dtype=np.int64)
-        early, late = facts.dropped <= forward, (facts.dropped > forward) & (facts.dropped < facts.num_ops)
-        early &= facts.dropped < facts.num_ops
-        drops[early] = facts.dropped[early]
-        drops[late] = self._before[facts.dropped[late] - forward]
-        births = np.where(facts.maker < forward, facts.maker, self._behind[np.maximum(facts.maker - forward, 0)])
-        low, high = facts.starts[self._first[order]], facts.starts[self._stop[order]]
+        facts, order = self.facts, self._order
+        first, stop = self._first[order], self._stop[order]
+        low, high = facts.starts[first], facts.starts[stop]
         counts = high - low
-        begun = np.cumsum(counts) - counts
+        begun = counts.cumsum() - counts
         self._low, self._high = np.zeros_like(self._first), np.zeros_like(self._first)
         self._low[order], self._high[order] = low, high
         self._life_of_low = np.zeros_like(self._first)
         self._life_of_low[order] = len(facts.sizes) + begun
-        inner = np.arange(int(counts.sum())) - np.repeat(begun, counts)
-        places = np.repeat(low, counts) + inner
-        base = np.repeat(self._begin[order] - self._first[order], counts)  # the tick of position 0
-        exists = self._keeper[facts.maker[places]] != np.repeat(order, counts)  # a retained output is not made again
-        self._value_index = np.concatenate([np.arange(len(facts.sizes)), places])
-        self._size = np.concatenate([facts.sizes, facts.sizes[places] * exists])
-        self._exists = np.concatenate([np.ones(len(facts.sizes), dtype=bool), exists])
-        self._birth = np.concatenate([births, base + facts.maker[places]])
-        dropped = base + np.minimum(facts.dropped[places], np.repeat(self._stop[order], counts))
-        self._drop = np.concatenate([drops, dropped])
-        self._set_holds()
+        places = (low - begun).repeat(counts)
+        places += np.arange(len(places))
+        base = (self._begin[order] - first).repeat(counts)  # the tick of position 0
+        self._again = places  # the values that replays make
+        sizes = facts.sizes[places]
+        if self._retains:
+            sizes *= self._is_made_again
+        self._size = np.concatenate([facts.sizes, sizes])
+        self._birth = np.concatenate([self._ticks[facts.birth_places], base + facts.maker[places]])
+        dropped = base + np.minimum(facts.dropped[places], stop.repeat(counts))
+        self._drop = np.concatenate([self._ticks[facts.drop_places], dropped])
+
+    @property
+    def _is_made_again(self) -> np.ndarray:
+        """For each value of `_again`, whether the replay makes it: a retained output is not made again."""
+        rank = self._order.repeat((self._high - self._low)[self._order])
+        return self._keeper[self.facts.maker[self._again]] != rank
+
+    @cached_property
+    def _value_index(self) -> np.ndarray:
+        """The value of each lifetime."""
+        return np.concatenate([np.arange(len(self.facts.sizes)), self._again])
+
+    @cached_property
+    def _exists(self) -> np.ndarray:
+        return np.concatenate([np.ones(len(self.facts.sizes), dtype=bool), self._is_made_again])
 
     def _set_holds(self) -> None:
         """Compute the holds of lifetimes, each from tick to tick: by saves, as regions' inputs, as retained outputs."""
         facts, owner = self.facts, self._owner
-        ends_at = np.where((owner >= 0) & (facts.save_used >= 0), facts.save_used, facts.save_released)
-        ends = self._either(ends_at, facts.save_read >= ends_at)
         is_own = owner < 0
-        born = facts.save_number >= 0
-        self._released = np.zeros(len(facts.sizes), dtype=np.int64)  # of each value, the last tick at which it is saved
-        released = self._either(facts.save_released, facts.save_read >= facts.save_released)
-        np.maximum.at(self._released, facts.save_number[born], released[born])
-        held = np.flatnonzero(is_own & born)
+        ends = self._ticks[np.where(is_own, facts.release_places, facts.last_use_places)]
+        held = (is_own & facts.is_save_of_made).nonzero()[0]
         holds = [(facts.save_number[held], facts.save_made[held], ends[held])]
-        again = np.flatnonzero(~is_own & born)
-        again = again[self._begin[owner[again]] >= 0]
-        starts = self._tick(owner[again], facts.save_made[again])
-        lives = self._find(facts.save_number[again], owner[again], facts.save_made[again])
-        holds.append((lives, starts, ends[again]))
-        left = self._either(self._ends, self._is_last_read_at_end)
+        again = (~is_own & facts.is_save_of_made).nonzero()[0]
+        owners = owner[again]
+        is_replayed = self._begin[owners] >= 0
+        if not is_replayed.all():
+            again, owners = again[is_replayed], owners[is_replayed]
+        made = facts.save_made[again]
+        lives = self._find(facts.save_number[again], owners, made)
+        holds.append((lives, self._tick(owners, made), ends[again]))
+        left = self._ticks[facts.backward_places(self._ends, self._is_last_read_at_end)]
+        self._left, self._done = left, np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
         entered, entry = self._entries(left)
         holds.append(self._inputs(entered, entry, left))
-        done = np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
-        self._set_states(left, done)
-        counts = facts.starts[self._kept_ops + 1] - facts.starts[self._kept_ops]
-        inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        kept = np.repeat(facts.starts[self._kept_ops], counts) + inner
-        kept_until = np.repeat(done[self._kept_by], counts)
         life, start, end = (np.concatenate(parts) for parts in zip(*holds, strict=True))
-        valid = (life >= 0) & (end > start) & (self._birth[life] < start)
-        life, start, end = life[valid], start[valid], end[valid]
-        self._hold_life = np.concatenate([life, kept])
-        self._hold_start = np.concatenate([start, self._birth[kept]])
-        self._hold_end = np.concatenate([end, kept_until])
+        valid = (end > start) & (self._birth[life] < start)
+        self._hold_life, self._hold_start, self._hold_end = life[valid], start[valid], end[valid]
+        if self._retains:
+            self._hold_retained()
         self._drop_stale_holds()
         self._end = self._drop.copy()
         np.maximum.at(self._end, self._hold_life, self._hold_end)
 
-    def _set_states(self, left: np.ndarray, done: np.ndarray) -> None:
-        """Compute from which tick to which regions hold captured state, and how many bytes.
+    def _hold_retained(self) -> None:
+        """Add the holds of retained outputs, until the replay of their region is over."""
+        facts = self.facts
+        ops = (self._keeper >= 0).nonzero()[0]
+        ops = ops[self._has_saves[self._keeper[ops]]]
+        counts = facts.starts[ops + 1] - facts.starts[ops]
+        kept = (facts.starts[ops] - (counts.cumsum() - counts)).repeat(counts)
+        kept += np.arange(len(kept))
+        until = self._done[self._keeper[ops]].repeat(counts)
+        self._hold_life = np.concatenate([self._hold_life, kept])
+        self._hold_start = np.concatenate([self._hold_start, self._birth[kept]])
+        self._hold_end = np.concatenate([self._hold_end, until])
+
+    @cached_property
+    def _states(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """From which tick to which regions hold captured state, and how many bytes.
 
         A region, nested or not, holds its state from its forward until autograd has released all of its saves. Its
         replay captures the state of the regions inside once more and also holds the present state, which it restores
         at its end; both are freed when the replay is over.
         """
         captured, changed = self.facts.frame_bytes[self._calls], self.facts.replay_bytes[self._calls]
-        ranks, again = np.flatnonzero(self._has_saves), self._order
+        left, done = self._left, self._done
+        ranks, again = self._has_saves.nonzero()[0], self._order
         spans = [(self._first[ranks], left[ranks], captured[ranks]), (self._begin[again], done[again], changed[again])]
         for rank in ranks[self._outer[ranks] >= 0].tolist():
             outer = int(self._outer[rank])
@@ -207,12 +240,8 @@ class EagerIntervals:
                     entry = self._begin[outer] + self._first[rank] - self._first[outer]
                     spans.append((entry[None], done[outer, None], captured[rank, None]))
                 outer = int(self._outer[outer])
-        self._states = tuple(np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
-
-    def _either(self, positions: np.ndarray, behind: np.ndarray) -> np.ndarray:
-        """Return the tick of each position of the backward: after the replays there if `behind`, else before them."""
-        at = np.maximum(positions - self.facts.num_forward, 0)
-        return np.where(behind, self._behind[at], self._before[at])
+        starts, ends, sizes = (np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
+        return starts, ends, sizes
 
     def _tick(self, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
         return self._begin[rank] + position - self._first[rank]
@@ -220,36 +249,41 @@ class EagerIntervals:
     def _entries(self, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the regions that are entered, in the forward or in a replay around them, and all entry ticks."""
         outer = self._outer
-        entry = np.where(outer < 0, self._first, self._begin[outer] + self._first - self._first[outer])
-        happens = self._has_saves & ((outer < 0) | ((self._begin[outer] >= 0) & (entry < left)))
-        return np.flatnonzero(happens), entry
+        is_outermost, begin = outer < 0, self._begin[outer]
+        entry = np.where(is_outermost, self._first, begin + self._first - self._first[outer])
+        happens = self._has_saves & (is_outermost | ((begin >= 0) & (entry < left)))
+        return happens.nonzero()[0], entry
 
     def _inputs(
         self, entered: np.ndarray, entry: np.ndarray, left: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         facts, calls = self.facts, self._calls[entered]
-        counts = facts.input_starts[calls + 1] - facts.input_starts[calls]
-        inner = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        rank = np.repeat(entered, counts)
-        places = facts.inputs[np.repeat(facts.input_starts[calls], counts) + inner]
-        there = np.flatnonzero(places >= 0)
+        starts = facts.input_starts[calls]
+        counts = facts.input_starts[calls + 1] - starts
+        rank = entered.repeat(counts)
+        inputs = (starts - (counts.cumsum() - counts)).repeat(counts)
+        inputs += np.arange(len(inputs))
+        places = facts.inputs[inputs]
+        there = places >= 0
         rank, places = rank[there], places[there]
         return self._find(places, self._outer[rank], self._first[rank]), entry[rank], left[rank]
 
     def _find(self, places: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return the lifetime that a region's replay (-1: the forward) sees of each value at a position."""
-        facts, lives, rank = self.facts, places.copy(), rank.copy()
-        upto = facts.starts[position]
-        open_ = np.flatnonzero(rank >= 0)
+        facts, lives = self.facts, places.copy()
+        open_ = (rank >= 0).nonzero()[0]
+        upto: np.ndarray | int = facts.starts[position[open_]]
+        at, place = rank[open_], places[open_]
         while len(open_):
-            at, place = rank[open_], places[open_]
-            high = np.minimum(self._high[at], upto[open_])
-            inside = (self._low[at] <= place) & (place < high) & (self._keeper[facts.maker[place]] != at)
-            lives[open_[inside]] = self._life_of_low[at[inside]] + place[inside] - self._low[at[inside]]
-            open_ = open_[~inside]
-            rank[open_] = self._outer[rank[open_]]
-            upto[open_] = _NEVER  # the replay around has run to its end
-            open_ = open_[rank[open_] >= 0]
+            low = self._low[at]
+            inside = (low <= place) & (place < np.minimum(self._high[at], upto))
+            if self._retains:
+                inside &= self._keeper[facts.maker[place]] != at
+            lives[open_[inside]] = (self._life_of_low[at] + place - low)[inside]
+            at = self._outer[at]
+            outside = ((at >= 0) & ~inside).nonzero()[0]
+            open_, at, place = open_[outside], at[outside], place[outside]
+            upto = _NEVER  # the replay around has run to its end
         return lives
 
     def _drop_stale_holds(self) -> None:
@@ -259,11 +293,15 @@ class EagerIntervals:
             return
         is_suspect = np.zeros(len(self._drop), dtype=bool)
         is_suspect[self._hold_life[late]] = True
-        among = np.flatnonzero(is_suspect[self._hold_life])
-        order = among[np.lexsort((self._hold_start[among], self._hold_life[among]))]
+        among = is_suspect[self._hold_life].nonzero()[0]
+        keys = self._hold_life[among] * (self._num_ticks + 1) + self._hold_start[among]
+        order = among[keys.argsort(kind="stable")]
         before, is_first = ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
-        is_stale = (self._hold_start[order] > before).astype(np.int64)
-        count = np.cumsum(is_stale)
+        is_late = self._hold_start[order] > before
+        if not is_late.any():
+            return
+        is_stale = is_late.astype(np.int64)
+        count = is_stale.cumsum()
         count_before_life = np.maximum.accumulate(np.where(is_first, count - is_stale, 0))
         keep = np.ones(len(self._hold_life), dtype=bool)
         keep[order[count > count_before_life]] = False  # a lifetime that has ended does not begin again
@@ -274,12 +312,14 @@ class EagerIntervals:
     def total_bytes(self) -> np.ndarray:
         """Live bytes at each event."""
         num = len(self.ops)
-        changes = np.bincount(self._event[self._birth], weights=self._size, minlength=num + 1)[: num + 1]
-        changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[: num + 1]
-        made = np.cumsum(changes[:num] + self._region_changes()).astype(np.int64) + self.facts.workspaces[self.ops]
-        return made + self.facts.static_bytes + self.facts.static_gradient_bytes
+        changes = np.bincount(self._event[self._birth], weights=self._size, minlength=num + 1)[:num]
+        changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[:num]
+        made = (changes + self._region_changes()).cumsum().astype(np.int64) + self.facts.workspaces[self.ops]
+        return made + (self.facts.static_bytes + self.facts.static_gradient_bytes)
 
-    def _region_changes(self) -> np.ndarray:
+    def _region_changes(self) -> np.ndarray | float:
+        if not self.facts.has_state:
+            return 0.0
         num, (starts, ends, sizes) = len(self.ops), self._states
         changes = np.bincount(self._event[starts], weights=sizes, minlength=num + 1)[:num]
         return changes - np.bincount(self._event[ends], weights=sizes, minlength=num + 1)[:num]
@@ -309,7 +349,10 @@ class EagerIntervals:
         )
         lives, rank = num[wanted], rank[wanted]
         place = self._value_index[lives]
-        ends = event[np.maximum((self._begin + self._stop - self._first)[rank], self._released[place])]
+        released = np.zeros(len(facts.sizes), dtype=np.int64)  # of each value, the last tick at which it is saved
+        born = facts.is_save_of_made
+        np.maximum.at(released, facts.save_number[born], self._ticks[facts.release_places[born]])
+        ends = event[np.maximum((self._begin + self._stop - self._first)[rank], released[place])]
         starts = np.concatenate([event[self._end[place]], event[self._end[lives]]])
         stops = np.concatenate([event[self._birth[lives]], ends])
         ops, sizes = np.tile(facts.maker[place], 2), np.tile(self._size[lives], 2)

@@ -99,10 +99,12 @@ def ends_before(
     lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """For holds sorted by life and start: when the life's holds before it end, `floor` at least; and if it is first."""
-    is_first = np.concatenate([[True], lives[1:] != lives[:-1]]) if len(lives) else np.zeros(0, dtype=bool)
-    unit = num_ticks + 1
-    latest = np.maximum.accumulate(lives * unit + np.maximum(ends, floor[lives])) - lives * unit
-    return np.where(is_first, floor[lives], np.concatenate([[0], latest[:-1]])[: len(lives)]), is_first
+    is_first, floors, begins = np.ones(len(lives), dtype=bool), floor[lives], lives * (num_ticks + 1)
+    np.not_equal(lives[1:], lives[:-1], out=is_first[1:])
+    latest = np.maximum.accumulate(begins + np.maximum(ends, floors)) - begins
+    before = floors.copy()
+    before[1:] = np.where(is_first[1:], floors[1:], latest[:-1])
+    return before, is_first
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.replay.arguments import map_tensors
+from lowtide.replay.op_facts import facts_of
 
 
 class Faker:
@@ -135,7 +136,7 @@ class Shadows:
             return
         # A single number on the host may also be random: stochastic depth skips layers by such draws.
         is_number = out.ndim == 0 and out.device.type == "cpu"
-        if not is_number and (not _is_small_whole(out) or _compat.op_facts(func)[3]):
+        if not is_number and (not _is_small_whole(out) or "random" in facts_of(func).flags):
             return
         known, args, kwargs = self._shadowed(args, kwargs)
         if known:

@@ -43,14 +43,14 @@ class _Alias:
 
     __slots__ = ("recorder", "saves", "tensor")
 
-    def __init__(self, recorder: Recorder, tensor: Tensor, saves: list[RawSave]) -> None:
+    def __init__(self, recorder: Recorder, tensor: Tensor | _compat.FakeAlias, saves: list[RawSave]) -> None:
         self.recorder, self.tensor, self.saves = recorder, tensor, saves
 
     def __del__(self) -> None:
         self.recorder.release(self.saves)
 
 
-class Recorder(_compat.PlainDispatchMode):
+class Recorder(_compat.UnwrappedDispatchMode):
     """Records a step on `device`: run it inside `recording()`, with `begin_backward()` between forward and backward.
 
     `names` has the paths of the model's modules. `before_write` is called with tensors and generators that existed
@@ -70,6 +70,8 @@ class Recorder(_compat.PlainDispatchMode):
     ) -> None:
         super().__init__()
         self.device = device
+        self._fake_type = _compat.fake_type()
+        self._seen_through = frozenset((*_compat.PLAIN_TYPES, self._fake_type, nn.Buffer))
         self.ops: list[RawOp] = []
         self.values: list[RawValue] = []
         self.saves: list[RawSave] = []
@@ -193,9 +195,11 @@ class Recorder(_compat.PlainDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind not in _seen_through() for kind in types):
+        if not self._seen_through.issuperset(types):
             return NotImplemented  # a tensor subclass: its inner ops are dispatched to this mode
-        if func in _compat.BOOKKEEPING_OPS:
+        if id(func) in _compat.BOOKKEEPING_IDS:
+            if func is _compat.DEVICE_QUERY and type(args[0]) is self._fake_type:
+                return args[0].device  # as the fake answers itself, without going through the dispatcher again
             out = func(*args, **kwargs)
             if self._shadows is not None:
                 self._shadows.follow(func, args, kwargs, out)
@@ -307,13 +311,17 @@ class Recorder(_compat.PlainDispatchMode):
 
     def _pack(self, tensor: Tensor) -> _Alias:
         call = self._open_call()
-        with _compat.without_modes():
-            alias = tensor.detach()
+        alias: Tensor | _compat.FakeAlias
+        if _compat.FakeAlias.is_possible(tensor, self._fake_type):
+            alias = _compat.FakeAlias(tensor)
+        else:
+            with _compat.without_modes():
+                alias = tensor.detach()
         saves = []
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
             self.values[index].num_saved += self.num_forward < 0
-            self.values[index].note_saved(tensor, is_plain=type(tensor) in _seen_through())
+            self.values[index].note_saved(tensor, is_plain=type(tensor) in self._seen_through)
             saves.append(
                 RawSave(index, call, len(self.ops), in_backward=self.num_forward >= 0, number=self._number_save(call))
             )
@@ -336,8 +344,11 @@ class Recorder(_compat.PlainDispatchMode):
                 save.read = len(self.ops)
                 if self.values[save.value].born >= 0:  # parameters stay in use
                     self._in_use.setdefault(save.value, []).append(save)
+        # The alias's reference shows when the backward is done with the value.
+        if isinstance(kept.tensor, _compat.FakeAlias):
+            return kept.tensor.detach()
         with _compat.without_modes():
-            return kept.tensor.detach()  # its reference shows when the backward is done with the value
+            return kept.tensor.detach()
 
     def release(self, saves: list[RawSave]) -> None:
         """Record that autograd dropped a saved tensor; called by the destructor of its alias."""
@@ -472,10 +483,6 @@ class _Gathered:
         if not self._storages or not self._storages[0].nbytes():
             return 0
         return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in self._storages)
-
-
-def _seen_through() -> tuple[type, ...]:
-    return (*_compat.PLAIN_TYPES, _compat.fake_type(), nn.Buffer)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
