@@ -118,6 +118,9 @@ def test_what_cannot_be_planned_for_is_refused_with_what_to_do() -> None:
     options: dict[str, Any] = {"largest": lambda: torch.zeros(2, 2)}
     with pytest.raises(LowtideError, match="takes no Tensor as keywords, or returns no loss for it: give loss_fn="):
         Loop(prepare)
+    options["largest"] = None
+    with pytest.raises(TypeError, match=r"in this order, .* not a model of type AdamW"):
+        Loop(lambda accelerator, model, optimizer, loader: prepare(accelerator, optimizer, model, loader))
     accelerate.state.AcceleratorState._reset_state(True)  # as above
     compiling = accelerate.Accelerator(cpu=True, dynamo_backend="eager")
     with pytest.raises(LowtideError, match=r"compiles the model: .* lowtide\.compile"):

@@ -34,6 +34,10 @@ def test_wrong_settings_are_refused_before_the_model_is_loaded() -> None:
         plugin = host.LowtidePlugin()
         with pytest.raises(UnitError, match="20 apples"):
             plugin.pre_model_load(SimpleNamespace(lowtide_budget="20 apples"))
+        with pytest.raises(UnitError, match="lots"):
+            plugin.pre_model_load(SimpleNamespace(lowtide_host="lots"))
+        with pytest.raises(ValueError, match="probe is a number of batches"):
+            plugin.pre_model_load(SimpleNamespace(lowtide_probe=-1))
         for key, value in {"gradient_checkpointing": "offload", "activation_offloading": True}.items():
             with pytest.raises(LowtideError, match=f"{key} moves activations a second time: leave it out"):
                 plugin.pre_model_load(SimpleNamespace(**{key: value}))

@@ -70,6 +70,29 @@ def test_the_function_recomputes_some_blocks() -> None:
         lowtide.hosts.diffusers.func(every=0)
 
 
+def test_a_block_that_is_passed_as_its_bound_call() -> None:
+    """Some models do so, and some pass keywords. The choice of blocks is that of the first step."""
+    seen: list[Any] = []
+    function = lowtide.hosts.diffusers.func(every=2, where=lambda block: seen.append(block) is None)
+    blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    replays = [0, 0, 0]
+    for number, block in enumerate(blocks):
+
+        def count(*_: Any, number: int = number) -> None:
+            replays[number] += lowtide.is_recomputing()
+
+        block.register_forward_pre_hook(count)
+    for _ in range(3):
+        x = torch.ones(2, 4, requires_grad=True)
+        for block in blocks:
+            x = function(block.__call__, input=x).tanh()
+        x.sum().backward()
+    assert seen == list(blocks) and replays == [3, 0, 3]
+    for wrong in ({"where": 3}, {"store": {}}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+            lowtide.hosts.diffusers.func(**wrong)  # type: ignore[arg-type]
+
+
 def test_fit() -> None:
     plain = unet()
     expected, plain_peak = train(plain, torch.optim.AdamW(plain.parameters()))

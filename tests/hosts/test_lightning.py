@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lowtide
 from hosts.training import OPTIONS, assert_same_weights, measured, parameter_bytes, weights
@@ -17,6 +17,7 @@ from lowtide.errors import LowtideError
 from sweeps import sweep
 
 lightning = pytest.importorskip("lightning")
+DummyLogger = pytest.importorskip("lightning.pytorch.loggers.logger").DummyLogger
 
 pytestmark = [
     pytest.mark.usefixtures("quick_fit"),
@@ -135,6 +136,55 @@ def test_larger_batches_are_planned_for_whatever_training_step_calls(tmp_path: P
     assert_same_weights(weights(plain), weights(fitted))
     assert len(callback.handle.stats().replans) == 1 and ours.peak_bytes <= callback.budget
     assert callback.handle.stats().num_replays > 0
+
+
+class Decorated(Module):
+    """A `training_step` behind a decorator, whose index has another name, and which writes to the logger itself."""
+
+    def training_step(self, *args: Any) -> Any:
+        batch, position = args
+        loss = super().training_step(batch["first"], position)
+        self.logger.log_metrics({"position": position})  # type: ignore[union-attr]
+        return loss
+
+
+class Records(DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append(metrics)
+
+
+def test_several_loaders_a_logger_and_a_step_of_any_signature(tmp_path: Path) -> None:
+    def trained(*callbacks: Any) -> tuple[Decorated, list[Any]]:
+        generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+        data = TensorDataset(torch.randn(384, 32, generator=generators[0]))
+        loaders = {
+            "first": DataLoader(data, batch_size=128, shuffle=True, generator=generators[1]),
+            "second": DataLoader(rows(3, 4), batch_size=None),  # type: ignore[arg-type]
+        }
+        torch.manual_seed(3)
+        module, records = Decorated(), Records()
+        trainer = lightning.Trainer(
+            max_steps=3,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            callbacks=list(callbacks),
+            logger=records,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, loaders)
+        return module, [row for row in records.rows if "position" in row]
+
+    plain, expected = trained()
+    fitted, written = trained(lowtide.hosts.lightning.Budget("1GiB", **OPTIONS))
+    assert plain.losses == fitted.losses and len(plain.losses) == 3
+    assert_same_weights(weights(plain), weights(fitted))
+    assert written == expected and len(written) == 3
 
 
 def test_what_cannot_be_planned_for_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lowtide
 from lowtide.errors import LowtideError
@@ -32,6 +34,44 @@ def test_the_examples_are_the_batches_that_training_will_see(generator: torch.Ge
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.array_equal(np.random.get_state()[1], states[2])
     assert torch.equal(next(iter(loader)), example)
+
+
+class Noisy(Dataset[Any]):
+    """A data set that draws from generators of its own, in attributes and inside of a transform."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+        self.transforms = [{"first": SimpleNamespace(random=random.Random(2), old=np.random.RandomState(3))}]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[float]:
+        inner = self.transforms[0]["first"]
+        return [self.rng.random(), inner.random.random(), inner.old.rand()]
+
+
+def test_random_generators_of_a_data_set_are_put_back() -> None:
+    expected = [torch.stack(batch) for batch in DataLoader(Noisy(), batch_size=4)]
+    loader = DataLoader(Noisy(), batch_size=4)
+    Examples(probe=2).of(loader)
+    assert all(torch.equal(torch.stack(batch), other) for batch, other in zip(loader, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_iterated", [False, True])
+def test_persistent_workers_are_left_to_the_training(is_iterated: bool) -> None:
+    """Hosts may have the iterator of the training already, which a second one would reset."""
+
+    def batches(probe: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        rows: Any = torch.arange(12)
+        loader: Any = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+        iterator = iter(loader) if is_iterated else None
+        if probe:
+            Examples(probe=probe).of(loader)
+        return list(loader if iterator is None else iterator)
+
+    assert all(torch.equal(one, other) for one, other in zip(batches(0), batches(2), strict=True))
 
 
 def test_the_largest_batches_are_probed() -> None:

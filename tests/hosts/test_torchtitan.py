@@ -92,6 +92,16 @@ def test_the_override_plans_on_the_meta_device(tmp_path: Path) -> None:
         assert applied(on_meta(), plan=str(tmp_path / "plan.json")).plan.regions == handle.plan.regions
 
 
+@pytest.mark.parametrize(
+    "option", [{"batch_size": 0}, {"seq_len": "2048"}, {"shards": -1}, {"dtype": "bf16"}, {"plan": "missing.json"}]
+)
+def test_a_wrong_option_is_refused_when_the_job_is_configured(option: dict[str, Any]) -> None:
+    with adapter("torchtitan") as host:
+        source = interfaces.ActivationCheckpointing.Config()
+        with pytest.raises(ValueError, match=f"^{next(iter(option))} is "):
+            host.budget(source, **option)
+
+
 def test_the_policy_marks_the_nodes_of_a_joint_graph() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))

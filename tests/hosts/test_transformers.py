@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from hosts.training import OPTIONS, assert_same_weights, measured, parameter_bytes, tiny_llama, token_rows, weights
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, UnitError
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -39,7 +39,14 @@ class MeasuredTrainer(transformers.Trainer):
         return loss
 
 
-def trainer(folder: Path, *callbacks: Any, rows: Any = None, model: nn.Module | None = None, **options: Any) -> Any:
+def trainer(
+    folder: Path,
+    *callbacks: Any,
+    rows: Any = None,
+    model: nn.Module | None = None,
+    kind: type[MeasuredTrainer] = MeasuredTrainer,
+    **options: Any,
+) -> Any:
     arguments = transformers.TrainingArguments(
         str(folder),
         **{
@@ -56,7 +63,7 @@ def trainer(folder: Path, *callbacks: Any, rows: Any = None, model: nn.Module | 
     )
     rows = token_rows(48) if rows is None else rows
     model = tiny_llama() if model is None else model
-    return MeasuredTrainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=list(callbacks))
+    return kind(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=list(callbacks))
 
 
 def budget_for(plain: Any) -> lowtide.hosts.transformers.Budget:
@@ -221,17 +228,72 @@ def test_a_trainer_with_a_loader_of_its_own(tmp_path: Path) -> None:
     assert len(own.losses) == 1
 
 
-def test_the_numbers_and_lists_of_a_trainer_are_put_back() -> None:
+def test_the_attributes_of_a_trainer_are_put_back() -> None:
     metrics = {"train": defaultdict(list, loss=[1.0]), "steps": 3}
-    own = SimpleNamespace(metrics=metrics, rows=[1], names=["a"], num=7)
+    average, nested, args = torch.ones(2), [[1], [2]], SimpleNamespace(gradient_accumulation_steps=1)
+    state = SimpleNamespace(log_history=[{"loss": 1.0}])
+    own = SimpleNamespace(metrics=metrics, rows=nested, names=["a"], num=7, average=average, state=state, args=args)
+    before = dict(vars(own))
     with lowtide.hosts.transformers._Step(own).unchanged_trainer():
         metrics["train"]["loss"].append(2.0)
         metrics["train"]["other"].append(2.0)
         del metrics["steps"]
-        own.rows, own.num = None, 8
+        nested[0].append(3)
+        own.rows, own.num, own.new = None, 8, torch.zeros(1)
+        own.state.log_history.append({})
         del own.names
-    assert own == SimpleNamespace(metrics={"train": {"loss": [1.0]}, "steps": 3}, rows=[1], names=["a"], num=7)
+        average.mul_(2)
+        own.average = own.average + 1
+        own.log({"loss": 2.0})  # type: ignore[attr-defined]
+    assert vars(own) == before and metrics == {"train": {"loss": [1.0]}, "steps": 3} and nested == [[1], [2]]
+    assert own.average is average and torch.equal(average, torch.ones(2)) and state.log_history == [{"loss": 1.0}]
     assert own.metrics is metrics and isinstance(metrics["train"], defaultdict)
+
+
+class AddsTwoForwards(MeasuredTrainer):
+    """A training step of its own, with a loss that `compute_loss` does not have, and state that it starts with."""
+
+    num_backwards = 1
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = model(**inputs).loss + model(**inputs).loss
+        self.scale = loss.detach() if not hasattr(self, "scale") else 0.9 * self.scale + 0.1 * loss.detach()
+        self.log({"scale": self.scale.item()})
+        for _ in range(self.num_backwards):
+            self.accelerator.backward(loss / self.scale, retain_graph=self.num_backwards > 1)
+        vars(self).setdefault("losses", []).append(loss.detach())
+        return loss.detach()
+
+
+def test_a_training_step_of_the_users_own(tmp_path: Path) -> None:
+    plain = trainer(tmp_path, kind=AddsTwoForwards)
+    plain.train()
+    callback = budget_for(plain)
+    fitted = trainer(tmp_path, callback, kind=AddsTwoForwards)
+    fitted.train()
+    assert_same_training(plain, fitted)
+    assert fitted.peak_bytes <= callback.budget < plain.peak_bytes and callback.handle.stats().num_replays > 0
+    logged = [[row["scale"] for row in each.state.log_history if "scale" in row] for each in (plain, fitted)]
+    assert logged[0] == logged[1] and len(logged[0]) == 5
+    two = trainer(tmp_path, lowtide.hosts.transformers.Budget("1GiB", **OPTIONS), kind=AddsTwoForwards)
+    two.num_backwards = 2
+    with pytest.raises(LowtideError, match=r"training_step of AddsTwoForwards calls it 2 times: .* compute_loss"):
+        two.train()
+
+
+def test_a_wrong_largest_batch_is_named(tmp_path: Path) -> None:
+    for wrong, message in {
+        (lambda: None): r"largest= made None, which has no tensor",
+        (lambda: {"input_idz": torch.zeros(8, 64)}): r"batch that largest= made: (.|\n)*as the data loader does",
+    }.items():
+        with pytest.raises(LowtideError, match=message):
+            trainer(tmp_path, lowtide.hosts.transformers.Budget("1GiB", largest=wrong, **OPTIONS)).train()
+    rows = [{"pixel_values": torch.zeros(3, 64, 64), "labels": 0} for _ in range(8)]
+    callback = lowtide.hosts.transformers.Budget("1GiB", largest=8, **OPTIONS)
+    with pytest.raises(LowtideError, match=r"fails on a batch lengthened to largest=8: .*\nlargest= is a length that"):
+        trainer(tmp_path, callback, rows=rows, model=vision_model()).train()
 
 
 def test_what_cannot_be_planned_for_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -242,9 +304,13 @@ def test_what_cannot_be_planned_for_is_refused_with_what_to_do(tmp_path: Path) -
         made.train()
     with pytest.raises(LowtideError, match=r"no Trainer does: .* lowtide\.fit\("):
         callback.on_train_begin(made.args, made.state, made.control)
-    for wrong in ({"largest": True}, {"largest": -1}, {"probe": -1}):
+    for wrong in ({"largest": True}, {"largest": -1}, {"probe": -1}, {"probe": True}, {"tune_s": -1}):
         with pytest.raises((TypeError, ValueError), match=f"{next(iter(wrong))} is a"):
             lowtide.hosts.transformers.Budget("1GiB", **wrong)
+    with pytest.raises(UnitError, match="'lots' is not a number of bytes"):
+        lowtide.hosts.transformers.Budget("1GiB", host="lots")
+    with pytest.raises(ValueError, match="leave one of them out"):
+        lowtide.hosts.transformers.Budget("1GiB", largest=dict, probe=3)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["loss of the model", "of the trainer"])

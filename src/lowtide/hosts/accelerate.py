@@ -52,6 +52,11 @@ def prepare(
     """
     check_bytes(budget)
     examples = planning.Examples(largest, probe)
+    if not isinstance(model, nn.Module) or not callable(loss_fn or _own_loss):
+        raise TypeError(
+            "prepare() takes the accelerator, a model, its optimizer and a data loader, in this order, and loss_fn=, a "
+            f"function of the model and a batch, not a model of type {type(model).__name__} and loss_fn={loss_fn!r:.80}"
+        )
     _refuse(accelerator)
     prepared = accelerator.prepare(model, optimizer, loader, *others)
     model, optimizer, loader = prepared[:3]
@@ -62,7 +67,7 @@ def prepare(
     was_training = model.training
     model.train()
     try:
-        with planning.accumulating(model, accelerator.gradient_accumulation_steps):
+        with planning.accumulating(model, accelerator.gradient_accumulation_steps), examples.explained():
             handle = lowtide.fit(
                 model,
                 step,

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from lowtide.errors import LowtideError
 from lowtide.hosts.transformers import Budget
-from lowtide.units import check_bytes
 
 
 class LowtideArgs(BaseModel):
@@ -39,7 +38,7 @@ class LowtidePlugin(BasePlugin):
 
     def pre_model_load(self, cfg: Any) -> None:
         """Check the settings before a model is loaded, which may take minutes."""
-        check_bytes(self._settings(cfg).lowtide_budget)
+        self._callback(cfg)
         offloads = [key for key in ("activation_offloading", "layer_offloading") if getattr(cfg, key, None)]
         if getattr(cfg, "gradient_checkpointing", None) in ("offload", "offload_disk"):
             offloads.append("gradient_checkpointing")
@@ -51,17 +50,15 @@ class LowtidePlugin(BasePlugin):
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         """The callback that plans when training begins."""
-        settings = self._settings(cfg)
-        return [
-            Budget(
-                settings.lowtide_budget,
-                largest=settings.lowtide_largest,
-                probe=settings.lowtide_probe,
-                host=settings.lowtide_host,
-                tune_s=settings.lowtide_tune_s,
-            )
-        ]
+        return [self._callback(cfg)]
 
-    def _settings(self, cfg: Any) -> LowtideArgs:
+    def _callback(self, cfg: Any) -> Budget:
         given = {name: getattr(cfg, name, None) for name in LowtideArgs.model_fields}
-        return LowtideArgs(**{name: value for name, value in given.items() if value is not None})
+        settings = LowtideArgs(**{name: value for name, value in given.items() if value is not None})
+        return Budget(
+            settings.lowtide_budget,
+            largest=settings.lowtide_largest,
+            probe=settings.lowtide_probe,
+            host=settings.lowtide_host,
+            tune_s=settings.lowtide_tune_s,
+        )

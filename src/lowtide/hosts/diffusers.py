@@ -38,6 +38,11 @@ def func(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every is a number of blocks, 1 or more, not {every!r:.80}")
+    if not (where is None or callable(where)) or not isinstance(store, ActivationStore | None):
+        raise TypeError(
+            "where is a function of a block that returns whether to recompute it, and store an ActivationStore, not "
+            f"where={where!r:.80} and store={store!r:.80}"
+        )
     return _Checkpointing(every, where, store)
 
 
@@ -47,15 +52,17 @@ class _Checkpointing:
     def __init__(self, every: int, where: Callable[[nn.Module], bool] | None, store: ActivationStore | None) -> None:
         self._every, self._where = every, where
         self._options: dict[str, Any] = {} if store is None else {"store": store}
-        self._is_recomputed: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._is_recomputed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._num_blocks = 0
 
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
-        if not self._decision(block):
-            return block(*args)
-        return lowtide.checkpoint(block, *args, **self._options)
+    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Some models pass the bound `block.__call__`, which is a new object each time.
+        module = block if isinstance(block, nn.Module) else getattr(block, "__self__", block)
+        if not self._decision(module):
+            return block(*args, **kwargs)
+        return lowtide.checkpoint(block, *args, **kwargs, **self._options)
 
-    def _decision(self, block: nn.Module) -> bool:
+    def _decision(self, block: Any) -> bool:
         if block not in self._is_recomputed:
             is_wanted = self._where is None or self._where(block)
             self._is_recomputed[block] = is_wanted and self._num_blocks % self._every == 0

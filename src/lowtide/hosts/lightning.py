@@ -4,7 +4,7 @@
 
 When training starts, the callback plans with `lowtide.fit`: from batches of the training data loader, with the module's
 `training_step` and the precision of the trainer, and with the optimizer from `configure_optimizers`. Calls of
-`self.log` in `training_step` do nothing while the callback plans, as Lightning allows them in its own loop only.
+`self.log` in `training_step`, and loggers, do nothing while the callback plans.
 
 Each batch is looked at before its step (`handle.cover`), so a batch that is larger than those planned for gets a plan,
 also if `training_step` calls parts of the module and not its `forward`. Validation runs as without the callback.
@@ -12,7 +12,8 @@ also if `training_step` calls parts of the module and not its `forward`. Validat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,16 @@ from lowtide.hosts import planning
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ModuleNotFoundError as error:  # the package of the same classes with the older name
     if error.name is None or not error.name.startswith("lightning"):
         raise
     from pytorch_lightning import Callback
+    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.utilities import CombinedLoader
+    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 
 class LightningBudget(planning.BudgetOptions, Callback):
@@ -102,7 +107,8 @@ class _Batches:
     """The batches of a `CombinedLoader`, without the numbers that it returns with them."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self._loader = copy.copy(loader)
+        self._loader.flattened = [planning.fresh(each) for each in loader.flattened]
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for batch, _, _ in self._loader)
@@ -123,7 +129,9 @@ class _TrainingStep:
         return (strategy.batch_to_device(batch, dataloader_idx=0),)
 
     def __call__(self, batch: Any) -> Tensor:
-        inputs = (batch, 0) if _takes_index(self._module.training_step) else (batch,)
+        inputs = (
+            (batch, 0) if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2) else (batch,)
+        )
         output = self._trainer.strategy.training_step(*inputs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
@@ -134,13 +142,15 @@ class _TrainingStep:
 
     @contextmanager
     def without_logging(self) -> Iterator[None]:
-        """A context in which `self.log` and `self.log_dict` of the module do nothing."""
-        own = vars(self._module)
+        """A context in which `self.log`, `self.log_dict` and the loggers of the trainer do nothing."""
+        own, loggers = vars(self._module), self._trainer.loggers
         before = {name: own[name] for name in ("log", "log_dict") if name in own}
         own.update(log=_do_nothing, log_dict=_do_nothing)
+        self._trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             yield
         finally:
+            self._trainer.loggers = loggers
             for name in ("log", "log_dict"):
                 own.pop(name, None)
             own.update(before)
@@ -148,11 +158,6 @@ class _TrainingStep:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """In place of `self.log`."""
-
-
-def _takes_index(training_step: Callable[..., Any]) -> bool:
-    code = getattr(training_step, "__code__", None)
-    return code is None or "batch_idx" in code.co_varnames[: code.co_argcount]
 
 
 def _refuse(trainer: Any, module: Any) -> None:

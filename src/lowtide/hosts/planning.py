@@ -9,27 +9,32 @@ follows, so random states are put back (`undisturbed`), and a data set that can 
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import lowtide
 from lowtide.errors import InfeasibleBudgetError, LowtideError
-from lowtide.units import check_bytes, format_bytes
+from lowtide.units import check_bytes, check_seconds, format_bytes
 
 FOLDER = "lowtide"  # inside the host's output folder
 REPORT_S = 2.0  # for the curve of the report, at the start of each training
 _MOST_EXAMPLES = 4  # traced on fake tensors each: more of them seldom change which one has the highest peak
-_MOST_NESTED = 4  # samplers inside of samplers
+_MOST_NESTED = 8  # attributes of attributes of a data loader in which random generators are looked for
+_MOST_PARTS = 4096  # objects that are looked at per level, so that a large object takes no time
+_LONG = 64  # items of a list that is taken for data
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,10 @@ class Examples:
                 "largest is a length that batches reach, such as 4096, or a function that makes the largest batch, not "
                 f"{self.largest!r:.80}"
             )
-        if not isinstance(self.probe, int) or self.probe < 0:
+        if not isinstance(self.probe, int) or isinstance(self.probe, bool) or self.probe < 0:
             raise ValueError(f"probe is a number of batches to look at, such as 64, not {self.probe!r:.80}")
+        if callable(self.largest) and self.probe:
+            raise ValueError("largest= makes the batch to plan for, and probe= looks for it: leave one of them out")
 
     def _is_length(self) -> bool:
         return isinstance(self.largest, int) and self.largest > 0
@@ -59,12 +66,28 @@ class Examples:
         """The batches of `loader` to plan for, the largest first. Random states are as before."""
         with undisturbed(loader):
             if callable(self.largest):
-                return [self.largest()]
+                return [_with_tensors(self.largest())]
             batches = list(islice(_readable(loader), max(1, self.probe)))
         if not batches:
             raise LowtideError("the data loader gave no batch to plan for: is the data set empty?")
         chosen = largest_of(batches)
         return [lengthened(chosen[0], self.largest)] if isinstance(self.largest, int) else chosen
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """A context in which an error of a step on the batch of `largest=` says where that batch comes from."""
+        try:
+            yield
+        except (LowtideError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.largest is None:
+                raise
+            made = "that largest= made" if callable(self.largest) else f"lengthened to largest={self.largest}"
+            raise LowtideError(
+                f"the training step fails on a batch {made}: {type(error).__name__}: {error}\nlargest= is a length "
+                "that the model takes, or a function that makes a batch as the data loader does."
+            ) from error
 
 
 class BudgetOptions:
@@ -83,6 +106,9 @@ class BudgetOptions:
         time_limit_s: float = 10.0,
     ) -> None:
         check_bytes(budget)
+        check_bytes(host)
+        for seconds, name in ((tune_s or 1, "tune_s"), (time_limit_s, "time_limit_s")):
+            check_seconds(seconds, name)
         self.budget = budget
         self.handle: Any = None
         self._examples = Examples(largest, probe)
@@ -103,12 +129,23 @@ class BudgetOptions:
 
     def _fit(self, model: nn.Module, step: Callable[..., Tensor], *args: Any, **options: Any) -> None:
         """`lowtide.fit` with the options of the callback, for a training that begins."""
-        self.handle = lowtide.fit(model, step, *args, budget=self.budget, **{**options, **self._options})
+        with self._examples.explained():
+            self.handle = lowtide.fit(model, step, *args, budget=self.budget, **{**options, **self._options})
         self.handle.see_inputs()
         _OF_CALLBACKS.add(self.handle)
 
 
 _OF_CALLBACKS: weakref.WeakSet[Any] = weakref.WeakSet()  # handles, which a host may leave on a model after an error
+
+
+def _with_tensors(batch: Any) -> Any:
+    """A batch that `largest=` made. Raises if there is no tensor in it."""
+    if not tensors_of(batch):
+        raise LowtideError(
+            f"largest= made {batch!r:.80}, which has no tensor: let it return the largest batch as the data loader "
+            "would"
+        )
+    return batch
 
 
 def largest_of(batches: list[Any]) -> list[Any]:
@@ -219,37 +256,63 @@ def _readable(loader: Iterable[Any]) -> Iterable[Any]:
             f"{type(data).__name__} can be read only once, so that a batch to plan for would be missing from the "
             "training: give largest=, a function that makes the largest batch"
         )
-    return loader
+    return fresh(loader)
+
+
+def fresh(loader: Any) -> Any:
+    """A data loader with workers of its own: persistent ones belong to one iterator, which the training uses."""
+    copied = copy.copy(loader) if isinstance(loader, DataLoader) else loader
+    if copied is not loader:
+        vars(copied)["persistent_workers"] = False  # a DataLoader refuses to have it set, as it may have an iterator
+    return copied
 
 
 @contextlib.contextmanager
 def undisturbed(loader: Any) -> Iterator[None]:
-    """A context after which random states, also of the loader's own samplers, are as before."""
-    generators = _generators(loader)
-    states = [generator.get_state() for generator in generators]
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    """A context after which random states, also of generators that the loader or its data set owns, are as before."""
+    states = [(generator, _state(generator)) for generator in (random, numpy.random, *_generators(loader))]
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for generator, state in states:
+            _set_state(generator, state)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The random generators of a data loader and of the samplers inside it."""
-    found: dict[int, torch.Generator] = {}
+def _generators(loader: Any) -> list[Any]:
+    """The random generators in the attributes of a data loader, of its samplers, data set and transforms."""
+    seen: dict[int, Any] = {}
     level = [loader]
     for _ in range(_MOST_NESTED):
-        items = [getattr(part, name, None) for part in level for name in ("generator", "synchronized_generator")]
-        found |= {id(item): item for item in items if isinstance(item, torch.Generator)}
-        names = ("base_dataloader", "sampler", "batch_sampler")
-        level = [part for item in level for name in names if (part := getattr(item, name, None)) is not None]
-    return list(found.values())
+        level = [item for item in level if id(item) not in seen][:_MOST_PARTS]
+        seen |= {id(item): item for item in level}
+        level = [part for item in level for part in _parts(item)]
+    return [item for item in seen.values() if isinstance(item, _GENERATORS)]
+
+
+def _parts(item: Any) -> list[Any]:
+    """The objects that an object, or a short list, tuple or dict, refers to."""
+    if isinstance(item, dict | list | tuple):
+        parts = [] if len(item) > _LONG else list(item.values() if isinstance(item, dict) else item)
+    else:
+        is_other = isinstance(item, Tensor | nn.Module | type | ModuleType)
+        parts = [] if is_other else [*getattr(item, "__dict__", {}).values(), getattr(item, "__self__", None)]
+    return [part for part in parts if isinstance(part, (*_GENERATORS, dict, list, tuple)) or hasattr(part, "__dict__")]
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 import lowtide
 from lowtide.compiled.joint_plan import plan_joint_graph
 from lowtide.errors import InfeasibleBudgetError, LowtideError
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import check_bytes, check_seconds, format_bytes, parse_bytes
 
 
 class LowtideAC(ActivationCheckpointing):
@@ -45,6 +45,19 @@ class LowtideAC(ActivationCheckpointing):
         state_bytes: int = 8  # of the optimizer, per parameter: two float32 numbers of AdamW
         plan: str = ""  # a file with a plan, instead of the options above
         time_limit_s: float = 10.0
+
+        def __post_init__(self) -> None:
+            check_bytes(self.budget)
+            check_seconds(self.time_limit_s, "time_limit_s")
+            for name, least in {"batch_size": 1, "seq_len": 1, "shards": 0, "state_bytes": 0}.items():
+                value = getattr(self, name)
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ValueError(f"{name} is a number of at least {least}, not {value!r:.80}")
+            dtype = getattr(torch, str(self.dtype), None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(f'dtype is the name of a floating-point dtype, such as "bfloat16", not {self.dtype!r}')
+            if self.plan and not Path(self.plan).is_file():
+                raise ValueError(f"plan is a file that plan.to_json() was written to, and {self.plan} is none")
 
     def apply(self, model: nn.Module) -> None:
         """Put the plan on the model, in place."""

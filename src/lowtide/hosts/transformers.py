@@ -2,10 +2,10 @@
 
     Trainer(model, args, train_dataset=data, callbacks=[lowtide.hosts.transformers.Budget("20GiB")])
 
-When training begins, the callback plans with `lowtide.fit`: from batches of the trainer's own data loader, with its
-`compute_loss`, and with the optimizer that it made, whose state counts before it exists. With gradient accumulation the
-gradients count too, as they are there in every later step. When training ends the plan is taken off. Evaluation,
-prediction and `generate()` build no autograd graph and run as without the callback.
+When training begins, the callback plans with `lowtide.fit`: from batches of the trainer's own data loader, with the
+loss that its `training_step` passes to `accelerator.backward`, and with its optimizer, whose state counts before it
+exists. With gradient accumulation the gradients count too, as they are there in every later step. When training ends
+the plan is taken off. Evaluation, prediction and `generate()` build no autograd graph and run as without the callback.
 
 `on_train_begin` runs once more if `auto_find_batch_size` starts over, or if `train()` is called again: the old plan is
 taken off first. The plan, the report and the file from which a resumed training reads the plan are in
@@ -14,13 +14,15 @@ taken off first. The plan, the report and the file from which a resumed training
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
@@ -70,6 +72,8 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
     def _plan(self, trainer: Any) -> None:
         args, folder = trainer.args, Path(trainer.args.output_dir) / planning.FOLDER
         trainer.model_wrapped.train()  # as every training step does
+        if callable(getattr(trainer.optimizer, "train", None)):  # likewise: it may change weights, once
+            trainer.optimizer.train()
         loaders = trainer.accelerator._dataloaders
         num_loaders = len(loaders)
         examples = self._examples.of(trainer.get_train_dataloader())
@@ -112,6 +116,7 @@ class _Step:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._before: list[tuple[Any, Any]] = []  # what the trainer's attributes contained, while planning
 
     def prepared(self, batch: Any) -> tuple[Any, ...]:
         """The arguments of a call: a batch, the number of items that the loss is divided by, and the batches ahead.
@@ -124,45 +129,88 @@ class _Step:
         return batch, num_items, *planning.held(batch, trainer.args.gradient_accumulation_steps - 1)
 
     def __call__(self, batch: Any, num_items: Tensor | int | None, *ahead: Any) -> Tensor:
-        trainer = self._trainer
-        with trainer.compute_loss_context_manager():
+        trainer, losses = self._trainer, []
+        self._put_trainer_back()  # the step before may have run on fake tensors
+        with _replaced(trainer.accelerator, "backward", lambda loss, **_: losses.append(loss)):
             # A copy: trainers take the labels out of the batch, and add options to it.
-            loss = trainer.compute_loss(trainer.model_wrapped, dict(batch), num_items_in_batch=num_items)
-        return loss / trainer.args.gradient_accumulation_steps
+            trainer.training_step(trainer.model_wrapped, dict(batch), num_items)
+        if len(losses) != 1:
+            raise LowtideError(
+                f"Budget plans for one accelerator.backward(loss) in a training step, and training_step of "
+                f"{type(trainer).__name__} calls it {len(losses)} times: compute the loss in compute_loss, or leave "
+                "this callback out and call lowtide.fit(model, loss_fn, batch, budget=...) for the largest loss"
+            )
+        return losses[0]
 
     @contextmanager
     def unchanged_trainer(self) -> Iterator[None]:
-        """A context after which the trainer's own numbers and lists, such as TRL's metrics, are as before."""
-        attributes = vars(self._trainer)
-        kinds = (int, float, str, type(None), dict, list)
-        before = {name: value for name, value in attributes.items() if isinstance(value, kinds)}
-        contents = _copied(before)
+        """A context after which the attributes of the trainer and its state, such as TRL's metrics, are as before.
+
+        Numbers, tensors, and what dicts and lists contain are put back; `trainer.log` does nothing meanwhile.
+        """
+        trainer = self._trainer
+        attributes = vars(trainer)
+        own = {"log": _do_nothing, "current_gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
+        before = {name: attributes[name] for name in own if name in attributes}
+        attributes.update(own)  # the trainer sets the number in each update
+        data = {id(attributes.get(name)) for name in ("train_dataset", "eval_dataset")}
+        self._before = _contents([attributes, vars(trainer.state)], data)
         try:
             yield
         finally:
+            self._put_trainer_back()
+            self._before = []
+            for name in own:
+                del attributes[name]
             attributes.update(before)
-            _put_back(before, contents)
+
+    def _put_trainer_back(self) -> None:
+        for container, content in self._before:
+            _put_back(container, content)
 
 
-def _copied(container: Any) -> Any:
-    """A copy of a container, and of the dicts and lists directly inside and below."""
-    if isinstance(container, dict):
-        return {key: _copied(value) for key, value in container.items()}
-    return [_copied(value) for value in container] if isinstance(container, list) else container
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of `trainer.log`."""
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which the method `name` of one object is `function`."""
+    own, before = vars(owner), dict(vars(owner))
+    own[name] = function
+    try:
+        yield
+    finally:
+        del own[name]
+        if name in before:
+            own[name] = before[name]
+
+
+def _contents(roots: list[Any], skipped: set[int]) -> list[tuple[Any, Any]]:
+    """The dicts, lists and tensors in `roots` and in each other, each with what it contains."""
+    found: dict[int, tuple[Any, Any]] = {}
+    todo = list(roots)
+    while todo:
+        item = todo.pop()
+        if id(item) in found or id(item) in skipped or not isinstance(item, dict | list | Tensor):
+            continue
+        if isinstance(item, Tensor):
+            found[id(item)] = item, item.detach().to("cpu", copy=True)
+            continue
+        found[id(item)] = item, copy.copy(item)
+        todo.extend(item.values() if isinstance(item, dict) else item)
+    return list(found.values())
 
 
 def _put_back(container: Any, content: Any) -> None:
-    """Give a dict or list its content back, in place, as callbacks may refer to it."""
+    """Give a dict, list or tensor its content back, in place, as callbacks may refer to it."""
     if isinstance(container, dict):
-        for key in container.keys() - content.keys():
-            del container[key]
-        for key, value in content.items():
-            if isinstance(value, dict | list) and isinstance(container.get(key), type(value)):
-                _put_back(container[key], value)
-            else:
-                container[key] = value
-    elif container != content:
+        container.clear()
+        container.update(content)
+    elif isinstance(container, list):
         container[:] = content
+    elif not torch.equal(container.detach().cpu(), content):
+        container.detach().copy_(content)
 
 
 def _trainer_of(callback: transformers.TrainerCallback) -> Any:
