@@ -109,6 +109,16 @@ FOUND = {
             ],
         },
     ),
+    "inputs in a store, of a region inside a torch checkpoint inside a region": Spec(
+        net=[["checkpoint", "torch", ["linear", ""]]],
+        seed=910311,
+        engine={
+            "kind": "policy",
+            "policy": ["RecomputeAll"],
+            "regions": ["layers.0", "layers.0.inner.parts.0.linear"],
+            "store": True,
+        },
+    ),
 }
 
 

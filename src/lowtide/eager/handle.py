@@ -305,7 +305,8 @@ class Applied(Capturable, RegionRunner):
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
     ) -> replay.Hooks | None:
-        return self._input_hooks if run.checkpoint is None else None  # inside a region they are saves of that one
+        # Inside a region, or a checkpoint of the user's, they are saves of that one; its replay has no run of ours.
+        return self._input_hooks if _compat.checkpoint_in_force() is None else None
 
     @staticmethod
     def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
