@@ -143,21 +143,13 @@ class _TrainingStep:
     @contextmanager
     def without_logging(self) -> Iterator[None]:
         """A context in which `self.log`, `self.log_dict` and the loggers of the trainer do nothing."""
-        own, loggers = vars(self._module), self._trainer.loggers
-        before = {name: own[name] for name in ("log", "log_dict") if name in own}
-        own.update(log=_do_nothing, log_dict=_do_nothing)
+        loggers = self._trainer.loggers
         self._trainer.loggers = [DummyLogger() for _ in loggers]
         try:
-            yield
+            with planning.replaced(self._module, log=planning.do_nothing, log_dict=planning.do_nothing):
+                yield
         finally:
             self._trainer.loggers = loggers
-            for name in ("log", "log_dict"):
-                own.pop(name, None)
-            own.update(before)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of `self.log`."""
 
 
 def _refuse(trainer: Any, module: Any) -> None:

@@ -138,6 +138,24 @@ class BudgetOptions:
 _OF_CALLBACKS: weakref.WeakSet[Any] = weakref.WeakSet()  # handles, which a host may leave on a model after an error
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which attributes of one object have these values, in place of its own or its class's."""
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a host's logging while it plans."""
+
+
 def _with_tensors(batch: Any) -> Any:
     """A batch that `largest=` made. Raises if there is no tensor in it."""
     if not tensors_of(batch):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class _Step:
     def __call__(self, batch: Any, num_items: Tensor | int | None, *ahead: Any) -> Tensor:
         trainer, losses = self._trainer, []
         self._put_trainer_back()  # the step before may have run on fake tensors
-        with _replaced(trainer.accelerator, "backward", lambda loss, **_: losses.append(loss)):
+        with planning.replaced(trainer.accelerator, backward=lambda loss, **_: losses.append(loss)):
             # A copy: trainers take the labels out of the batch, and add options to it.
             trainer.training_step(trainer.model_wrapped, dict(batch), num_items)
         if len(losses) != 1:
@@ -149,41 +149,20 @@ class _Step:
         Numbers, tensors, and what dicts and lists contain are put back; `trainer.log` does nothing meanwhile.
         """
         trainer = self._trainer
-        attributes = vars(trainer)
-        own = {"log": _do_nothing, "current_gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
-        before = {name: attributes[name] for name in own if name in attributes}
-        attributes.update(own)  # the trainer sets the number in each update
+        attributes, num_steps = vars(trainer), trainer.args.gradient_accumulation_steps
         data = {id(attributes.get(name)) for name in ("train_dataset", "eval_dataset")}
-        self._before = _contents([attributes, vars(trainer.state)], data)
-        try:
-            yield
-        finally:
-            self._put_trainer_back()
-            self._before = []
-            for name in own:
-                del attributes[name]
-            attributes.update(before)
+        # The trainer itself sets that number in each update.
+        with planning.replaced(trainer, log=planning.do_nothing, current_gradient_accumulation_steps=num_steps):
+            self._before = _contents([attributes, vars(trainer.state)], data)
+            try:
+                yield
+            finally:
+                self._put_trainer_back()
+                self._before = []
 
     def _put_trainer_back(self) -> None:
         for container, content in self._before:
             _put_back(container, content)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of `trainer.log`."""
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A context in which the method `name` of one object is `function`."""
-    own, before = vars(owner), dict(vars(owner))
-    own[name] = function
-    try:
-        yield
-    finally:
-        del own[name]
-        if name in before:
-            own[name] = before[name]
 
 
 def _contents(roots: list[Any], skipped: set[int]) -> list[tuple[Any, Any]]:
