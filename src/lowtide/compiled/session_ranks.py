@@ -27,7 +27,7 @@ from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
 from lowtide.compiled.step_profile import StepProfile, largest_profile
 from lowtide.compiled.variant_choice import VariantChoice
 from lowtide.distributed.agreement import hash_of
-from lowtide.distributed.ranks import ALONE, Ranks, ranks_among, ranks_of
+from lowtide.distributed.ranks import ALONE, Ranks, is_in_job, ranks_among, ranks_of
 
 if TYPE_CHECKING:
     from lowtide.compiled.planned_graph import PlannedGraph
@@ -143,6 +143,8 @@ def name_of_calls(instances: Iterable[PlannedGraph]) -> str:
 
 def ranks_sharing(model: nn.Module | None) -> Ranks:
     """The ranks that train a model together; alone if it is neither inside DDP nor sharded."""
+    if not is_in_job():  # asked in every step: the model's parameters are not looked at
+        return ALONE
     wrapper: Any = _compat.active_data_parallel()
     if wrapper is not None:
         return ranks_of(wrapper.process_group)

@@ -16,8 +16,10 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lowtide.distributed.ranks import is_in_job
 
 _NUM_SETTLING_STEPS = 2  # the first records the order of gradients, the second rebuilds the buckets by it
 
@@ -28,7 +30,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     They are looked up among all objects of the process: a wrapper is not reachable from the module inside it, and
     `loss_fn` may hold it anywhere.
     """
-    if not distributed.is_available() or not distributed.is_initialized():
+    if not is_in_job():
         return []
     parts = set(model.modules())
     found = [item for item in gc.get_objects() if type(item) is DistributedDataParallel]

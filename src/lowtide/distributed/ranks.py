@@ -224,9 +224,14 @@ _among: dict[tuple[int, ...], tuple[Any, Ranks]] = {}  # by their numbers in the
 _current: ContextVar[Ranks] = ContextVar("ranks that decide together", default=ALONE)
 
 
+def is_in_job() -> bool:
+    """Whether torch.distributed is initialised in this process."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def ranks_of(group: Any = None) -> Ranks:
     """The ranks of a process group, by default all of the job. The first call for a group is itself a collective."""
-    if not distributed.is_available() or not distributed.is_initialized():
+    if not is_in_job():
         return ALONE
     accompanied = distributed.group.WORLD if group is None else group
     if distributed.get_world_size(accompanied) == 1 or distributed.get_rank(accompanied) < 0:

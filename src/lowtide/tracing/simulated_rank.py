@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide import _compat
+from lowtide.distributed.ranks import is_in_job
 from lowtide.errors import TraceError
 from lowtide.graph.step_graph import Hardware, StepGraph
 from lowtide.replay.arguments import map_tensors, tensors_in
@@ -41,7 +42,7 @@ def simulated_job(layout: dict[str, int]) -> Iterator[DeviceMesh]:
 
     Raises `TraceError` inside a real job.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if is_in_job():
         raise TraceError("a job cannot be simulated inside of one: torch.distributed is initialised in this process")
     with _compat.fake_process_group(math.prod(layout.values())):
         yield init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
