@@ -144,7 +144,7 @@ class _OpCountingMode(_compat.DispatchMode):
     def count(self, func: Any, args: Any) -> Op | None:
         """Count an op that is about to run; None for bookkeeping ops and for ops of inner replays."""
         kind: Any = id(func)  # ops live as long as torch and are slow to hash
-        if kind in _BOOKKEEPING or replay_depth() != self._depth:
+        if kind in _compat.BOOKKEEPING_IDS or replay_depth() != self._depth:
             return None
         if _compat.is_cast_of_weight(func, args):
             kind = kind, id(args[0])
@@ -373,9 +373,6 @@ def _may_write(func: Any) -> bool:
     if not _compat.is_op_with_schema(func):
         return False
     return _compat.writes(func) or bool(facts_of(func).written_in_training)
-
-
-_BOOKKEEPING = _compat.BOOKKEEPING_IDS
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:
