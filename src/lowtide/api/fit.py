@@ -53,7 +53,7 @@ from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator.timeline import simulate
-from lowtide.snapshot.restore import noted_generators
+from lowtide.snapshot import noted_generators
 from lowtide.solvers.solve import REMEMBERED, SEARCHED, SMALLEST, ShortlistedPlan
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time

@@ -36,7 +36,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors
 from lowtide.simulator.timeline import KINDS, PHASES, simulate
-from lowtide.snapshot.restore import Restorer
+from lowtide.snapshot import Restorer
 from lowtide.solvers.solve import sweep
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time

@@ -24,7 +24,7 @@ from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
 from lowtide.graph.step_graph import StepGraph
 from lowtide.replay.arguments import tensors_in
-from lowtide.snapshot.restore import Restorer
+from lowtide.snapshot import Restorer
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.untraced_memory import present_state_bytes

@@ -48,7 +48,7 @@ from lowtide.eager.replanning import (
 )
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
-from lowtide.snapshot.restore import SnapshotBuffers, StepUndo
+from lowtide.snapshot import SnapshotBuffers, StepUndo
 from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import trace
 from lowtide.units import format_bytes

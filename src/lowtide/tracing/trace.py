@@ -32,7 +32,7 @@ from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
 from lowtide.graph.step_graph import GATHERED, Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.replay.arguments import tensors_in
-from lowtide.snapshot.restore import Restorer
+from lowtide.snapshot import Restorer
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.devices import (
     CUBLAS_BYTES,
