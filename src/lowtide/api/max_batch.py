@@ -155,7 +155,7 @@ class _Search:
             return True
         predicted = largest.plan.peak_bytes - self._excess_bytes
         self._excess_bytes = max(self._excess_bytes + 1, peak - predicted)
-        logger.info("%d samples peak at %s measured: looking below", largest, format_bytes(peak))
+        logger.info("%d samples: measured peak %s, trying smaller batches", largest, format_bytes(peak))
         return False
 
     def _solve(self, size: int) -> Plan | InfeasibleBudgetError:

@@ -1,8 +1,8 @@
-"""`lowtide.measure`: peak memory and time of a call; `RealSteps`: the same for training steps that leave no trace.
+"""`lowtide.measure`: peak memory and time of a call. `RealSteps`: the same for training steps, which are undone.
 
 On an accelerator peaks come from the allocator's own counters, on the CPU from the allocation events of torch.profiler.
 `fit` and `max_batch` measure candidates by `RealSteps`: parameters, gradients, buffers, module attributes and random
-states are put back after each step, so that every plan is measured on the same step.
+states are restored after each step, so that every plan is measured on the same step.
 """
 
 from __future__ import annotations

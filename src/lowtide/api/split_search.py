@@ -1,12 +1,12 @@
 """`SplitSearch`: which modules of a step can run in parts, and into how many parts, for `split=True`.
 
-The trace of a step in which modules run in parts is a graph as any other: the parts are ops, with their bytes and
-seconds, and the solver plans regions and moves for it. So the search over splits is a search over traces, around the
-solver. It first finds what can be split: output layers whose logits reach the loss without being read otherwise, and
+The trace of a step in which modules run in parts is a graph like any other: the parts are ops, with their bytes and
+seconds, and the solver plans regions and moves for it. The search over splits therefore traces the step with different
+splits, and solves for each. It first finds what can be split: output layers whose logits go to the loss only, and
 token-wise modules that need several times the memory of their input. It then looks for the fewest parts with which a
 plan fits, for the loss alone, and if that is not enough for the token-wise modules too. Peaks are interpolated between
-one part and some parts. The step with the finer parts is solved as well: memory that the loss does not need may save
-more time elsewhere.
+one part and some parts. The step with more and smaller parts is solved as well: memory that the loss does not need may
+save more time elsewhere.
 
 All traces of split steps run on fake tensors, once each. If the plain step was measured, their ops get its measured
 seconds (`with_costs_of`), so that plans can be compared.
@@ -66,8 +66,8 @@ _PROBE_S = 2.0  # of searching for a floor
 _LEAST_GAIN = 0.99  # parts that lower the floor by less than 1 % are not used
 
 
-class _Seen(NamedTuple):
-    """The input of a token-wise module: the facts that the proof and the number of parts need."""
+class _TokenInput(NamedTuple):
+    """Input of a module that may be token-wise: what the proof of that, and the number of parts, depend on."""
 
     width: int
     dtype: torch.dtype
@@ -200,7 +200,7 @@ class SplitSearch:
             self._add(splits, self._record(splits)[0])
         return self._graphs[splits]
 
-    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _Seen]]:
+    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _TokenInput]]:
         """The step with these splits, their runners, and the inputs of modules. All ranks trace it together."""
         if self._is_asking:
             self._ranks.first(splits, "step in parts to trace")
@@ -336,7 +336,7 @@ class SplitSearch:
         plain = simulate(self._plain)
         return max(1, int(_LEAST_SHARE * (plain.peak_bytes - sum(self._plain.static_bytes.values()))))
 
-    def _token_wise(self, seen: dict[str, _Seen]) -> dict[str, int]:
+    def _token_wise(self, seen: dict[str, _TokenInput]) -> dict[str, int]:
         """The outermost modules that treat every token alike and need more memory inside than for their output."""
         graph = self._plain
         found: dict[str, int] = {}
@@ -347,7 +347,7 @@ class SplitSearch:
                 continue
             call = graph.calls[calls[0]]
             if next(module.children(), None) is None or 2 * (call.end - call.first) > graph.num_forward:
-                continue  # a single layer needs little beside its input and output; most of the step is no moment of it
+                continue  # a single layer, which makes little beside its output; or more than half of the forward
             made = [value for op in graph.ops[call.first : call.end] for value in op.outputs]
             inside = sum(graph.values[value].bytes for value in made if value not in call.outputs)
             least = max(2 * sum(graph.values[value].bytes for value in call.outputs), self._least_bytes)
@@ -363,9 +363,9 @@ class SplitSearch:
 
 
 @contextmanager
-def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
-    """A context that notes the input of each module that is called with one tensor of tokens."""
-    seen: dict[str, _Seen] = {}
+def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _TokenInput]]:
+    """A context that records the input of each module that is called with one floating-point tensor alone."""
+    seen: dict[str, _TokenInput] = {}
     others: set[str] = set()
 
     def noter(path: str) -> Any:
@@ -373,7 +373,7 @@ def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
             tokens = args[0] if len(args) == 1 and not kwargs else None
             if isinstance(tokens, Tensor) and tokens.dim() >= 2 and tokens.is_floating_point():
                 rows = tokens.shape[:-1].numel()
-                seen[path] = _Seen(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
+                seen[path] = _TokenInput(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
             elif any(True for _ in tensors_in((args, kwargs))):
                 others.add(path)
 

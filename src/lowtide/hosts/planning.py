@@ -120,7 +120,7 @@ class BudgetOptions:
             self.handle.remove()
 
     def _take_off_all(self, model: nn.Module) -> None:
-        """Take off the plan of the training before, and one that another callback left when its training failed."""
+        """Remove the plan of an earlier training, also one that another callback left when its training failed."""
         self._take_off()
         with contextlib.suppress(LowtideError):  # no plan, which is usual
             handle = lowtide.handle_of(model)
@@ -153,7 +153,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a host's logging while it plans."""
+    """Replaces a host's logging functions while a plan is made."""
 
 
 def _with_tensors(batch: Any) -> Any:

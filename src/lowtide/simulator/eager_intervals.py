@@ -97,8 +97,8 @@ class EagerIntervals:
         has_saves = self._has_saves.tolist()
         stops = {call: stop for call, stop, has in zip(calls, self._stop.tolist(), has_saves, strict=True) if has}
         counts = dict(zip(calls, np.bincount(regions_inside, minlength=num).tolist(), strict=True))
-        self._fees = EngineHostCosts(self.graph, regions, stops, counts, {calls[rank] for rank in replayed.tolist()})
-        self.watched_s = self._fees.total_s
+        self._engine = EngineHostCosts(self.graph, regions, stops, counts, {calls[rank] for rank in replayed.tolist()})
+        self.engine_s = self._engine.total_s
 
     def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
         """Return for each op the rank of the region that retains its outputs, -1 for none."""
@@ -366,9 +366,9 @@ class EagerIntervals:
     def _host_s(self) -> np.ndarray:
         """Host seconds of each event, with the engine's work before it."""
         found = self.facts.host_s[self.ops]
-        for fees, ticks in ((self._fees.forward_s, self._first), (self._fees.replay_s, self._begin)):
-            due = [rank for rank, call in enumerate(self._calls.tolist()) if fees.get(call)]
-            np.add.at(found, self._event[ticks[due]], [fees[call] for call in self._calls[due].tolist()])
+        for host_s, ticks in ((self._engine.forward_s, self._first), (self._engine.replay_s, self._begin)):
+            due = [rank for rank, call in enumerate(self._calls.tolist()) if host_s.get(call)]
+            np.add.at(found, self._event[ticks[due]], [host_s[call] for call in self._calls[due].tolist()])
         return found
 
     @cached_property
@@ -381,7 +381,7 @@ class EagerIntervals:
     def lines(self) -> StepLines:
         """Seconds of work on each time line, and seconds of the step."""
         if not self.facts.has_host_line:
-            total_s = float(self._starts_s[-1]) + self.watched_s
+            total_s = float(self._starts_s[-1]) + self.engine_s
             return StepLines(0.0, total_s, total_s)
         step_s = step_seconds(self._host_s, self._seconds, self.facts.is_sync[self.ops])
         return StepLines(float(self._host_s.sum()), float(self._seconds.sum()), step_s)
@@ -395,7 +395,7 @@ class EagerIntervals:
     def extra_s(self) -> float:
         if self.facts.has_host_line:
             return max(0.0, self.lines.step_s - self.facts.step_s)
-        return self.replayed_s + self.watched_s
+        return self.replayed_s + self.engine_s
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
         """Return the bytes of each value that lives at an event, or of the `most` largest ones."""
@@ -439,7 +439,7 @@ class EagerIntervals:
             "starts_s": self._starts_s,
             "replayed_s": self.replayed_s,
             "stalled_s": 0.0,
-            "watched_s": self.watched_s,
+            "engine_s": self.engine_s,
             "host_bytes": 0,
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,
