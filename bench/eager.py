@@ -223,7 +223,8 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
     for line in comparison.head():
         page.add(line)
     page.add("", rows.HEAD, "|" + "---|" * (rows.HEAD.count("|") - 1))
-    targets = targets_of(comparison.peaks, options.device)[: options.targets]
+    targets = targets_of(comparison.peaks, options.device)
+    targets = [each for each in targets if options.only is None or each.label in options.only][: options.targets]
     for number, target in enumerate(targets):
         seconds = time.perf_counter() - start
         if options.seconds is not None and seconds > options.seconds:
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--families", nargs="*", default=list(families.FAMILIES), choices=list(families.FAMILIES))
     parser.add_argument("--targets", type=int, help="budgets for each family; all by default")
+    parser.add_argument("--only", nargs="*", help="budgets by their labels in the table")
     parser.add_argument("--seconds", type=float, help="for each family, after which no further budget is begun")
     parser.add_argument("--rounds", type=int, default=4, help="of turns, at each budget")
     parser.add_argument("--join", nargs="*", type=Path, help="measure nothing: join these pages, newest versions last")

@@ -77,7 +77,25 @@ def _transformer(kind: str, head: str, **config: Any) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    _mend_masks_while_capturing()
     return getattr(transformers, head)(getattr(transformers, f"{kind}Config")(**config))
+
+
+def _mend_masks_while_capturing() -> None:
+    """Let transformers leave out a mask that nobody gave also while a stream is capturing, as versions from 5.18 on do.
+
+    Earlier ones make one then, so that attention uses a slower kernel, which also draws other random numbers.
+    """
+    from transformers import __version__, masking_utils
+
+    if tuple(map(int, __version__.split(".")[:2])) < (5, 18):
+        is_tracing = masking_utils.is_tracing
+
+        def is_tracing_values(tensor: Any = None) -> bool:
+            return not (tensor is None and torch.cuda.is_current_stream_capturing()) and is_tracing(tensor)
+
+        if is_tracing.__name__ != is_tracing_values.__name__:
+            masking_utils.is_tracing = is_tracing_values
 
 
 def _paths(model: nn.Module, kind: str) -> list[str]:

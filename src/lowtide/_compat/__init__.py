@@ -53,6 +53,7 @@ from lowtide._compat.devices import (
     current_device_index,
     default_device,
     default_generator,
+    expandable_segments,
     generator_id,
 )
 from lowtide._compat.dispatch import (
@@ -257,6 +258,7 @@ __all__ = [
     "default_generator",
     "disable_dynamo",
     "early_stop",
+    "expandable_segments",
     "fake_errors",
     "fake_kernel",
     "fake_mode",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lowtide._compat.dispatch import PlainDispatchMode
-from lowtide._compat.internals import required
+from lowtide._compat.internals import optional, required
 
 _DEFAULT = "replays cannot restore the default device of their forward"
 _num_function_modes = required("torch._C._len_torch_function_stack", _DEFAULT)
@@ -90,6 +91,27 @@ class SynchronizingOps(PlainDispatchMode):
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def expandable_segments() -> Iterator[None]:
+    """Context manager in which the CUDA allocator takes memory in segments that grow, so that few gaps are left.
+
+    Segments that were allocated before stay as they are. Does nothing if torch cannot change the setting, or if it is
+    on already. Obsolete when a single memory pool can be given this setting.
+    """
+    read = optional("torch._C._accelerator_getAllocatorSettings", None)
+    write = optional("torch._C._accelerator_setAllocatorSettings", None)
+    before = "" if read is None else read()
+    if read is None or write is None or "expandable_segments:True" in before.replace(" ", ""):
+        yield
+        return
+    others = [part for part in before.split(",") if part and "expandable_segments" not in part]
+    write(",".join([*others, "expandable_segments:True"]))
+    try:
+        yield
+    finally:
+        write(",".join([*others, "expandable_segments:False"]))
 
 
 def allocator_meter(device: torch.device) -> Callable[[], tuple[int, int]] | None:
