@@ -49,7 +49,7 @@ class Policy(ABC):
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         """Return whether layer `i` of `n` is recomputed: `decide(n)[i]`. Some policies do not need `n`."""
         if n is None:
-            raise TypeError(f"{self} depends on the number of layers: call should_checkpoint({i}, n), or decide(n)")
+            raise TypeError(f"{self} depends on how many layers there are: use should_checkpoint({i}, n), or decide(n)")
         if not 0 <= i < n:
             raise ValueError(f"layer {i} is not one of {n} layers")
         return self.decide(n)[i]
