@@ -32,7 +32,7 @@ def plan_of(graph: StepGraph, regions: Regions) -> Plan:
 
 @dataclass
 class Offers:
-    """Plans of one rival, fastest first by its own account."""
+    """Plans of one rival, the fastest first by its own cost model."""
 
     graph: StepGraph
     regions: Sequence[Regions]

@@ -280,7 +280,7 @@ class _Fitting:
                 tuner.time_all()
             handle = tuner.keep()
         except BaseException:
-            tuner.take_off()
+            tuner.remove_plan()
             raise
         if cache is not None and not is_from_cache and self._ranks.is_first:
             cache.write(handle.plan, self._correction_bytes, handle.candidates)
