@@ -110,7 +110,6 @@ from lowtide._compat.dynamo import (
     active_data_parallel,
     compile_module,
     compile_with_inductor,
-    compile_without_kernels,
     compiler_is_imported,
     disable_dynamo,
     is_inductor_option,
