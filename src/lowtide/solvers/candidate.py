@@ -11,6 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph.segments import Span
@@ -22,6 +25,7 @@ from lowtide.units import check_seconds, format_bytes
 
 Codecs = tuple[tuple[int, str], ...]  # values and the codec of each, by ascending value
 Regions = dict[int, tuple[int, ...]]  # by recomputed call: ops, counted from its first, whose outputs it retains
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,13 @@ def smaller(*candidates: Candidate | None) -> Candidate | None:
     """The candidate with the smallest peak, ignoring None; of two equally small ones the faster."""
     known = [candidate for candidate in candidates if candidate is not None]
     return min(known, key=lambda candidate: (candidate.peak_bytes, candidate.extra_s), default=None)
+
+
+def thinned(items: list[_Item], most: int) -> list[_Item]:
+    """At most `most` of the items, evenly spaced, with the first and the last."""
+    if len(items) <= most:
+        return items
+    return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
 # Simulated events per second of a time limit: what one core of a small server does, the search's own work included.

@@ -21,16 +21,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
-from lowtide.solvers.candidate import Codecs
+from lowtide.solvers.candidate import Codecs, Regions, thinned
 from lowtide.solvers.hull import HullPoint, Pricing
-
-if TYPE_CHECKING:
-    from lowtide.solvers.candidate import Regions
 
 _SHARES = (0.75, 0.5, 0.25)  # of the bytes that a change frees: what is spent again on retained outputs
 _MOST_OPS = 3_000
@@ -97,7 +94,7 @@ class HullPath:
         self._length = ends[-1] + 1
         self._first = choices[0]
         most = max(_FEWEST_STOPS, _STOPPED_OPS // max(len(graph.ops), 1))
-        self.stops = list(range(self._length)) if self._length <= most else _thinned(ends, most)
+        self.stops = list(range(self._length)) if self._length <= most else thinned(ends, most)
         self._bytes = np.interp(range(self._length), ends, [choice.bytes for choice in choices])
 
     def __len__(self) -> int:
@@ -219,11 +216,6 @@ def _bisect(
         else:
             low, least_s = middle + 1, extra_s
     return found
-
-
-def _thinned(numbers: list[int], most: int) -> list[int]:
-    """At most `most` of the numbers, evenly spaced, with the first and the last."""
-    return [numbers[index] for index in np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))]
 
 
 def _spread(hull_step: _HullStep) -> _HullStep:

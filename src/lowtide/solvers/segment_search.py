@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import TypeVar
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.simulator.timeline import simulate
-from lowtide.solvers.candidate import Candidate, Codecs, Regions
+from lowtide.solvers.candidate import Candidate, Codecs, Regions, thinned
 from lowtide.solvers.chain_program import ChainProgram, Item, ItemCosts, Segmentation, items_of
 from lowtide.solvers.hull import HullPoint, Pricing
 from lowtide.solvers.placement import OffloadSelector
@@ -46,8 +45,6 @@ _MOST_DEPTH = 8  # of nested segments: each is replayed inside the replay of the
 _MOST_PARTS = 24  # of a chain that is cut into equal parts
 
 _SEQUENTIAL, _EVERY_PART, _TWO_LEVELS = "sequential checkpoints", "a checkpoint per part", "two levels of checkpoints"
-
-_Item = TypeVar("_Item")
 
 
 class SegmentSearch:
@@ -81,7 +78,7 @@ class SegmentSearch:
             self._best(is_late),
             *([self._best(is_late, retaining)] if retaining else ()),
         ):
-            for number, segmentation in enumerate(_thinned(wanted, most)):
+            for number, segmentation in enumerate(thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
                     break
                 candidate = self._candidate(segmentation)
@@ -91,7 +88,7 @@ class SegmentSearch:
         more = [
             replace(plan, share=share, codecs=codecs)
             for share, codecs in sorted(options)
-            for plan in _thinned(front, _MOST_MOVED)
+            for plan in thinned(front, _MOST_MOVED)
         ]
         return front + [_simulated(self._graph, plan, mover) for plan in more if not is_late()]
 
@@ -176,7 +173,7 @@ class SegmentSearch:
                     regions[call] = kept
             if regions:
                 found.setdefault(tuple(sorted(regions.items())), regions)
-        return _thinned(list(found.values()), _MOST_WAYS)
+        return thinned(list(found.values()), _MOST_WAYS)
 
     def _retaining(self) -> list[Regions]:
         """Sets of outputs that segments may retain, by call: those that save the most seconds per byte, then more.
@@ -193,7 +190,7 @@ class SegmentSearch:
         all_gains = sorted((gain for each in gains.values() for gain in each.values()), reverse=True)
         total_s = sum(float(graph.arrays.seconds[graph.calls[c].first : graph.calls[c].end].sum()) for c in gains)
         found: list[Regions] = []
-        for least in dict.fromkeys(_thinned(all_gains, _MOST_RETAINING + 1)[1:]):
+        for least in dict.fromkeys(thinned(all_gains, _MOST_RETAINING + 1)[1:]):
             kept = {call: [op for op, gain in each.items() if gain >= least] for call, each in gains.items()}
             if sum(float(gains_s[ops].sum()) for ops in kept.values()) > _LEAST_GAIN * total_s:
                 found.append({call: tuple(op - graph.calls[call].first for op in ops) for call, ops in kept.items()})
@@ -256,12 +253,6 @@ def chosen_runs(graph: StepGraph) -> list[tuple[int, ...]]:
         if all(graph.calls[o[-1]].end <= first or end <= graph.calls[o[0]].first for o in found):
             found.append(run)
     return found
-
-
-def _thinned(items: list[_Item], most: int) -> list[_Item]:
-    if len(items) <= most:
-        return items
-    return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
 def _front(plans: list[Candidate]) -> list[Candidate]:
