@@ -11,10 +11,11 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.plan_text import Trial
 from lowtide.plans.step_plan import Frontier, Plan, Reference
 from lowtide.reports.charts import trace_json
 from lowtide.reports.page import to_html
@@ -22,9 +23,6 @@ from lowtide.reports.report_facts import ReportFacts, counted, graph_of, report_
 from lowtide.reports.report_text import Report, to_markdown, verdict
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.solve import alternatives, search_for
-
-if TYPE_CHECKING:
-    from lowtide.plans.plan_text import Trial
 
 logger = logging.getLogger("lowtide")
 SUFFIXES = (".html", ".png", ".md", ".json")

@@ -23,16 +23,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtide.graph.segments import Span
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulator.eager_intervals import EagerIntervals
-
-if TYPE_CHECKING:
-    from lowtide.solvers.candidate import Regions
+from lowtide.solvers.candidate import Regions
 
 _MOST_ITEMS = 160  # in longer chains several calls are one item
 _MOST_SPLITS = 32  # lengths of a segment that are tried

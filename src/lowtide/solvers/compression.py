@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from copy import copy
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph.codec_costs import CODEC_COSTS, LOSSLESS, EncodedForm, encoded_form
 from lowtide.graph.step_graph import StepGraph
-
-if TYPE_CHECKING:
-    from lowtide.solvers.candidate import Codecs, Regions
+from lowtide.solvers.candidate import Codecs, Regions
 
 _MOST_SUBSETS = 6  # with up to this many values, every subset of them is tried (2^6)
 _MOST_CUTS = 8  # with more: prefixes and suffixes of this many lengths
