@@ -1,4 +1,4 @@
-"""Every plan of a tiny step on the device, simulated: what the best is, to hold a solver against."""
+"""Brute force for tiny steps: every plan is simulated, to compare a solver with the best of them."""
 
 from __future__ import annotations
 

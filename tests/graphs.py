@@ -1,4 +1,4 @@
-"""Small steps to try things on: random ones that could have run, repeated blocks, and plans for them.
+"""Small steps for tests: random ones that could have run, repeated blocks, and plans for them.
 
 Seconds and link speeds are binary fractions, so that sums of them are exact and ties are ties.
 """

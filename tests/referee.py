@@ -1,4 +1,4 @@
-"""A second opinion on what a plan costs: `replay(graph, plan)` plays the step op by op and audits the books throughout.
+"""An independent simulation: `replay(graph, plan)` plays the step op by op and checks its totals after every event.
 
 Written from the rules, not from `lowtide.simulator`, and for plainness rather than speed: every tensor that ever exists
 is an **incarnation** (a value, and the region whose replay made it), every reason to keep one is a named **holder**,

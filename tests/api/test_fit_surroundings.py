@@ -1,4 +1,4 @@
-"""What is around a `fit`: generators, profilers, and arguments that cannot be meant."""
+"""`fit` with generators, profilers and other state around it, and with invalid arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fit` goes by what it measures: candidates on real steps, a clock of our own, and nothing left of them."""
+"""`fit` keeps a candidate by measured steps: with a simulated clock, and no effects of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`solve(engine="compiled")`: the cut against all subsets, the step against a second opinion, plans against budgets."""
+"""`solve(engine="compiled")`: the minimum cut against all subsets, the simulated step against the referee, budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`solve` with codecs: against brute force and a referee, monotone in the budget, off unless asked for, plainly said.
+"""`solve` with codecs: against brute force and the referee, monotone in the budget, off by default, marked in plans.
 
 Values of the steps here have some thousand elements. Codecs work on chunks of millions, and on one that is not full
 they need several times its bytes; with chunks as small as the values, compression pays here too.

@@ -1,4 +1,4 @@
-"""Regions explored on small steps, and the outputs that they hold: against the simulator and against brute force."""
+"""The local search on small steps: sets of regions and the outputs they retain, against simulator and brute force."""
 
 from __future__ import annotations
 

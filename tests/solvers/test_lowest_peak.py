@@ -1,4 +1,4 @@
-"""The floor: no plan that the eager engine can run goes below it, and `fit` can hold it."""
+"""The floor: no plan that the eager engine can run has a smaller peak, and `fit` can hold it."""
 
 from __future__ import annotations
 

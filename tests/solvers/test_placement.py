@@ -1,4 +1,4 @@
-"""What the solver moves: inputs and held outputs of regions, all layers alike, as much as the link takes."""
+"""Which values the solver moves: inputs and retained outputs of regions, in all layers, as much as the link carries."""
 
 from __future__ import annotations
 

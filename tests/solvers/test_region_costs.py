@@ -1,4 +1,4 @@
-"""What it costs at the least that a region retains outputs, against the regions of plans one by one."""
+"""Lower bounds on the cost of regions that retain outputs, compared with simulated plans."""
 
 from __future__ import annotations
 

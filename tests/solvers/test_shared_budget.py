@@ -1,4 +1,4 @@
-"""Variants of a compiled graph, and graphs that share one budget, against every choice there is."""
+"""Variants of a compiled graph, and several graphs under one budget, compared with all possible choices."""
 
 from __future__ import annotations
 
