@@ -47,9 +47,9 @@ class Policy(ABC):
         return [Segment(layer, layer) for layer, recomputed in enumerate(self.decide(n, costs, bytes)) if recomputed]
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        """Return whether layer `i` of `n` is recomputed: `decide(n)[i]`. Some policies do not need `n`."""
+        """Whether layer `i` of `n` is recomputed: `decide(n)[i]`. Rules that go by `i` alone need no `n`."""
         if n is None:
-            raise TypeError(f"{self} depends on how many layers there are: use should_checkpoint({i}, n), or decide(n)")
+            raise TypeError(f"{self} needs to know how many layers there are: should_checkpoint({i}, n), or decide(n)")
         if not 0 <= i < n:
             raise ValueError(f"layer {i} is not one of {n} layers")
         return self.decide(n)[i]
