@@ -137,7 +137,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.end < self.start:
-            raise ValueError(f"a segment needs 0 <= start <= end, not start={self.start} and end={self.end}")
+            raise ValueError(f"a segment goes from a start of 0 or more up, not from {self.start} to {self.end}")
 
     def __contains__(self, layer: int) -> bool:
         return self.start <= layer <= self.end
@@ -277,7 +277,7 @@ class Revolve(Policy):
         return [*self._one(start, start + step), *Revolve(self.slots - 1)._split(start + step, end)]
 
     def _one(self, start: int, end: int) -> list[Segment]:
-        """Return the region of layers `start` to `end - 1`, and the regions inside it."""
+        """One region, and those inside it."""
         if end - start == 1:
             return [Segment(start, start)]
         parts = self._split(start, end) if self.slots > 1 else [*self._one(start, end - 1), Segment(end - 1, end - 1)]
