@@ -39,6 +39,7 @@ from lowtide.eager.calls import Decisions
 from lowtide.eager.handle import plain_forward_of
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.graph.step_graph import Split, StepGraph
+from lowtide.graph.time_lines import line_of
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.solvers.compression import lossy_codecs
@@ -492,6 +493,10 @@ class Planner:
     def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
         """The plan for a budget, or for the smallest one that can be met; the same on all ranks."""
         return plan_of_first(self.ranks, graph, lambda: self._limits.solve_or_tightest(graph, budget_bytes))
+
+    def solve_for_device(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        """The plan for a budget if the host's time costs nothing and nothing is moved, as in a CUDA graph."""
+        return solve(line_of(graph, 0.0), budget_bytes, time_limit_s=self._limits.time_limit_s)
 
     def _plan(self, graph: StepGraph, inputs: Shapes) -> tuple[Plan, StepGraph]:
         plan = self.solve_or_tightest(graph, self.budget_bytes)
