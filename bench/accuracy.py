@@ -2,7 +2,7 @@
 
     python bench/accuracy.py [--device cuda] [--scale 2] [--out FOLDER] [names ...]
 
-Each model is traced twice, on fake tensors and really, and run plainly and with a checkpoint on each block. Peaks are
+Each model is traced twice, on fake and on real tensors, and run plainly and with a checkpoint on each block. Peaks are
 whole-step peaks on a GPU (the allocator's counter) and, on the CPU, what the step allocates (the profiler's events).
 """
 

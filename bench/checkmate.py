@@ -1,20 +1,20 @@
 """A Checkmate-style MILP over the eager engine's decisions, solved by HiGHS.
 
-Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), decide per value and
-moment; here the decisions are those that the eager engine can run:
+Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), decide for each value
+at each time; here the decisions are those that the eager engine can run:
 
 - `z[c]`: module call `c` is a region. At most one region on each path of the module tree.
 - `w[c, o]`: region `c` retains the output of its op `o`, which is saved in it; at most `z[c]`.
 - minimise the seconds of all ops of regions up to their last save, less those of held outputs;
-- `h[v, t] >= 0`: value `v` is held at moment `t`. It is at least `1 - (sum of z over regions around the save that are
+- `h[v, t] >= 0`: value `v` is held at point `t`. It is at least `1 - (sum of z over regions around the save that are
   not replayed by then)` for each save of it, at least `z[c]` where it is an input of region `c` and `w[c, o]` where op
   `o` makes it, until the region is replayed;
-- at each moment, `base[t] + sum of bytes[v] * h[v, t] <= budget`, with `base` from the simulated plain step. At the
-  moment of a region's replay, what the replay itself needs at most is added, times `z[c]`.
+- at each point, `base[t] + sum of bytes[v] * h[v, t] <= budget`, with `base` from the simulated plain step. At the
+  point of a region's replay, what the replay itself needs at most is added, times `z[c]`.
 
-Moments are added where the simulated plan is over the budget, until it fits. Simplifications: no regions inside
+Time points are added where the simulated plan is over the budget, until it fits. Simplifications: no regions inside
 regions; a value replayed while it also lives elsewhere counts once; held outputs do not shrink what a replay needs.
-Where these make the MILP's account too low, it is asked again with a budget smaller by what was missing.
+Where these make the MILP's estimate of memory too low, it is solved again for a smaller budget.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from scipy.sparse import csr_matrix
 from lowtide.graph import StepGraph
 from lowtide.simulator import Timeline, simulate
 
-_UNIT = 2**20  # of bytes in the MILP, for its numbers' sake
+_UNIT = 2**20  # bytes are divided by this in the MILP, for numerical stability
 _MOST_ROUNDS = 25
-_MOST_NEW = 12  # moments a round
+_MOST_NEW = 12  # time points added per round
 
-Moment = tuple[str, int]  # ("op", op that runs) or ("replay", call)
+TimePoint = tuple[str, int]  # ("op", op that runs) or ("replay", call)
 
 
 @dataclass
 class Answer:
-    """What the MILP came to: the extra seconds of a plan that fits, if there is one, and whether it is optimal."""
+    """Result of the MILP: the extra seconds of a plan that fits, if there is one, and whether it is optimal."""
 
     regions: Regions | None
     extra_s: float | None
@@ -104,41 +104,41 @@ class Checkmate:
     def solve(self, budget: int, time_limit_s: float) -> Answer:
         """The plan for a budget, within a time limit for all rounds together."""
         started = time.perf_counter()
-        moments: dict[Moment, None] = {("op", int(self.plain.ops[self.plain.peak_event])): None}
+        points: dict[TimePoint, None] = {("op", int(self.plain.ops[self.plain.peak_event])): None}
         allowed, is_proven = budget, True
         for _ in range(_MOST_ROUNDS):
             left = time_limit_s - (time.perf_counter() - started)
             if left <= 0:
                 return Answer(None, None, time.perf_counter() - started, False)
-            regions, ended = self._solved(list(moments), allowed, left)
+            regions, ended = self._solved(list(points), allowed, left)
             is_proven = is_proven and ended
             if regions is None:
                 return Answer(None, None, time.perf_counter() - started, is_proven)
             timeline = simulate(self.graph, plan_of(self.graph, regions))
             if timeline.peak_bytes <= budget:
                 return Answer(regions, timeline.extra_s, time.perf_counter() - started, is_proven)
-            new = [moment for moment in self._over(timeline, budget, regions) if moment not in moments]
+            new = [point for point in self._over(timeline, budget, regions) if point not in points]
             if new:
-                moments |= dict.fromkeys(new[:_MOST_NEW])
+                points |= dict.fromkeys(new[:_MOST_NEW])
             else:
                 allowed -= timeline.peak_bytes - budget
         return Answer(None, None, time.perf_counter() - started, False)
 
-    def _over(self, timeline: Timeline, budget: int, regions: Regions) -> list[Moment]:
-        """The worst moment of each call and direction in which a step is over the budget, the worst of all first."""
-        worst: dict[tuple[int, int], tuple[int, Moment]] = {}
+    def _over(self, timeline: Timeline, budget: int, regions: Regions) -> list[TimePoint]:
+        """The worst point of each call and direction in which a step is over the budget, the worst of all first."""
+        worst: dict[tuple[int, int], tuple[int, TimePoint]] = {}
         for event in np.flatnonzero(timeline.total_bytes > budget):
             op, phase, size = int(timeline.ops[event]), int(timeline.phases[event]), int(timeline.total_bytes[event])
             if op < 0:
                 continue
-            moment: Moment = ("op", op)
+            point: TimePoint = ("op", op)
             if phase == 1:
-                moment = ("replay", next(c for c in self._around(self.graph.ops[op].call) if c in regions))
+                point = ("replay", next(c for c in self._around(self.graph.ops[op].call) if c in regions))
             key = self.graph.ops[op].call, phase
-            worst[key] = max(worst.get(key, (0, moment)), (size, moment))
-        return [moment for _, moment in sorted(worst.values(), reverse=True)]
+            worst[key] = max(worst.get(key, (0, point)), (size, point))
+        return [point for _, point in sorted(worst.values(), reverse=True)]
 
-    def _solved(self, moments: list[Moment], budget: int, time_limit_s: float) -> tuple[Regions | None, bool]:
+    def _solved(self, points: list[TimePoint], budget: int, time_limit_s: float) -> tuple[Regions | None, bool]:
         """The regions, and whether they are optimal; None where there are none, for sure or in time."""
         graph, z, w = self.graph, self._z, self._w
         rows, num = _Rows(), len(z) + len(w)
@@ -152,8 +152,8 @@ class Checkmate:
             cost[column] = -graph.ops[op].seconds
             must = "index" in graph.ops[op].flags
             rows.add({column: 1.0, z[call]: -1.0}, lower=0.0 if must else -np.inf, upper=0.0)
-        for moment in moments:
-            num = self._add_moment(rows, num, moment, budget)
+        for point in points:
+            num = self._add_point(rows, num, point, budget)
         result = milp(
             np.concatenate([cost, np.zeros(num - len(cost))]) * 1e3,
             integrality=np.concatenate([np.ones(len(cost)), np.zeros(num - len(cost))]),
@@ -172,10 +172,10 @@ class Checkmate:
         }
         return regions, result.status == 0
 
-    def _add_moment(self, rows: _Rows, num: int, moment: Moment, budget: int) -> int:
-        """Write what is held at a moment, and that it fits. Gives the number of variables."""
+    def _add_point(self, rows: _Rows, num: int, point: TimePoint, budget: int) -> int:
+        """Add the constraints of a time point: what is held there, and that it fits. Returns the new `num`."""
         graph, values = self.graph, self.graph.values
-        kind, which = moment
+        kind, which = point
         replayed = which if kind == "replay" else -1
         at = self._replayed_at[replayed] if replayed >= 0 else which
         held: dict[int, int] = {}

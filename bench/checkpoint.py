@@ -1,6 +1,6 @@
-"""The cost of `lowtide.checkpoint` over torch's own, on one transformer block: `python bench/checkpoint.py`.
+"""The cost of `lowtide.checkpoint` over torch's own, on four transformer blocks: `python bench/checkpoint.py`.
 
-Variants take turns within one run and their best times are compared, so that a busy machine slows all alike.
+The variants take turns within one run and their median times are compared, so that a busy machine slows all alike.
 Writes a table to bench/results/checkpoint-<device>.md.
 """
 

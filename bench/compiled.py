@@ -1,13 +1,13 @@
-"""Compiled training under a budget against what people use today: same model, same run, measured peaks and times.
+"""Compiled training under a budget against torch.compile's own ways to save memory: measured peaks and times.
 
     python bench/compiled.py [--device cuda] [--families gpt llama ...] [--seconds S] [--out FOLDER]
 
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at 0.9, 0.6, 0.3 and 0.05; torch's
 checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak of each peer, without and
-with host memory. All run in turns, and it is the ratio to the plain steps of the same round that counts: clocks drift.
-`--seconds` is the time for each family: what comes late is named and left out, and a family that takes far longer is
-given up. The file is written after each family. On the CPU the families are tiny and the table shows only that the
+with host memory. All run in turns, and times are compared with the plain steps of the same round, as clock rates drift.
+`--seconds` is the time for each family: cases that are not reached are listed, and a family that takes far longer is
+stopped. The file is written after each family. On the CPU the families are tiny and the table shows only that the
 script works.
 """
 
@@ -172,7 +172,7 @@ def in_turns(contestants: list[Regional], options: argparse.Namespace, deadline:
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to compile that people have, and what came of it."""
+    """One of torch's ways to compile the blocks, and its measurements."""
 
     label: str
     contestant: Regional

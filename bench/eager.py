@@ -6,7 +6,8 @@
 Torch's ways are a checkpoint per block, on every second block, and selective ones that keep all matrix products or
 every other one. Ours is `lowtide.fit` at their measured peaks and between them; on a GPU also with host memory, and
 captured as a CUDA graph. At each budget the plain step, the fastest of torch's ways that hold it, and ours take turns.
-Budgets come in the order of what they tell, so a run that is cut short by `--targets` or `--seconds` has the first.
+Budgets are ordered by how much they tell, so a run that is cut short by `--targets` or `--seconds` has the most
+important ones.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Target:
 
 
 def targets_of(peaks: dict[str, int], device: str) -> list[Target]:
-    """What tells most, first. Peaks are those of torch's ways that ran."""
+    """The budgets, the most important first. `peaks` are those of torch's ways that ran."""
     found = []
     if PER_BLOCK in peaks:
         found.append(Target(PER_BLOCK, peaks[PER_BLOCK]))

@@ -1,8 +1,8 @@
-"""What plans are predicted to cost, and what they do: `python bench/predictions.py`.
+"""Predicted and measured cost of plans: `python bench/predictions.py`.
 
-For each step: traced, then a checkpoint per block and every second block as plans, simulated on the graph and applied.
-Ways take turns within one run, three steps in a row each, with Python's garbage collector as users have it. Writes
-bench/results/predictions-<device>.md, and with --graphs the graphs.
+Each step is traced. Two plans, a checkpoint per block and on every second block, are simulated on the graph, and
+measured on the model. They take turns within one run, three steps in a row each, with Python's garbage collector as
+users have it. Writes bench/results/predictions-<device>.md, and with --graphs the graphs.
 """
 
 from __future__ import annotations

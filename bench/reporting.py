@@ -1,4 +1,4 @@
-"""What benchmarks share: a timer, what stands above results, and where they go."""
+"""What all benchmarks share: a timer, the line with date and versions above results, and pages of results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 def timed(
     call: Callable[[], Any], device: str, repeat: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds that a call takes, what it started on the device included; one of several that follow one another."""
+    """Mean seconds of `repeat` calls in a row, including the work that they start on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = clock()
@@ -35,8 +35,9 @@ def timed(
 
 
 def median_over(times: list[float], plain: list[float]) -> float:
-    """By how much steps take longer than the plain ones right before them, in the median: clocks and neighbours vary
-    more slowly than that.
+    """Median of how much longer steps take than the plain steps right before them, as a share of those.
+
+    Clock rates and the load of the machine change more slowly than from one turn to the next.
     """
     return statistics.median(ours / theirs for ours, theirs in zip(times, plain, strict=True)) - 1
 
@@ -54,7 +55,7 @@ def versions() -> str:
 
 
 def save(lines: list[str], folder: Path, name: str) -> None:
-    """Print a page of results and keep it."""
+    """Print a page of results and write it to a file."""
     text = "\n".join(lines) + "\n"
     print(text)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def save(lines: list[str], folder: Path, name: str) -> None:
 
 
 class Page:
-    """Lines of results, printed and kept as they come: what was measured is there if the rest fails."""
+    """A page of results, written line by line, so that what was measured is kept if a later part fails."""
 
     def __init__(self, folder: Path, name: str, *lines: str) -> None:
         self._folder, self._name = folder, name
@@ -90,7 +91,7 @@ class TooSlow(BaseException):
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise `TooSlow` in the block after so many seconds, so that one case does not cost the others their time.
+    """Raise `TooSlow` in the block after so many seconds, so that one slow case does not use up the time of the others.
 
     Python raises it when the running call into torch returns. 0 is no limit.
     """

@@ -1,7 +1,8 @@
-"""Knapsacks to compare the solver with, their answers as plans that `simulate` can judge.
+"""Knapsack algorithms to compare the solver with; their results are plans for `simulate`.
 
-A rival offers plans along whatever knob it has; for each budget the fastest of them that fits by simulation is its
-answer. So all are judged by the same referee, and a rival whose own account of memory is off is not punished for it.
+Each rival has a parameter that trades memory for time, and gives a plan for each of its values; its answer to a budget
+is the fastest of these plans whose simulated peak fits. All are compared by the same simulator, so errors of a rival's
+own memory model do not count against it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def plan_of(graph: StepGraph, regions: Regions) -> Plan:
 
 @dataclass
 class Offers:
-    """Plans of one rival, fastest first by its own account."""
+    """Plans of one rival, the fastest first by its own cost model."""
 
     graph: StepGraph
     regions: Sequence[Regions]

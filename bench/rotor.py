@@ -6,9 +6,9 @@ ops after the last. A stage's forward either holds all its saves, or only its in
 later stage; what lies between is run again when its backward comes, by the same rules.
 
 The module regions of the eager engine can replay one block at a time. So there are two answers: `runnable`, the
-programme with checkpoints on single blocks, as plans for the referee; and `full_extra_s`, the whole programme, in which
-several blocks are replayed from one input: no engine here runs that, so there is only its own account, which leaves
-out what crosses several blocks, and replays inside which more lives than at the end.
+programme with checkpoints on single blocks, as plans for the simulator; and `full_extra_s`, the whole programme, in
+which several blocks are replayed from one input. The latter is not simulated: its cost is that of rotor's own model,
+which leaves out values that cross several blocks, and peaks inside of replays.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Chain:
         return Offers(self.graph, list(found.values()))
 
     def full_extra_s(self) -> np.ndarray | None:
-        """Extra seconds by the whole programme's own account for each number of slots; None where it is too long."""
+        """Extra seconds of the whole programme, by its own model, for each number of slots; None if it is too long."""
         num = len(self.stages)
         if num > _MOST_STAGES:
             return None

@@ -1,7 +1,7 @@
 """Several benchmarks on one device at once: one at a time measures, the others plan meanwhile.
 
-Processes that are given the same file, `LOWTIDE_BENCH_LOCK=FILE`, take turns: `with TURN:` waits until no other
-measures. `fit` takes as long to solve as to measure, and `Stages` lets others measure while it solves.
+Processes with the same lock file, `LOWTIDE_BENCH_LOCK=FILE`, take turns: `with TURN:` waits until no other process
+measures. `fit` takes as long to solve as to measure, so `Stages` releases the lock while `fit` solves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.api.fit import _Fitting
 
 
 class Turn:
-    """The right to measure on the device; without a file it is always there."""
+    """A lock on the device, held while measuring. Without a lock file it is always free."""
 
     def __init__(self, path: str | None) -> None:
         self._file = open(path, "a") if path else None  # open as long as the process
@@ -35,7 +35,7 @@ class Turn:
         self.give()
 
     def take(self) -> None:
-        """Wait for it; nothing happens if it is held."""
+        """Wait for the lock; returns at once if this process holds it."""
         if self._file is not None and not self._is_held:
             start = time.perf_counter()
             fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -43,7 +43,7 @@ class Turn:
             self._is_held = True
 
     def give(self) -> None:
-        """Leave the device to others, and the memory that nothing uses."""
+        """Release the lock, and the allocator's unused memory."""
         if self._file is not None and self._is_held:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -56,7 +56,7 @@ TURN = Turn(os.environ.get("LOWTIDE_BENCH_LOCK"))
 
 
 def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
-    """The search of `fit` for candidates, with the device left to others. Its `tune_s` begins after it."""
+    """Wrap the search of `fit` for candidates so that the lock is released during it. `tune_s` counts from its end."""
 
     def searched(*args: Any) -> Any:
         TURN.give()
@@ -83,7 +83,7 @@ class Stages(logging.Handler):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A block that calls `fit`, in a turn of this process."""
+        """A context for calling `fit`, in which this process holds the lock."""
         logger = logging.getLogger("lowtide")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)

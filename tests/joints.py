@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,20 @@ from lowtide.graph import Hardware
 from lowtide.tracing.joint_graph import JointStep, NodeFacts, joint_step
 
 HARDWARE = Hardware("test", memory_bytes_per_s=1.0)
+
+
+def compile_without_kernels(module: Any, inputs: Any, partition: Callable[..., Any]) -> Any:
+    """Compile one of Dynamo's graphs like `_compat.compile_with_inductor`, but run every op by its eager kernel."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def run(graph: Any, _: Any) -> Any:
+        def boxed(args: list[Any]) -> Any:  # frees arguments and values after their last use, as inductor's code does
+            return torch.fx.Interpreter(graph).boxed_run(args)
+
+        boxed._boxed_call = True
+        return boxed
+
+    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(module, inputs)
 
 
 def joint_of(model: nn.Module, *args: Any, dynamic: bool | None = None, **kwargs: Any) -> JointStep:
@@ -25,7 +40,7 @@ def joint_of(model: nn.Module, *args: Any, dynamic: bool | None = None, **kwargs
 
     def backend(module: Any, inputs: Any) -> Any:
         statics[:] = _compat.static_inputs(module)
-        return _compat.compile_without_kernels(module, inputs, partition, {})
+        return compile_without_kernels(module, inputs, partition)
 
     statics: list[bool] = []
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from joints import compile_without_kernels
 from lowtide import _compat
 from lowtide.api.compile import _by_model
 from lowtide.compiled.session import Session
@@ -63,14 +64,14 @@ class Compiler:
             self.splits.append(Split(forward, backward, tensors))
             return forward, backward
 
-        return _compat.compile_without_kernels(module, inputs, watched, options)
+        return compile_without_kernels(module, inputs, watched)
 
 
 def compiled_plainly(model: nn.Module, *, regional: bool, dynamic: bool | None = None) -> nn.Module:
     """The same compile without lowtide."""
 
     def backend(module: Any, inputs: Any) -> Any:
-        return _compat.compile_without_kernels(module, inputs, _compat.torch_partition, {})
+        return compile_without_kernels(module, inputs, _compat.torch_partition)
 
     for module in find_regions(model, None).values() if regional else [model]:
         module.compile(backend=backend, dynamic=dynamic)

@@ -38,7 +38,7 @@ class Verdict:
     extra_s: float
     host_bytes: int
     events: list[int]
-    watched_s: float = 0.0  # not an event of the step, and not in `extra_s`
+    engine_s: float = 0.0  # not an event of the step, and not in `extra_s`
     step_s: float = 0.0
     busy_s: tuple[float, float] = (0.0, 0.0)
 
@@ -56,10 +56,10 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
         if position < len(graph.ops):
             step.run(position, home=FORWARD)
     step.finish()
-    watched_s = step.regions.watched_s() + step.link.num_calls * graph.hardware.move_s / 2
+    engine_s = step.regions.engine_s() + step.link.num_calls * graph.hardware.move_s / 2
     step_s = _again_and_again(step.row)
     busy_s = (step.host_busy_s, step.device_busy_s)
-    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, watched_s, step_s, busy_s)
+    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, engine_s, step_s, busy_s)
 
 
 def added_s(graph: StepGraph, plan: Plan) -> float:
@@ -67,7 +67,7 @@ def added_s(graph: StepGraph, plan: Plan) -> float:
     verdict = replay(graph, plan)
     if graph.has_host_line:
         return verdict.step_s - replay(graph, Plan()).step_s
-    return verdict.extra_s + verdict.watched_s
+    return verdict.extra_s + verdict.engine_s
 
 
 def assert_plan_refereed(graph: StepGraph, plan: Plan) -> None:
@@ -213,7 +213,7 @@ class _Regions:
         entries = [self.graph.calls[inner].first for inner in self.inside(region)]
         return max([self.graph.calls[region].first, *own, *entries])
 
-    def watched_s(self) -> float:
+    def engine_s(self) -> float:
         """What the host does for regions: for each that has saves, and for each op of a replay with retained outputs.
 
         Those ops that are not computed cost something too.

@@ -13,7 +13,7 @@ import pytest
 import lowtide
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
+DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "lowtide"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES_WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
@@ -53,6 +53,18 @@ def test_every_name_in_the_reference_exists() -> None:
     listed = re.findall(r"^::: (lowtide\.[\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
     for module, _, name in (dotted.rpartition(".") for dotted in listed):
         assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
+
+
+def test_files_named_by_the_architecture_exist() -> None:
+    """`solvers/solve.py: shortlist` is a file of the package, or of the repository, that defines that name."""
+    named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", (DOCS / "architecture.md").read_text())
+    assert len(named) > 30
+    for path, names in named:
+        file = next((file for file in (*PACKAGE.rglob(path), ROOT / path) if file.is_file()), None)
+        assert file is not None, path
+        for name in filter(None, names.split(".")):
+            defined = rf"^\s*(?:def|class) {name}\b|^{name}\b"
+            assert re.search(defined, file.read_text(), re.MULTILINE), f"{path}: {name}"
 
 
 def test_every_result_is_among_the_benchmarks() -> None:

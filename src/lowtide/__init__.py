@@ -6,11 +6,10 @@ and `lowtide.eager`.
 """
 
 from lowtide import hosts as hosts
-from lowtide.api.compile import compile
+from lowtide.api.compile import compile, handle_of
 from lowtide.api.estimate import estimate
 from lowtide.api.fit import fit, plan
 from lowtide.api.fit_pipeline import fit_pipeline
-from lowtide.api.handles import handle_of
 from lowtide.api.max_batch import max_batch
 from lowtide.api.measure import measure
 from lowtide.api.parallel_estimate import estimate_parallel

@@ -1,7 +1,9 @@
-"""Rules set by hand: which of `n` layers keep their activations, and which are recomputed.
+"""Policies: fixed rules for which of a model's `n` layers keep their activations and which are recomputed.
 
-A policy is frozen data. `decide(n)` answers for every layer, True for recomputed; `should_checkpoint(i)` answers for
-one, with `n` where the rule depends on the number of layers. All print as they are written and go through JSON.
+`lowtide.apply(model, policy)` carries one out on a model, `ActivationCheckpointer` in a layer loop without autograd. A
+policy is frozen data that can be written as JSON. `decide(n)` returns the decision for every layer, True for
+recomputed, and `should_checkpoint(i, n)` that for layer `i`. A plan from `lowtide.solve` decides for single
+activations instead; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from lowtide.units import parse_bytes
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """A rule. Subclasses say what they keep."""
+    """Base class of policies. Each subclass documents which layers keep their activations."""
 
     def decide(self, n: int, costs: Sequence[float] | None = None, bytes: Sequence[int] | None = None) -> list[bool]:
-        """For each of `n` layers, whether its activations are recomputed.
+        """Return for each of `n` layers whether its activations are recomputed.
 
-        `costs` are what recomputing each layer takes, `bytes` what keeping it takes; rules that need them say so.
+        `costs` (in any unit) and `bytes` are the cost of recomputing each layer and the size of its activations, for
+        policies that use them: `Selective` and `MaxBytes`.
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise ValueError(f"n is a number of layers, 0 or more, not {n!r}")
@@ -37,16 +40,16 @@ class Policy(ABC):
     def regions(
         self, n: int, costs: Sequence[float] | None = None, bytes: Sequence[int] | None = None
     ) -> list[Segment]:
-        """The runs of layers that `apply` recomputes, each from its input, the outer ones before those inside them.
+        """Return the runs of layers that `apply` recomputes, each from its own input; outer runs before inner ones.
 
-        Rules that speak of single layers recompute each on its own.
+        By default every recomputed layer is a run by itself.
         """
         return [Segment(layer, layer) for layer, recomputed in enumerate(self.decide(n, costs, bytes)) if recomputed]
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        """Whether layer `i` of `n` is recomputed: `decide(n)[i]`. Rules that go by `i` alone need no `n`."""
+        """Return whether layer `i` of `n` is recomputed: `decide(n)[i]`. Some policies do not need `n`."""
         if n is None:
-            raise TypeError(f"{self} needs to know how many layers there are: should_checkpoint({i}, n), or decide(n)")
+            raise TypeError(f"{self} depends on how many layers there are: use should_checkpoint({i}, n), or decide(n)")
         if not 0 <= i < n:
             raise ValueError(f"layer {i} is not one of {n} layers")
         return self.decide(n)[i]
@@ -55,12 +58,12 @@ class Policy(ABC):
     def _kept(self, n: int, costs: Sequence[float] | None, bytes: Sequence[int] | None) -> set[int] | range: ...
 
     def to_json(self) -> str:
-        """The policy as text; `Policy.from_json` reads it."""
+        """Return the policy as JSON, which `Policy.from_json` reads."""
         return json.dumps({"policy": type(self).__name__, **self._to_fields()})
 
     @staticmethod
     def from_json(text: str) -> Policy:
-        """The policy that `to_json` wrote."""
+        """Read a policy that `to_json` wrote. Raises `ValueError` if the text is damaged."""
         try:
             content = json.loads(text)
             kind = _POLICIES[content.pop("policy")]
@@ -78,7 +81,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class KeepAll(Policy):
-    """Everything is kept: no recomputation, the most memory."""
+    """Keeps all layers: nothing is recomputed, and memory is highest."""
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return False
@@ -89,7 +92,7 @@ class KeepAll(Policy):
 
 @dataclass(frozen=True)
 class RecomputeAll(Policy):
-    """Everything is recomputed: the least memory, one more forward."""
+    """Recomputes every layer by itself: only layer inputs are held, for one more forward."""
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         return True
@@ -100,7 +103,7 @@ class RecomputeAll(Policy):
 
 @dataclass(frozen=True)
 class EveryN(Policy):
-    """Layers 0, n, 2n ... are kept; `EveryN(0)` keeps none."""
+    """Keeps layers 0, n, 2n, ... and recomputes the others. `EveryN(0)` keeps none."""
 
     n: int
 
@@ -116,7 +119,7 @@ class EveryN(Policy):
 
 @dataclass(frozen=True)
 class Selective(Policy):
-    """Layers that cost at least `cost_threshold` to recompute are kept."""
+    """Keeps the layers whose entry in `costs` is at least `cost_threshold`."""
 
     cost_threshold: float = 100
 
@@ -127,14 +130,14 @@ class Selective(Policy):
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers `start` to `end`, both inside."""
+    """Layers `start` to `end`, both included."""
 
     start: int
     end: int
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.end < self.start:
-            raise ValueError(f"a segment goes from a start of 0 or more up, not from {self.start} to {self.end}")
+            raise ValueError(f"a segment needs 0 <= start <= end, not start={self.start} and end={self.end}")
 
     def __contains__(self, layer: int) -> bool:
         return self.start <= layer <= self.end
@@ -142,7 +145,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Segments(Policy):
-    """Layers inside any of the segments are recomputed, the others kept."""
+    """Recomputes each of the segments from its input, and keeps the other layers."""
 
     segments: tuple[Segment, ...]
 
@@ -172,10 +175,10 @@ class Segments(Policy):
 
 @dataclass(frozen=True)
 class Uniform(Policy):
-    """All layers in `num_segments` equal segments, the last with the remainder, recomputed segment by segment.
+    """Recomputes all layers in `num_segments` segments of equal length; the last one also has the remainder.
 
-    The last layer of a segment is kept, since its output is what the next segment is recomputed from; the output of the
-    last segment is not needed. Without layers or segments, or with more segments than layers, nothing is recomputed.
+    `decide` marks the last layer of each segment as kept, since the next segment is recomputed from its output; the
+    output of the last segment is not needed. With 0 segments, or more segments than layers, nothing is recomputed.
 
     >>> import lowtide
     >>> lowtide.Uniform(2).decide(6), lowtide.Uniform(2).should_checkpoint(2, 6)
@@ -188,7 +191,7 @@ class Uniform(Policy):
         _check_count("Uniform", self.num_segments)
 
     def segments(self, n: int) -> list[Segment]:
-        """The segments of `n` layers."""
+        """Return the segments of `n` layers."""
         if not 0 < self.num_segments <= n:
             return []
         length = n // self.num_segments
@@ -205,9 +208,9 @@ class Uniform(Policy):
 
 @dataclass(frozen=True)
 class SqrtN(Policy):
-    """Every k-th layer is kept, k the square root of their number: O(sqrt n) memory (Chen et al. 2016).
+    """Keeps every k-th layer, where k is the square root of `n`: memory grows with sqrt(n) (Chen et al. 2016).
 
-    Under `apply`, each run of k layers is recomputed from its input.
+    `apply` recomputes each run of k layers from its input.
     """
 
     def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
@@ -220,10 +223,11 @@ class SqrtN(Policy):
 
 @dataclass(frozen=True)
 class Revolve(Policy):
-    """Binomial checkpointing of a chain with `slots` states, its input among them (Griewank and Walther 2000).
+    """Binomial checkpointing of a chain (Griewank and Walther 2000): holds at most `slots` states, the input included.
 
-    The fewest runs of layers with that memory: `num_forwards(n)` of them. `decide` tells which outputs are kept after
-    the forward; `ActivationCheckpointer` carries out the whole schedule, and `apply` does by segments in segments.
+    It runs layers as few times as possible with that memory, `num_forwards(n)` times in total. `decide` returns which
+    outputs are kept at the end of the forward. `ActivationCheckpointer` carries out the whole schedule, and `apply`
+    does the same with nested segments.
     """
 
     slots: int
@@ -233,10 +237,10 @@ class Revolve(Policy):
             raise ValueError(f"Revolve needs at least one slot, for the input; got {self.slots}")
 
     def num_forwards(self, n: int) -> int:
-        """How often a layer is run in all, forward and replays, to go forward and then back through `n` layers.
+        """Return the number of layer runs of a forward and a backward through `n` layers, replays included.
 
-        The optimum for going back is `r n - C(slots + r, slots + 1)`, with the smallest `r` for which
-        `C(slots + r, slots) >= n`; one more run makes the last layer's output.
+        The optimum for the backward is `r n - C(slots + r, slots + 1)`, with the smallest `r` for which
+        `C(slots + r, slots) >= n`; one more run computes the last layer's output.
         """
         if n == 0:
             return 0
@@ -246,9 +250,9 @@ class Revolve(Policy):
         return 1 + r * n - (math.comb(self.slots + r, self.slots + 1) if r else 0)
 
     def next_kept(self, n: int) -> int:
-        """How many layers to run from a kept state before keeping the next, with `n` layers ahead and `slots` states.
+        """Return how many layers to run from a held state before the next state is held, with `n` layers ahead.
 
-        A position that costs the optimum, found from the closed form alone; `n` if there is no second slot.
+        The first position whose cost is optimal by the formula of `num_forwards`; `n` if there is only one slot.
         """
         if self.slots == 1 or n <= 1:
             return n
@@ -264,7 +268,7 @@ class Revolve(Policy):
         return self._split(0, n)
 
     def _split(self, start: int, end: int) -> list[Segment]:
-        """The regions of layers whose input has one of the slots: so many of them side by side as there are slots."""
+        """Return the regions of layers `start` to `end - 1`, whose input is held: up to `slots` side by side."""
         if end - start < 1:
             return []
         step = self.next_kept(end - start)
@@ -273,7 +277,7 @@ class Revolve(Policy):
         return [*self._one(start, start + step), *Revolve(self.slots - 1)._split(start + step, end)]
 
     def _one(self, start: int, end: int) -> list[Segment]:
-        """One region, and those inside it."""
+        """Return the region of layers `start` to `end - 1`, and the regions inside it."""
         if end - start == 1:
             return [Segment(start, start)]
         parts = self._split(start, end) if self.slots > 1 else [*self._one(start, end - 1), Segment(end - 1, end - 1)]
@@ -290,7 +294,7 @@ class Revolve(Policy):
 
 @dataclass(frozen=True)
 class MaxBytes(Policy):
-    """The layers that cost most to recompute per byte are kept, as many as fit in `budget` (bytes, or `"12GiB"`)."""
+    """Keeps the layers that cost most to recompute per byte, as many as fit in `budget` (bytes, or `"12GiB"`)."""
 
     budget: int | str
 
@@ -317,7 +321,7 @@ _POLICIES: dict[str, type[Policy]] = {
 def plan_recomputation(
     n: int, policy: Policy, costs: Sequence[float] | None = None, bytes: Sequence[int] | None = None
 ) -> list[bool]:
-    """For each of `n` layers, whether `policy` has it recomputed.
+    """Return for each of `n` layers whether `policy` recomputes it.
 
     >>> from lowtide.policies import EveryN, plan_recomputation
     >>> plan_recomputation(5, EveryN(2))
@@ -328,7 +332,7 @@ def plan_recomputation(
 
 
 def check_policy(policy: object) -> None:
-    """Raise unless this is a policy."""
+    """Raise `TypeError` if this is not a policy."""
     if not isinstance(policy, Policy):
         raise TypeError(f"a policy such as EveryN(4) is needed, not {policy!r}")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat import dynamo, fx_graphs, partitioner
+from joints import compile_without_kernels
+from lowtide._compat import fx_graphs, partitioner
 
 
 class Block(nn.Module):
@@ -52,7 +53,7 @@ class Seen:
 
     def backend(self, graph: Any, inputs: list[Any]) -> Any:
         self.graph, self.inputs, self.fakes = graph, inputs, fx_graphs.FakeInputs(graph, inputs).again()
-        return dynamo.compile_without_kernels(graph, inputs, self.partition, {})
+        return compile_without_kernels(graph, inputs, self.partition)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import nn
 import lowtide
 from compiled.test_backend import MLP, Stack, rows, squared
 from kernelless import PLENTY, assert_equal, compiled_plainly, floor_of, left_behind, squeeze
-from lowtide.api.handles import handle_of
+from lowtide.api.compile import handle_of
 from lowtide.compiled import backend
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.session import NOTHING_YET

@@ -16,7 +16,7 @@ import lowtide
 from lowtide.eager import cuda_graph
 from lowtide.eager.cuda_graph import StepGuards, batch_form, changed_value
 from lowtide.plans import Plan, Recompute
-from lowtide.snapshot.restore import generator_states
+from lowtide.snapshot import generator_states
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

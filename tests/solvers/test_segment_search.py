@@ -198,7 +198,7 @@ def test_three_simulators_agree_on_segments(first: int) -> None:
         for name, column in step.columns().items():
             assert np.array_equal(column, getattr(timeline, name)), f"graph {seed}: {name}"
         verdict = replay(graph, plan)
-        assert (verdict.peak_bytes, verdict.watched_s) == (timeline.peak_bytes, timeline.watched_s), f"graph {seed}"
+        assert (verdict.peak_bytes, verdict.engine_s) == (timeline.peak_bytes, timeline.engine_s), f"graph {seed}"
     assert num > 10
 
 
@@ -206,7 +206,7 @@ def test_a_segment_is_entered_as_often_as_it_has_calls() -> None:
     graph = drawing(chain([10] * 6), 0, share=1.0)
     graph = replace(graph, hardware=replace(graph.hardware, region_s=0.5))
     timeline = simulate(graph, Plan(regions=(segment(layers(1, 4)),)))
-    assert timeline.watched_s == 3 * 0.5
+    assert timeline.engine_s == 3 * 0.5
     assert timeline.replayed_s == 3.0
 
 

@@ -1,4 +1,9 @@
-"""`torch.distributed`: what its public API does not tell about process groups."""
+"""`torch.distributed`: process groups, results of collectives, FSDP2's gathers, DTensor's random states, pipelines.
+
+Traces and replays have to know when FSDP2 gathers and frees parameters, and to repeat collectives without
+communicating; `estimate_parallel` runs on a process group without other ranks. Each docstring ends with the private API
+that it relies on, or with the change of torch that would make it obsolete.
+"""
 
 from __future__ import annotations
 

@@ -39,25 +39,6 @@ def compile_with_inductor(
         return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches))
 
 
-def compile_without_kernels(
-    module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]
-) -> Callable[..., Any]:
-    """Compile like `compile_with_inductor`, but run every op by its eager kernel: for tests and to inspect graphs.
-
-    Obsolete likewise.
-    """
-    aot_autograd = required("torch._dynamo.backends.common.aot_autograd", _COMPILE)
-
-    def run(graph: Any, _: Any) -> Any:
-        def boxed(args: list[Any]) -> Any:  # frees arguments and values after their last use, as inductor's code does
-            return torch.fx.Interpreter(graph).boxed_run(args)
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        return boxed
-
-    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(module, inputs)
-
-
 def _as_partitioner(partition: Callable[..., Any]) -> Any:
     """Wrap a partitioner in the class that inductor's option takes. Obsolete likewise."""
     base: Any = required("torch._inductor.custom_graph_pass.CustomPartitionerFn", _COMPILE)

@@ -1,6 +1,7 @@
-"""Torch's partitioner of joint graphs: its choices of saved values, and the split into forward and backward.
+"""torch's partitioner of joint graphs: its choices of saved values, and the split into forward and backward.
 
-Each docstring ends with the change of torch that would make it obsolete.
+The compiled engine lets it carry out plans, and asks it what torch itself would save. Each docstring ends with the
+change of torch that would make it obsolete.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Stopped(Exception):
 
 
 class Partition:
-    """A partition that has come to the point where torch chooses what to save. `watched_partition` makes it."""
+    """A run of torch's partitioner, at the point where it chooses what to save. Made by `watched_partition`."""
 
     def __init__(
         self,

@@ -1,1 +1,4 @@
-"""The functions a user calls: fit, plan, compile, estimate, measure, max_batch. Each joins the packages below it."""
+"""The functions a user calls (fit, plan, compile, estimate, measure, max_batch), one file each.
+
+Each connects the other packages: it traces, solves, applies and measures, and has no algorithm of its own.
+"""

@@ -4,8 +4,9 @@ A wrapper of `torch.compile` with inductor. `compile` sets up a `Session` for th
 (or the whole model) with a backend that passes every graph to that session, and registers a forward pre-hook that
 traces the first training forward for the memory outside of the blocks. Planning happens in the first step, not here.
 
-Each compiled model has a `CompiledHandle`, which `lowtide.handle_of(model)` returns. `explain_compiled` prints what the
-compiled graphs save, also those of `torch.compile(model, backend="lowtide")`.
+`compile` returns the model, so its handle is looked up: `lowtide.handle_of(model)` returns the handle that `compile`,
+`apply` or `fit` put on a model, also for code that only gets the model, often inside `DistributedDataParallel`.
+`explain_compiled` prints what the compiled graphs save, also those of `torch.compile(model, backend="lowtide")`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lowtide.compiled.session_calls import SESSIONS, SessionCall, shared_backend
 from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes
+from lowtide.eager.handle import Applied, handle_at
 from lowtide.errors import LowtideError
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.model_blocks import find_regions, is_block
@@ -96,18 +98,58 @@ def compile(
 
 def explain_compiled(model: nn.Module | None = None) -> str:
     """What the compiled graphs of a model save and what that costs, as text; without a model, of all models."""
-    handle = None if model is None else handle_on(model)
+    handle = None if model is None else _handle_on(model)
     sessions = _sessions_of(model) if handle is None else [handle.session]
     return "\n\n".join(session.describe() for session in sessions) or NOTHING_YET
 
 
-def handle_on(module: nn.Module) -> CompiledHandle | None:
+def handle_of(model: nn.Module) -> Applied | CompiledHandle:
+    """The handle that `lowtide.apply`, `lowtide.fit` or `lowtide.compile` put on a model, or on a model inside `model`.
+
+    A model compiled by `torch.compile(backend="lowtide")` has one too, once it has run a training forward.
+    `model` may be a wrapper, such as `DistributedDataParallel` or the result of `torch.compile`. Raises `LowtideError`
+    if there is no handle, or more than one.
+
+    >>> import torch, lowtide
+    >>> from lowtide import handle_of
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    >>> handle = lowtide.apply(model, lowtide.EveryN(2))
+    >>> handle_of(torch.nn.ModuleList([model])) is handle
+    True
+    """
+    checks.module(model)
+    handles: dict[int, Applied | CompiledHandle] = {}
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        for handle in (handle_at(module), _handle_on(module)):
+            if handle is not None and id(handle) not in handles:
+                handles[id(handle)] = handle
+                paths.append(path or "the model itself")
+    if not handles:
+        for each in _backend_handles(model):
+            handles[id(each)] = each
+            paths.append(f"torch.compile(backend='lowtide'), budget {each.session.budget}")
+    if not handles:
+        raise LowtideError(
+            f"there is no handle on this {type(model).__name__}: call lowtide.fit, lowtide.apply or lowtide.compile on "
+            "it first. A model compiled by torch.compile(backend='lowtide') has one after its first training forward"
+        )
+    if len(handles) > 1:
+        raise LowtideError(
+            f"there are {len(handles)} handles on this {type(model).__name__}, the first ones found at "
+            f"{', '.join(paths)}: call handle_of with the part of the model that is meant"
+        )
+    (handle,) = handles.values()
+    return handle
+
+
+def _handle_on(module: nn.Module) -> CompiledHandle | None:
     """The handle that `compile` put on this module; None if there is none, or if it was removed."""
     handle = _by_model.get(_compat.unwrapped(module))
     return None if handle is None or handle.is_removed else handle
 
 
-def backend_handles(model: nn.Module) -> list[CompiledHandle]:
+def _backend_handles(model: nn.Module) -> list[CompiledHandle]:
     """The handles of what `torch.compile(backend="lowtide")` compiled with parameters of this model."""
     sessions = [session for session in _sessions_of(model) if session.options is not None]
     for session in sessions:

@@ -33,8 +33,8 @@ class Estimate:
 
     `peak_bytes` is the peak of the plain step, `floor_bytes` the smallest peak of a plan that recomputes, and
     `static_bytes` are allocated during the whole step: parameters, gradients, optimizer state, buffers, batch.
-    If `is_limited_by_optimizer`, the floor lies in the optimizer's step, where gradients and states are there and
-    activations are not: no plan lowers it, a fused optimizer (without workspace) or one with less state does.
+    If `is_limited_by_optimizer`, the floor lies in the optimizer's step, in which gradients and optimizer state are
+    allocated and activations are not: no plan lowers it, but a fused optimizer (no workspace) or one with less state.
     `bytes_per_sample` is how much each further sample adds to the plain peak, None if the tensors of the batch do not
     share a first dimension. `split_floor_bytes` is the smallest peak of a plan that also runs modules in parts, None if
     that was not asked for or nothing can be split. `largest` names the modules with most bytes at the peak. `graph` is

@@ -5,8 +5,8 @@ best few plans one after the other, measures real steps under each, and keeps th
 the budget. If the peak measured under the solver's own plan is above the budget, the difference is added to the graph
 as memory that no plan can avoid, and `fit` solves again.
 
-The measuring itself is in `api/tuner.py` (which candidate is kept) and `api/measure.py` (one step that leaves nothing
-behind). The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
+Measuring is in `api/tuner.py` (which candidate is kept) and `api/measure.py` (real steps whose effects are undone).
+The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
 
 Cost: one or two searches of up to `time_limit_s`, and real steps for about `tune_s` seconds.
 """
@@ -53,7 +53,7 @@ from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator.timeline import simulate
-from lowtide.snapshot.restore import noted_generators
+from lowtide.snapshot import noted_generators
 from lowtide.solvers.solve import REMEMBERED, SEARCHED, SMALLEST, ShortlistedPlan
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
@@ -130,7 +130,7 @@ def fit(
     has all numbers.
 
     `model` may be wrapped by `DistributedDataParallel` or `torch.compile`: the plan is for the model inside, and
-    `loss_fn` calls the wrapper. Of the inputs, those with dimensions count as shapes; numbers do not.
+    `loss_fn` calls the wrapper.
 
     The steps that `fit` runs leave parameters, gradients, buffers and random states as they were. A model whose plain
     step fits is not patched; `handle.see_inputs()` lets it be planned for larger inputs. If no plan holds, or on any
@@ -139,10 +139,10 @@ def fit(
     `cache` names a JSON file that remembers the plan. A later call for the same step, budget and versions applies that
     plan and measures only its peak.
 
-    Smaller inputs run under the same plan. For larger ones the handle makes a plan when the model first sees them, from
-    a trace on fake tensors, and says so by a warning on the logger "lowtide"; such plans are not measured. From time to
-    time the handle checks whether the budget still holds (parameters unfrozen, an optimizer made later) and warns once
-    if not; `handle.refit()` fits again.
+    Inputs whose tensors are no larger in any dimension run under the same plan. For larger ones the handle makes a plan
+    when the model first gets them, from a trace on fake tensors, with a warning on the logger "lowtide"; such plans are
+    not measured. From time to time the handle checks whether the budget still holds (parameters unfrozen, an optimizer
+    made later) and warns once if not; `handle.refit()` fits again.
 
     In a distributed job every rank calls `fit`, and all get the same plan: for the smallest of their budgets and the
     highest of their peaks. `model` may be wrapped in `DistributedDataParallel`; the plan is put on the module inside.
@@ -280,7 +280,7 @@ class _Fitting:
                 tuner.time_all()
             handle = tuner.keep()
         except BaseException:
-            tuner.take_off()
+            tuner.remove_plan()
             raise
         if cache is not None and not is_from_cache and self._ranks.is_first:
             cache.write(handle.plan, self._correction_bytes, handle.candidates)

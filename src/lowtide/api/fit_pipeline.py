@@ -36,7 +36,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors
 from lowtide.simulator.timeline import KINDS, PHASES, simulate
-from lowtide.snapshot.restore import Restorer
+from lowtide.snapshot import Restorer
 from lowtide.solvers.solve import sweep
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
@@ -59,7 +59,7 @@ class PipelineHandle:
     measured_peak_bytes: int
 
     def remove(self) -> None:
-        """Take the plans off all stages."""
+        """Remove the plans from all stages."""
         for handle in self.handles.values():
             handle.remove()
 
@@ -93,7 +93,7 @@ def fit_pipeline(
                 return fitting.fitted()
         except BaseException:
             if fitting is not None:
-                fitting.take_off()
+                fitting.remove_plans()
             raise
 
 
@@ -173,7 +173,7 @@ class _PipelineFit:
             peak_bytes,
         )
 
-    def take_off(self) -> None:
+    def remove_plans(self) -> None:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -265,7 +265,7 @@ class _PipelineFit:
         return own + gradients + self._state_bytes
 
     def _apply(self, at: int) -> None:
-        self.take_off()
+        self.remove_plans()
         for stage in self._stages:
             self._handles[stage.number] = apply_plan(stage.module, stage.plans[min(at, len(stage.plans) - 1)])
 

@@ -26,7 +26,7 @@ from lowtide.eager.replanning import Limits, Shapes, recorded_input_shapes, with
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
-from lowtide.snapshot.restore import generator_states, noted_generators, set_generator_states
+from lowtide.snapshot import generator_states, noted_generators, set_generator_states
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.trace import trace
@@ -155,7 +155,7 @@ class _Search:
             return True
         predicted = largest.plan.peak_bytes - self._excess_bytes
         self._excess_bytes = max(self._excess_bytes + 1, peak - predicted)
-        logger.info("%d samples peak at %s measured: looking below", largest, format_bytes(peak))
+        logger.info("%d samples: measured peak %s, trying smaller batches", largest, format_bytes(peak))
         return False
 
     def _solve(self, size: int) -> Plan | InfeasibleBudgetError:

@@ -1,8 +1,8 @@
-"""`lowtide.measure`: peak memory and time of a call; `RealSteps`: the same for training steps that leave no trace.
+"""`lowtide.measure`: peak memory and time of a call. `RealSteps`: the same for training steps, which are undone.
 
 On an accelerator peaks come from the allocator's own counters, on the CPU from the allocation events of torch.profiler.
 `fit` and `max_batch` measure candidates by `RealSteps`: parameters, gradients, buffers, module attributes and random
-states are put back after each step, so that every plan is measured on the same step.
+states are restored after each step, so that every plan is measured on the same step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
 from lowtide.graph.step_graph import StepGraph
 from lowtide.replay.arguments import tensors_in
-from lowtide.snapshot.restore import Restorer
+from lowtide.snapshot import Restorer
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.untraced_memory import present_state_bytes

@@ -1,35 +1,50 @@
 """`lowtide.estimate_parallel`: what each rank of a large job takes, predicted on a machine with no accelerator.
 
-For each layout (how many ways of FSDP, tensor and data parallelism), the model is built and parallelised for a job of
-that many ranks which does not exist (`tracing.simulated_rank`), and the step of one rank is simulated. The result is a
-table: peak and floor per rank, and for a budget the predicted slowdown of the plan that holds it.
+For each layout (the sizes of FSDP, tensor and data parallelism), the model is built and parallelised for a job of that
+many ranks, and the step of rank 0 is traced. The job does not exist: torch's "fake" process group has any number of
+ranks and does not communicate, and fake tensors have no memory. Under both, `fully_shard` and `parallelize_module` run
+as in the real job, and the trace has rank 0's shards, gathers, reductions and activations. The model is built on the
+meta device, parallelised there, and then given fake tensors on the CPU, since a machine without the device cannot make
+fake tensors on it.
 
-Pipelines are not simulated. All numbers are predicted; docs/distributed.md compares them with real runs of 2 and 4
-ranks.
+The result is a table: peak and floor per rank, and for a budget the predicted slowdown of the plan that holds it.
+Times are those of the named device. Collectives between the ops of a forward (tensor parallelism) take their bytes at
+`network_bytes_per_s`; those of FSDP run beside the compute and take no time of their own. Pipelines are not simulated.
+docs/distributed.md compares the predictions with real runs of 2 and 4 ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowtide.errors import InfeasibleBudgetError
-from lowtide.graph.step_graph import StepGraph
+from lowtide import _compat
+from lowtide.distributed.ranks import is_in_job
+from lowtide.errors import InfeasibleBudgetError, TraceError
+from lowtide.graph.step_graph import Hardware, StepGraph
 from lowtide.plans.step_plan import Plan
+from lowtide.replay.arguments import map_tensors, tensors_in
+from lowtide.snapshot import Restorer
 from lowtide.solvers.eager_search import EagerSearch
 from lowtide.solvers.solve import solve
+from lowtide.tracing import step_checks as checks
+from lowtide.tracing import trace as tracing
+from lowtide.tracing.fakes import Shadows
 from lowtide.tracing.model_blocks import find_regions
-from lowtide.tracing.simulated_rank import simulated_job, trace_simulated
-from lowtide.tracing.step_checks import one_at_a_time
+from lowtide.tracing.op_times import predicted_s
+from lowtide.tracing.recorder import Recorder
+from lowtide.tracing.trace_records import RawOp
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
+_CPU = torch.device("cpu")
 DIMENSIONS = ("ddp", "fsdp", "tp", "cp")  # names of mesh dimensions; the last two need a `make` that takes the mesh
 
 
@@ -88,7 +103,7 @@ class ParallelEstimate:
         return [*cells, format_bytes(row.plan.peak_bytes), f"{100 * row.plan.slowdown:.1f} %"]
 
 
-@one_at_a_time
+@checks.one_at_a_time
 def estimate_parallel(
     make: Callable[..., Any],
     *,
@@ -120,7 +135,7 @@ def estimate_parallel(
     budget_bytes = None if budget is None else parse_bytes(budget)
     rows = []
     for layout in _layouts(world, parallel, takes_mesh):
-        with simulated_job(layout) as mesh:
+        with _simulated_job(layout) as mesh:
             with torch.device("meta"):
                 model, loss_fn, args, optimizer = _parts(make(mesh) if takes_mesh else make())
                 if not takes_mesh:
@@ -128,7 +143,7 @@ def estimate_parallel(
             buckets = 0
             if layout.get("ddp", 1) > 1 and "fsdp" not in layout:
                 buckets = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-            graph = trace_simulated(
+            graph = _trace_simulated(
                 model,
                 loss_fn,
                 args,
@@ -141,10 +156,63 @@ def estimate_parallel(
     return ParallelEstimate(world, tuple(rows), budget_bytes)
 
 
+@contextlib.contextmanager
+def _simulated_job(layout: dict[str, int]) -> Iterator[DeviceMesh]:
+    """A job of as many ranks as the layout has, of which this process is the first; yields its mesh.
+
+    Raises `TraceError` inside a real job.
+    """
+    if is_in_job():
+        raise TraceError("a job cannot be simulated inside of one: torch.distributed is initialised in this process")
+    with _compat.fake_process_group(math.prod(layout.values())):
+        yield init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+
+
+def _trace_simulated(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    device: str | None,
+    network_bytes_per_s: float,
+    unseen_bytes: int,
+) -> StepGraph:
+    """The step of a model on the meta device, inside of `_simulated_job`. The model is of no use afterwards.
+
+    `unseen_bytes` are held on the device beside what the step uses, such as DDP's buckets.
+    """
+    checks.arguments(model, loss_fn, "fake")
+    with _compat.fake_mode(), _compat.quiet_fakes(), torch.device(_CPU):
+        model.to_empty(device=_CPU)
+        args = map_tensors(_on_cpu, args)
+        setting = tracing.setting_of(model, args, device)
+        restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
+        try:
+            for _ in range(2):  # the first makes FSDP allocate what it keeps
+                recorder = Recorder(setting.device, checks.names_of(model), shadows=Shadows())
+                tracing.record(recorder, model, loss_fn, args, restorer)
+                restorer.reset_gradients()
+        finally:
+            restorer.restore()
+
+        def seconds_of(op: RawOp, hardware: Hardware) -> float:
+            if "collective" not in op.flags:
+                return predicted_s(op, hardware)
+            return op.moved_bytes / network_bytes_per_s if op.name.startswith("_c10d_functional") else 0.0
+
+        return tracing.predicted_graph(recorder, optimizer, setting, unseen_bytes, seconds_of)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def _row(layout: dict[str, int], graph: StepGraph, budget_bytes: int | None, time_limit_s: float) -> RankEstimate:
     plan = None
     if budget_bytes is not None:
-        with suppress(InfeasibleBudgetError):
+        with contextlib.suppress(InfeasibleBudgetError):
             plan = solve(graph, budget_bytes, time_limit_s=time_limit_s)
     floor_bytes = EagerSearch(graph).floor.peak_bytes
     static_bytes = sum(graph.static_bytes.values())

@@ -1,15 +1,15 @@
 """`SplitSearch`: which modules of a step can run in parts, and into how many parts, for `split=True`.
 
-The trace of a step in which modules run in parts is a graph as any other: the parts are ops, with their bytes and
-seconds, and the solver plans regions and moves for it. So the search over splits is a search over traces, around the
-solver. It first finds what can be split: output layers whose logits reach the loss without being read otherwise, and
+The trace of a step in which modules run in parts is a graph like any other: the parts are ops, with their bytes and
+seconds, and the solver plans regions and moves for it. The search over splits therefore traces the step with different
+splits, and solves for each. It first finds what can be split: output layers whose logits go to the loss only, and
 token-wise modules that need several times the memory of their input. It then looks for the fewest parts with which a
 plan fits, for the loss alone, and if that is not enough for the token-wise modules too. Peaks are interpolated between
-one part and some parts. The step with the finer parts is solved as well: memory that the loss does not need may save
-more time elsewhere.
+one part and some parts. The step with more and smaller parts is solved as well: memory that the loss does not need may
+save more time elsewhere.
 
 All traces of split steps run on fake tensors, once each. If the plain step was measured, their ops get its measured
-seconds (`graph.transferred_costs`), so that plans can be compared.
+seconds (`with_costs_of`), so that plans can be compared.
 
 Where several ranks plan together, the lowest searches and the others run the traces that it asks for (`by_first`): a
 trace of a sharded model communicates.
@@ -22,7 +22,7 @@ with some and the most parts of token-wise modules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -35,8 +35,7 @@ from lowtide.distributed.agreement import with_common_costs
 from lowtide.distributed.ranks import current, is_known_to_all
 from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError, LowtideError
-from lowtide.graph.step_graph import Split, StepGraph
-from lowtide.graph.transferred_costs import with_costs_of
+from lowtide.graph.step_graph import Op, Split, StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
@@ -49,6 +48,7 @@ from lowtide.units import format_bytes, parse_bytes
 
 Splits = tuple[Split, ...]
 T = TypeVar("T")
+_OpKey = tuple[object, ...]
 
 # Parts of fewer rows than this are not tried: on an accelerator, matrix products of so few rows take longer per row.
 _FEWEST_ROWS, _FEWEST_ROWS_ON_CPU = 128, 16
@@ -66,8 +66,8 @@ _PROBE_S = 2.0  # of searching for a floor
 _LEAST_GAIN = 0.99  # parts that lower the floor by less than 1 % are not used
 
 
-class _Seen(NamedTuple):
-    """The input of a token-wise module: the facts that the proof and the number of parts need."""
+class _TokenInput(NamedTuple):
+    """Input of a module that may be token-wise: what the proof of that, and the number of parts, depend on."""
 
     width: int
     dtype: torch.dtype
@@ -200,7 +200,7 @@ class SplitSearch:
             self._add(splits, self._record(splits)[0])
         return self._graphs[splits]
 
-    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _Seen]]:
+    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _TokenInput]]:
         """The step with these splits, their runners, and the inputs of modules. All ranks trace it together."""
         if self._is_asking:
             self._ranks.first(splits, "step in parts to trace")
@@ -336,7 +336,7 @@ class SplitSearch:
         plain = simulate(self._plain)
         return max(1, int(_LEAST_SHARE * (plain.peak_bytes - sum(self._plain.static_bytes.values()))))
 
-    def _token_wise(self, seen: dict[str, _Seen]) -> dict[str, int]:
+    def _token_wise(self, seen: dict[str, _TokenInput]) -> dict[str, int]:
         """The outermost modules that treat every token alike and need more memory inside than for their output."""
         graph = self._plain
         found: dict[str, int] = {}
@@ -347,7 +347,7 @@ class SplitSearch:
                 continue
             call = graph.calls[calls[0]]
             if next(module.children(), None) is None or 2 * (call.end - call.first) > graph.num_forward:
-                continue  # a single layer needs little beside its input and output; most of the step is no moment of it
+                continue  # a single layer, which makes little beside its output; or more than half of the forward
             made = [value for op in graph.ops[call.first : call.end] for value in op.outputs]
             inside = sum(graph.values[value].bytes for value in made if value not in call.outputs)
             least = max(2 * sum(graph.values[value].bytes for value in call.outputs), self._least_bytes)
@@ -363,9 +363,9 @@ class SplitSearch:
 
 
 @contextmanager
-def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
-    """A context that notes the input of each module that is called with one tensor of tokens."""
-    seen: dict[str, _Seen] = {}
+def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _TokenInput]]:
+    """A context that records the input of each module that is called with one floating-point tensor alone."""
+    seen: dict[str, _TokenInput] = {}
     others: set[str] = set()
 
     def noter(path: str) -> Any:
@@ -373,7 +373,7 @@ def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
             tokens = args[0] if len(args) == 1 and not kwargs else None
             if isinstance(tokens, Tensor) and tokens.dim() >= 2 and tokens.is_floating_point():
                 rows = tokens.shape[:-1].numel()
-                seen[path] = _Seen(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
+                seen[path] = _TokenInput(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
             elif any(True for _ in tensors_in((args, kwargs))):
                 others.add(path)
 
@@ -391,3 +391,74 @@ def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
 
 def _is_below(path: str, other: str) -> bool:
     return path.startswith(f"{other}.")
+
+
+def with_costs_of(predicted: StepGraph, measured: StepGraph) -> StepGraph:
+    """`predicted` with seconds, workspaces, hardware and other memory taken from `measured`, a graph of the same model.
+
+    A split step has nearly all ops of the plain step, and measuring it would take as long again for each number of
+    parts that is tried. Ops that both graphs have, by their call, name and sizes, get the measured seconds. Each other
+    op gets the seconds per FLOP, or per byte, of measured ops with its name; an op with a new name gets its predicted
+    seconds, scaled by measured over predicted seconds of all common ops.
+
+    This misses kernels that are slower per row for few rows. `fit` runs such plans for real before it keeps one.
+    """
+    known = dict(zip(_op_keys(measured), measured.ops, strict=True))
+    matches = [known.get(key) for key in _op_keys(predicted)]
+    pairs = [(op, match) for op, match in zip(predicted.ops, matches, strict=True) if match is not None]
+    predicted_s = sum(op.seconds for op, _ in pairs)
+    scale = sum(match.seconds for _, match in pairs) / predicted_s if predicted_s else 1.0
+    rates = _MeasuredRates(measured)
+    ops = tuple(
+        rates.applied(op, _moved_bytes(predicted, op), scale)
+        if match is None
+        else replace(op, seconds=match.seconds, host_s=match.host_s, workspace_bytes=match.workspace_bytes)
+        for op, match in zip(predicted.ops, matches, strict=True)
+    )
+    graph = replace(predicted, ops=ops, hardware=measured.hardware, other_bytes=measured.other_bytes)
+    simulated_s = measured.lines.step_s
+    factor = measured.step_s / simulated_s if simulated_s else 1.0
+    return replace(graph, step_s=factor * graph.lines.step_s, is_measured=False)
+
+
+class _MeasuredRates:
+    """Seconds of measured ops by their name: for each FLOP or byte on the device, and for each op on the host."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._flops, self._bytes, self._seconds = Counter[str](), Counter[str](), dict[str, float]()
+        self._numbers, self._host_s = Counter[str](), dict[str, float]()
+        for op in graph.ops:
+            self._flops[op.name] += op.flops
+            self._bytes[op.name] += _moved_bytes(graph, op)
+            self._seconds[op.name] = self._seconds.get(op.name, 0.0) + op.seconds
+            self._host_s[op.name] = self._host_s.get(op.name, 0.0) + op.host_s
+            self._numbers[op.name] += 1
+        self._mean_host_s = sum(self._host_s.values()) / max(1, len(graph.ops))
+
+    def applied(self, op: Op, moved_bytes: int, scale: float) -> Op:
+        """An op that was not measured, with seconds like those that were; `scale` is for new names."""
+        name = op.name
+        host_s = self._host_s[name] / self._numbers[name] if self._numbers[name] else self._mean_host_s
+        if op.flops and self._flops[name]:
+            seconds = op.flops * self._seconds[name] / self._flops[name]
+        elif not op.flops and self._bytes[name]:
+            seconds = moved_bytes * self._seconds[name] / self._bytes[name]
+        else:
+            seconds = op.seconds * scale
+        return replace(op, seconds=seconds, host_s=host_s)
+
+
+def _moved_bytes(graph: StepGraph, op: Op) -> int:
+    return sum(graph.values[value].bytes for value in (*op.inputs, *op.outputs, *op.mutates))
+
+
+def _op_keys(graph: StepGraph) -> Iterable[_OpKey]:
+    """For each op what identifies it in another graph: its call, or that of its forward op, its name and sizes."""
+    seen = Counter[_OpKey]()
+    for index, op in enumerate(graph.ops):
+        own = op.call if index < graph.num_forward or op.forward_op < 0 else graph.ops[op.forward_op].call
+        call = (graph.calls[own].path, graph.nths[own]) if own >= 0 else ("", -1)
+        sizes = tuple(graph.values[value].bytes for value in op.outputs)
+        key: _OpKey = (index < graph.num_forward, *call, op.name, op.flops, sizes, _moved_bytes(graph, op))
+        yield (*key, seen[key])
+        seen[key] += 1

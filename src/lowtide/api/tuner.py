@@ -241,7 +241,7 @@ class Tuner:
     """Runs candidates for about `tune_s` seconds and keeps the fastest that stays within `budget_bytes`.
 
     With `tune_s=0` the first that holds is kept. `apply` puts a plan on the model. After any exception, the caller
-    calls `take_off()`, which leaves the model without a plan.
+    calls `remove_plan()`, which leaves the model without a plan.
 
     All `ranks` keep the same candidate: a peak is the highest of any rank, times and deadlines are the lowest rank's,
     and a candidate that fails on one rank fails on all.
@@ -262,7 +262,7 @@ class Tuner:
         self._plain_times: list[float] = []
         self._on: tuple[MeasuredCandidate, AppliedPlan] | None = None
 
-    def take_off(self) -> None:
+    def remove_plan(self) -> None:
         """Remove the plan that is on the model, if there is one."""
         if self._on is not None:
             handle, self._on = self._on[1], None
@@ -297,7 +297,7 @@ class Tuner:
         return "not tried: no time left" if left_s <= 0 and not candidate.is_essential else ""
 
     def _measure(self, tried: MeasuredCandidate) -> None:
-        self.take_off()
+        self.remove_plan()
         give_back_memory()  # this plan would be given larger cached blocks of other candidates, which count in full
         try:
             with self._ranks.together(f"candidate {tried.candidate.name}"):
@@ -306,7 +306,7 @@ class Tuner:
             of_ranks = self._ranks.gathered(measured, "measured peaks")
             tried.peak_bytes, tried.first_s = max(peak for peak, _ in of_ranks), of_ranks[0][1]
         except Exception as error:
-            self.take_off()
+            self.remove_plan()
             if is_out_of_memory(error):
                 tried.problem = "out of memory"
                 traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
@@ -361,7 +361,7 @@ class Tuner:
 
     def _time_plain(self) -> None:
         """Time the plain step, if the trace has run one; otherwise it may not fit on the device."""
-        self.take_off()
+        self.remove_plan()
         if self._steps.graph.is_measured:
             try:
                 with self._ranks.together("timing of the plain step"), CacheOff(self._steps.model):
@@ -374,7 +374,7 @@ class Tuner:
                 give_back_memory()
 
     def _time(self, tried: MeasuredCandidate) -> None:
-        self.take_off()
+        self.remove_plan()
         try:
             with self._ranks.together(f"timing of {tried.candidate.name}"):
                 self._on = tried, self._apply(tried.plan)
@@ -383,7 +383,7 @@ class Tuner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.take_off()
+            self.remove_plan()
             tried.problem = "out of memory"
             traceback.clear_frames(error.__traceback__)
             give_back_memory()
@@ -396,7 +396,7 @@ class Tuner:
         fastest_s = (1 + _NOISE) * min(map(self._rank, timed))
         best = min((tried for tried in timed if self._rank(tried) <= fastest_s), key=lambda tried: tried.plan.extra_s)
         if self._on is None or self._on[0] is not best:
-            self.take_off()
+            self.remove_plan()
             give_back_memory()
             with self._ranks.together("step under the chosen plan"):
                 self._on = best, self._apply(best.plan)

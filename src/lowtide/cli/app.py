@@ -19,7 +19,7 @@ import typer
 import lowtide
 from lowtide.cli import options
 from lowtide.cli import output as showing
-from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, ending_well
+from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, exit_on_error
 from lowtide.cli.script import load, load_function
 
 app = typer.Typer(
@@ -50,7 +50,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**typed: Any) -> None:
         out = Output(**{name: typed.pop(name) for name in _COMMON})
-        with ending_well(out):
+        with exit_on_error(out):
             function(out, **typed)
 
     run.__signature__ = signature.replace(parameters=[*own, *common])  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def estimate(
     *,
     device: options.Device = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", "-b", metavar="BYTES", help="Say whether this is enough.")
+        str | None, typer.Option("--budget", "-b", metavar="BYTES", help="Also say whether this is enough.")
     ] = None,
     split: options.SplitFlag = False,
     world: Annotated[
@@ -92,7 +92,7 @@ def estimate(
         typer.Option(metavar="LAYOUT", help="With --world: fsdp=8,tp=8. Give it several times to compare layouts."),
     ] = None,
 ) -> None:
-    """Say what a step will take, from fake tensors: nothing is allocated."""
+    """Predict the memory and time of a step, from fake tensors: nothing is allocated."""
     allowed = None if budget is None else options.budget(budget)
     if world is not None:
         _estimate_parallel(out, script, world, parallel, allowed, device)
@@ -193,7 +193,7 @@ def sweep(
         Path | None, typer.Option(metavar="FILE", help="Draw the curve into this file (.png, .svg or .pdf).")
     ] = None,
 ) -> None:
-    """Show the whole trade-off: plans from the smallest budget to none needed, and the usual alternatives."""
+    """Show the trade-off of memory and time: plans for budgets from the floor to the plain peak, and alternatives."""
     wanted = [options.budget(budget) for budget in budgets] if budgets else None
     allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s)}
     _check_ending("--png", png, ".png", ".svg", ".pdf")
@@ -237,7 +237,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Say in words what a plan does to the values of a module, and why."""
+    """Explain what a plan does to the saved tensors of a module, and why."""
     found = _read_plan(file)
     known = _known_modules(found)
     nothing = "It is an empty plan: everything is kept."
@@ -329,7 +329,7 @@ def doctor(
         str | None, typer.Argument(metavar="[SCRIPT:FUNCTION]", help="Also look at this script's model.")
     ] = None,
 ) -> None:
-    """Look at versions, devices, the link to host memory, limits, and other checkpointing that is on."""
+    """Check versions, devices, the link to host memory, limits, and conflicts with other checkpointing."""
     from lowtide.cli.doctor import examine
 
     with out.working(4 if script is None else 5) as stage:

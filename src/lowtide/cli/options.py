@@ -56,14 +56,14 @@ _FEWEST_BARE_BYTES = 1024
 
 
 def size(option: str, typed: str, *, total_bytes: int | None = None) -> int | str:
-    """`typed` as lowtide takes it: an int, or text with a unit. A typo is an error that suggests what was meant.
+    """Return `typed` as the library takes it: an int, or text with a unit. Raises `UsageError`, with a suggestion.
 
     A share such as 80% is an error without `total_bytes`.
     """
     text = typed.strip()
     if text.isascii() and text.isdecimal():
         if int(text) == 0:
-            raise UsageError(f"{option}: {typed} is no memory at all. Write a size with a unit, such as 12GiB.")
+            raise UsageError(f"{option}: {typed} is 0 bytes. Write a size with a unit, such as 12GiB.")
         if int(text) < _FEWEST_BARE_BYTES:
             raise UsageError(f"{option}: {typed} would be {text} bytes. Did you mean {text}GiB?")
         return int(text)
@@ -75,14 +75,14 @@ def size(option: str, typed: str, *, total_bytes: int | None = None) -> int | st
 
 
 def budget(typed: str) -> int | str:
-    """`--budget` as lowtide takes it; how much a share comes to is seen later, when the device is known."""
+    """Return `--budget` as the library takes it. A share such as 80% is allowed: the device is known later."""
     return size("--budget", typed, total_bytes=1 << 62)
 
 
 def check_device(name: str | None) -> None:
-    """Raise if `--device` names no device, seen by tracing a step of one layer for it.
+    """Raise `UsageError` if `--device` names no known device, which tracing a step of one layer for it shows.
 
-    To be called after the script is loaded, which may register devices of its own.
+    Call it after the script was loaded, as scripts may register devices.
     """
     if name is None:
         return
@@ -94,7 +94,7 @@ def check_device(name: str | None) -> None:
 
 
 def _meant(text: str) -> str:
-    """`12G`, `12 gigs` and `12,5GiB`, as they should have been written."""
+    """Return a suggestion for sizes such as `12G`, `12 gigs` and `12,5GiB`; empty for others."""
     match = re.fullmatch(r"(\d+)(?:[.,](\d+))?\s*([kmgt])\w*", text, re.IGNORECASE)
     if match is None:
         return ""
@@ -103,13 +103,13 @@ def _meant(text: str) -> str:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def moves(host: str | None, lossy: str | None) -> dict[str, Any]:
-    """What a plan may do besides recomputing, as `lowtide.solve` takes it: only what was asked for."""
+    """Return the options of `lowtide.solve` that allow more than recomputing, as far as they were given."""
     if lossy is not None and lossy not in LOSSY_CODECS:
         near = did_you_mean(lossy, LOSSY_CODECS)
-        raise UsageError(f"--lossy: {lossy!r} is no lossy codec.{near} There are {', '.join(LOSSY_CODECS)}.")
+        raise UsageError(f"--lossy: {lossy!r} is not a lossy codec.{near} There are {', '.join(LOSSY_CODECS)}.")
     return given(host=None if host is None else size("--host", host), lossy=lossy)

@@ -1,7 +1,7 @@
 """What the `lowtide` command prints, and how it exits.
 
 - `Output` writes results to stdout, as text or as JSON, and progress, notes and errors to stderr.
-- `ending_well` turns exceptions into a message and one of the documented exit codes (`ExitCode`).
+- `exit_on_error` turns exceptions into a message and one of the documented exit codes (`ExitCode`).
 - The functions at the end (`estimate`, `plan`, `sweep`, ...) convert the library's results to a pair of text and
   JSON data, for `Output.result`. Predicted numbers are marked as such in both.
 """
@@ -135,7 +135,7 @@ def did_you_mean(wanted: str, known: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def ending_well(out: Output) -> Iterator[None]:
+def exit_on_error(out: Output) -> Iterator[None]:
     """A context that turns exceptions into a message and an exit code."""
     try:
         yield

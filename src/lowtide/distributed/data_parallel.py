@@ -1,10 +1,10 @@
-"""DistributedDataParallel (DDP): its wrappers, steps that settle it, and what it holds.
+"""DistributedDataParallel (DDP): its wrappers around a model, its warm-up steps, and the memory of its buckets.
 
 A plan belongs to the module inside a DDP wrapper, so that its names are the same with and without DDP. The step that is
 traced and measured is the whole one, through the wrapper.
 
 - In its first two forwards DDP arranges its buckets, with ops of its own that later steps do not have. A trace
-  therefore runs `num_settling_steps` first. This state is in DDP's C++ reducer and cannot be restored; it does not
+  therefore runs `num_warm_up_steps` first. This state is in DDP's C++ reducer and cannot be restored; it does not
   change results.
 - Fake tensors cannot pass through the reducer, which holds the real parameters. In fake traces the wrapper calls its
   module directly (`bypassed`), and the bytes of its buckets are added (`bucket_bytes`).
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.distributed.ranks import is_in_job
 
-_NUM_SETTLING_STEPS = 2  # the first records the order of gradients, the second rebuilds the buckets by it
+_NUM_WARM_UP_STEPS = 2  # the first records the order of gradients, the second rebuilds the buckets by it
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
@@ -37,9 +37,9 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     return [wrapper for wrapper in found if not parts.isdisjoint(wrapper.module.modules())]
 
 
-def num_settling_steps(wrappers: list[DistributedDataParallel]) -> int:
-    """How many steps to run before one is like the next."""
-    return _NUM_SETTLING_STEPS if wrappers else 0
+def num_warm_up_steps(wrappers: list[DistributedDataParallel]) -> int:
+    """Return the number of steps to run before DDP runs the same ops in every step."""
+    return _NUM_WARM_UP_STEPS if wrappers else 0
 
 
 def gradients_in_buckets(wrappers: list[DistributedDataParallel]) -> list[nn.Parameter]:

@@ -40,7 +40,7 @@ from lowtide._compat.autograd import leaves_of
 from lowtide.errors import CaptureError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.function_state import CapturedState
-from lowtide.snapshot.restore import ObjectSnapshot, Restorer, generator_states
+from lowtide.snapshot import ObjectSnapshot, Restorer, generator_states
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

@@ -48,7 +48,7 @@ from lowtide.eager.replanning import (
 )
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
-from lowtide.snapshot.restore import SnapshotBuffers, StepUndo
+from lowtide.snapshot import SnapshotBuffers, StepUndo
 from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import trace
 from lowtide.units import format_bytes
@@ -176,7 +176,7 @@ class Stepper:
 
     def _why_not_again(self, undo: StepUndo) -> str | None:
         """Why this step cannot run again, on this or another rank; None if it can."""
-        reason = undo.what_cannot_be_put_back()
+        reason = undo.what_cannot_be_restored()
         if self._handle.ranks.is_alone:
             return reason or why_not_single_process()
         if reason is None and self._in_backward and wrappers_of(self._handle.model):

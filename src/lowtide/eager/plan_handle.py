@@ -39,9 +39,11 @@ from lowtide.eager.out_of_memory import BudgetWatch, PlanStats, SplitStats, Step
 from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules, with_parameters
 from lowtide.errors import LowtideError, PlanError
 from lowtide.graph.step_graph import Split
+from lowtide.graph.time_lines import line_of
 from lowtide.plans.plan_text import Trial, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.region import Hooks
+from lowtide.solvers.solve import solve
 from lowtide.split.split_forward import SplitForward, check_splits
 from lowtide.store.activation_store import ActivationStore
 
@@ -180,7 +182,8 @@ class AppliedPlan(Applied):
             return
         planner, planned = self.stepper.planned_with_graph(loss_fn, args)
         assert planned.graph is not None
-        plan = planner.solve_for_device(planned.graph, max(1, self.watch.budget_bytes - missing_bytes))
+        budget = max(1, self.watch.budget_bytes - missing_bytes)
+        plan = solve(line_of(planned.graph, 0.0), budget, time_limit_s=planner.limits.time_limit_s)
         plan = replace(with_parameters(plan, self.model), input_shapes=planned.plan.input_shapes)
         before, eager = self.shapes.all, (self.plan, self.decisions)
         used = replace(planned, plan=plan, decisions=self.take_in(plan))

@@ -39,7 +39,6 @@ from lowtide.eager.calls import Decisions
 from lowtide.eager.handle import plain_forward_of
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.graph.step_graph import Split, StepGraph
-from lowtide.graph.time_lines import line_of
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.solvers.compression import lossy_codecs
@@ -449,7 +448,7 @@ class Planner:
         self.budget_bytes = budget_bytes
         self.ranks = ranks
         self.smallest = smallest  # the plan with the smallest peak, where several ranks share a plan
-        self._limits = limits
+        self.limits = limits
         self._model, self._optimizer = model, optimizer
         self._correction_bytes = correction_bytes
         self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
@@ -488,15 +487,11 @@ class Planner:
 
     def solve(self, graph: StepGraph, budget_bytes: int) -> Plan:
         """The plan for a budget, the same on all ranks. Raises `InfeasibleBudgetError`."""
-        return plan_of_first(self.ranks, graph, lambda: self._limits.solve(graph, budget_bytes))
+        return plan_of_first(self.ranks, graph, lambda: self.limits.solve(graph, budget_bytes))
 
     def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
         """The plan for a budget, or for the smallest one that can be met; the same on all ranks."""
-        return plan_of_first(self.ranks, graph, lambda: self._limits.solve_or_tightest(graph, budget_bytes))
-
-    def solve_for_device(self, graph: StepGraph, budget_bytes: int) -> Plan:
-        """The plan for a budget if the host's time costs nothing and nothing is moved, as in a CUDA graph."""
-        return solve(line_of(graph, 0.0), budget_bytes, time_limit_s=self._limits.time_limit_s)
+        return plan_of_first(self.ranks, graph, lambda: self.limits.solve_or_tightest(graph, budget_bytes))
 
     def _plan(self, graph: StepGraph, inputs: Shapes) -> tuple[Plan, StepGraph]:
         plan = self.solve_or_tightest(graph, self.budget_bytes)

@@ -37,20 +37,20 @@ _ALWAYS_COPIED_BYTES = 256 * 1024
 class StepArrays:
     """Ops, values, saves and calls of a graph as arrays.
 
-    - Values that the step makes are sorted by their op. `save_numbers[v]` is the index of value `v` in that order (-1:
+    - Values that the step makes are sorted by their op. `made_index[v]` is the index of value `v` in that order (-1:
       it existed before the step); `value` is the inverse. The outputs of op `o` are `starts[o]` to `starts[o + 1] - 1`.
       `sizes` are floats, which hold integers below 2**53 exactly.
-    - `save_number` is that index for the value of each save; the other `save_...` are the fields of `Save`.
+    - `save_index` is that index for the value of each save; the other `save_...` are the fields of `Save`.
     - `seconds`, `host_s`, `is_sync` and `workspaces` are per op, with a last entry for the optimizer's step.
     - `clock[p]` is the time at which the device reaches position `p` of a plain step. `step_s` is the time of one plain
       step among many.
     - Per call, if it is a region: `frame_bytes` of state that its forward captures (copies of buffers, kept outputs of
       ops); `replay_bytes` of state that its replay restores at its end, and of parameters that FSDP gathers in it and
       does not free; `num_modules`, the number of calls that it consists of: 1, or more for a segment.
-    - For simulations, which number the ticks of a step (`simulator.eager_intervals`): a **place** is an index into a
-      table of ticks, which has the positions of the forward, those of the backward before the replays there, the same
-      after them, and the end of the step. `birth_places` and `drop_places` are of values; `release_places` and
-      `last_use_places` of saves, the latter if a region drops the save. They are the same for all plans.
+    - For simulations, which number the ticks of a step (`simulator.eager_intervals`): a **tick row** is an index into
+      the table of ticks, which has the positions of the forward, those of the backward before the replays there, the
+      same after them, and the end of the step. `birth_rows` and `drop_rows` are of values; `release_rows` and
+      `last_use_rows` of saves, the latter if a region drops the save. They are the same for all plans.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -67,14 +67,14 @@ class StepArrays:
         made = [value for op in graph.ops for value in op.outputs]
         self.starts = _starts([len(op.outputs) for op in graph.ops])
         self.maker = np.repeat(np.arange(self.num_ops), np.diff(self.starts))
-        self.save_numbers = np.full(len(graph.values), -1, dtype=np.int64)
-        self.save_numbers[made] = np.arange(len(made))
+        self.made_index = np.full(len(graph.values), -1, dtype=np.int64)
+        self.made_index[made] = np.arange(len(made))
         values = [graph.values[value] for value in made]
         self.value = _ints(made)
         self.sizes = np.array([value.bytes for value in values], dtype=np.float64)
         self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
         self.dropped = _ints(value.dropped for value in values)
-        self.save_number = self.save_numbers[_ints(save.value for save in graph.saves)]
+        self.save_index = self.made_index[_ints(save.value for save in graph.saves)]
         self.save_call = _ints(save.call for save in graph.saves)
         self.save_made = _ints(save.made for save in graph.saves)
         self.save_read = _ints(save.read for save in graph.saves)
@@ -87,27 +87,27 @@ class StepArrays:
         self.static_gradient_bytes = sum(value.bytes for value in existing if value.kind == "gradient")
         self.static_bytes = sum(value.bytes for value in existing) - self.static_gradient_bytes
         self.static_bytes += graph.optimizer_state_bytes + graph.other_bytes
-        self._set_places()
+        self._set_tick_rows()
 
-    def _set_places(self) -> None:
+    def _set_tick_rows(self) -> None:
         forward = self.num_forward
         self.forward_ticks = np.arange(forward + 1)
         self.backward_positions = np.arange(forward, self.num_ops + 1)
         self.backward_ticks = forward + 1 + 2 * (self.backward_positions - forward)  # before the replays, if none ran
         end = forward + 1 + 2 * len(self.backward_positions)
         before = forward + 1 + np.maximum(self.dropped - forward, 0)
-        self.drop_places = np.where(self.dropped <= forward, self.dropped, before)
-        self.drop_places[self.dropped >= self.num_ops] = end
-        self.birth_places = np.where(self.maker < forward, self.maker, self.backward_places(self.maker, True))
-        self.release_places = self.backward_places(self.save_released, self.save_read >= self.save_released)
+        self.drop_rows = np.where(self.dropped <= forward, self.dropped, before)
+        self.drop_rows[self.dropped >= self.num_ops] = end
+        self.birth_rows = np.where(self.maker < forward, self.maker, self.backward_rows(self.maker, True))
+        self.release_rows = self.backward_rows(self.save_released, self.save_read >= self.save_released)
         used = np.where(self.save_used >= 0, self.save_used, self.save_released)
-        self.last_use_places = self.backward_places(used, self.save_read >= used)
-        self.is_save_of_made = self.save_number >= 0
+        self.last_use_rows = self.backward_rows(used, self.save_read >= used)
+        self.is_save_of_made = self.save_index >= 0
 
-    def backward_places(self, positions: np.ndarray, is_after: np.ndarray | bool) -> np.ndarray:
-        """Return the places of positions of the backward: after the replays there if `is_after`, else before them."""
-        places = np.maximum(positions, self.num_forward) + 1
-        return places + len(self.backward_positions) * is_after
+    def backward_rows(self, positions: np.ndarray, is_after: np.ndarray | bool) -> np.ndarray:
+        """Return the tick rows of positions of the backward: after the replays there if `is_after`, else before."""
+        rows = np.maximum(positions, self.num_forward) + 1
+        return rows + len(self.backward_positions) * is_after
 
     @cached_property
     def has_state(self) -> bool:
@@ -120,7 +120,7 @@ class StepArrays:
         self.parent = _ints(call.parent for call in graph.calls)
         self.after = self._after(graph)
         self.input_starts = _starts([len(call.inputs) for call in graph.calls])
-        self.inputs = self.save_numbers[_ints(value for call in graph.calls for value in call.inputs)]
+        self.inputs = self.made_index[_ints(value for call in graph.calls for value in call.inputs)]
 
     def _after(self, graph: StepGraph) -> list[int]:
         """Return for each call the index of the first later call that is not inside it."""
@@ -150,7 +150,7 @@ def plain_peak_bytes(graph: StepGraph) -> int:
     after_step = facts.num_ops + 1
     ends = np.where(facts.dropped < facts.num_ops, facts.dropped, after_step)
     for save in sorted(graph.saves, key=lambda save: save.made):
-        value = facts.save_numbers[save.value]
+        value = facts.made_index[save.value]
         # A save of a value that was already freed, or is made later, holds nothing.
         if value >= 0 and facts.maker[value] < save.made <= ends[value]:
             ends[value] = max(ends[value], save.released)

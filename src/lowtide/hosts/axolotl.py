@@ -4,7 +4,7 @@
     lowtide_budget: 20GiB
 
 The plugin adds the callback for transformers' `Trainer` (`lowtide.hosts.transformers.Budget`) to the trainer that
-Axolotl makes, after which everything is as described there. Set `gradient_checkpointing: false`; `true` is taken over,
+Axolotl makes, and training then runs as described there. Set `gradient_checkpointing: false`; `true` is switched off,
 with a message.
 """
 

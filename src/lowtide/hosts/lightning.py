@@ -53,7 +53,7 @@ class LightningBudget(planning.BudgetOptions, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Plan for the training that starts. Raises `InfeasibleBudgetError` if no plan meets the budget."""
-        self._take_off_all(pl_module)
+        self._remove_all_plans(pl_module)
         _refuse(trainer, pl_module)
         self._step = _TrainingStep(trainer, pl_module)
         loaders = trainer.train_dataloader
@@ -88,16 +88,16 @@ class LightningBudget(planning.BudgetOptions, Callback):
             pl_module.log_dict(planning.metrics(self.handle, trainer.strategy.root_device))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the plan off the module."""
-        self._take_off()
+        """Remove the plan from the module."""
+        self._remove_plan()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the plan off the module."""
-        self._take_off()
+        """Remove the plan from the module."""
+        self._remove_plan()
 
-    def _take_off(self) -> None:
+    def _remove_plan(self) -> None:
         self._step = None
-        super()._take_off()
+        super()._remove_plan()
 
 
 Budget = LightningBudget

@@ -115,13 +115,13 @@ class BudgetOptions:
         self._options: dict[str, Any] = {"host": host, "lossy": lossy, "split": split, "tune_s": tune_s}
         self._options["time_limit_s"] = time_limit_s
 
-    def _take_off(self) -> None:
+    def _remove_plan(self) -> None:
         if self.handle is not None and not self.handle.is_removed:
             self.handle.remove()
 
-    def _take_off_all(self, model: nn.Module) -> None:
-        """Take off the plan of the training before, and one that another callback left when its training failed."""
-        self._take_off()
+    def _remove_all_plans(self, model: nn.Module) -> None:
+        """Remove the plan of an earlier training, also one that another callback left when its training failed."""
+        self._remove_plan()
         with contextlib.suppress(LowtideError):  # no plan, which is usual
             handle = lowtide.handle_of(model)
             if handle in _OF_CALLBACKS:
@@ -153,7 +153,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a host's logging while it plans."""
+    """Replaces a host's logging functions while a plan is made."""
 
 
 def _with_tensors(batch: Any) -> Any:

@@ -4,11 +4,11 @@
 
 When training begins, the callback plans with `lowtide.fit`: from batches of the trainer's own data loader, with the
 loss that its `training_step` passes to `accelerator.backward`, and with its optimizer, whose state counts before it
-exists. With gradient accumulation the gradients count too, as they are there in every later step. When training ends
-the plan is taken off. Evaluation, prediction and `generate()` build no autograd graph and run as without the callback.
+exists. With gradient accumulation the gradients count too, as they exist in every later step. When training ends, the
+plan is removed. Evaluation, prediction and `generate()` build no autograd graph and run as without the callback.
 
 `on_train_begin` runs once more if `auto_find_batch_size` starts over, or if `train()` is called again: the old plan is
-taken off first. The plan, the report and the file from which a resumed training reads the plan are in
+removed first. The plan, the report and the file from which a resumed training reads the plan are in
 `<output_dir>/lowtide`.
 """
 
@@ -54,7 +54,7 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Plan for the training that begins. Raises `InfeasibleBudgetError` if no plan meets the budget."""
         trainer = _trainer_of(self)
-        self._take_off_all(trainer.model)
+        self._remove_all_plans(trainer.model)
         _refuse(trainer)
         _take_over_checkpointing(trainer.model)
         handler = trainer.callback_handler
@@ -89,7 +89,7 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
             # Those of one update are held until those of the next have been read.
             planning.check_reading(self.handle, batches[0][0], 2 * num_batches)
         except InfeasibleBudgetError:
-            self._take_off()
+            self._remove_plan()
             raise
         if trainer.is_world_process_zero():
             planning.save(self.handle, folder)
@@ -105,8 +105,8 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
             state.log_history[-1].update(own)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the plan off the model."""
-        self._take_off()
+        """Remove the plan from the model."""
+        self._remove_plan()
 
 
 class _Step:

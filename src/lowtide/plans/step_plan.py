@@ -412,7 +412,7 @@ class Plan:
             value = self._moved_value(graph, move, regions)
             other = moves.setdefault(value, move)
             if (other.to, other.codec) != (move.to, move.codec):
-                raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: name one")
+                raise PlanError(f"a value saved in {other.path} and {move.path} is moved in two ways: give one move")
         return moves
 
     def moved_outputs(self, graph: StepGraph) -> dict[int, tuple[int, ...]]:

@@ -112,8 +112,8 @@ def cost_rows(facts: ReportFacts) -> list[CostRow]:
             freed[facts.layers.pattern_of("" if path == OUTSIDE else path)] += row.bytes
     names = sorted({*seconds, *freed}, key=lambda name: -seconds[name])
     rows = [CostRow(name, len(calls.get(name, ())), freed[name], seconds[name]) for name in names]
-    if planned.watched_s:
-        rows.append(CostRow("entering regions, and replays that retain outputs", 0, 0, planned.watched_s))
+    if planned.engine_s:
+        rows.append(CostRow("entering regions, and replays that retain outputs", 0, 0, planned.engine_s))
     compressed = sum(row.bytes for row in plan.rows if row.codec)
     if compressed or planned.coded_s:
         rows.append(CostRow("compressing and decompressing", 0, compressed, planned.coded_s))

@@ -30,10 +30,11 @@ from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, largest
 
 
 class PlannedRegions:
-    """By call, the regions of `plan` on `graph`, which has the plan's segments.
+    """The regions of `plan` by call number of `graph`, which has the plan's segments as calls.
 
-    `save_owner[i]` is the region that drops save `i`, -1 for none; `stops` the position at which each replay ends, for
-    regions with saves; `ends` when autograd lets go of the last save of a region and `last_reads` when it reads one.
+    `save_owner[i]` is the region that drops save `i`, -1 for none. By region: `stops` is the position at which its
+    replay ends (for regions with saves), `ends` the position at which autograd releases the last of its saves, and
+    `last_reads` the position at which autograd last reads one.
     """
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
@@ -46,14 +47,14 @@ class PlannedRegions:
         self.ends, self.last_reads = self._find_ends()
 
     def _find_retained(self) -> set[int]:
-        """The saves that are not dropped, as they carry an output that their region retains."""
+        """The saves that are not dropped, because their value is an output that their region retains."""
         graph, regions = self.graph, self.regions.items()
         kept = {(call, graph.calls[call].first + op) for call, region in regions for op in region.keep_ops}
         makers = [(self.owner[save.call], graph.values[save.value].born) for save in graph.saves]
         return {index for index, maker in enumerate(makers) if maker in kept}
 
     def _find_stops(self) -> dict[int, int]:
-        """The position up to which each region with saves is replayed: its last dropped one, or last inner region."""
+        """The position at which the replay of each region with saves ends: its last dropped save or inner region."""
         calls = self.graph.calls
         stops = {r: calls[r].first for r in {self.owner[save.call] for save in self.graph.saves} if r >= 0}
         for save, region in zip(self.graph.saves, self.save_owner, strict=True):
@@ -66,7 +67,7 @@ class PlannedRegions:
         return stops
 
     def _find_ends(self) -> tuple[dict[int, int], dict[int, int]]:
-        """When autograd lets go of the last save of each region, inner ones included, and when it last reads one."""
+        """The positions at which autograd releases and last reads a save of each region, or of a region inside it."""
         ends: dict[int, int] = {}
         last_reads: dict[int, int] = {}
         for save in self.graph.saves:
@@ -75,8 +76,8 @@ class PlannedRegions:
                 last_reads[region] = max(last_reads.get(region, 0), save.read)
         return ends, last_reads
 
-    def engine_fees(self) -> EngineHostCosts:
-        """What the engine does on the host for these regions."""
+    def host_costs(self) -> EngineHostCosts:
+        """Host seconds of the engine for these regions."""
         kept = {call: region.keep_ops for call, region in self.regions.items()}
         num_saves = Counter(owner for save in self.graph.saves if (owner := self.owner[save.call]) >= 0)
         read = [save.call for save, by in zip(self.graph.saves, self.save_owner, strict=True) if by >= 0 <= save.read]
@@ -84,18 +85,18 @@ class PlannedRegions:
         return EngineHostCosts(self.graph, kept, self.stops, num_saves, replayed)
 
     def around(self, call: int) -> Iterator[int]:
-        """The regions that a call is or lies in, from the inside out."""
+        """The regions that contain a call, or are that call, the innermost first."""
         while (region := self.owner[call]) >= 0:
             yield region
             call = self.graph.calls[region].parent
 
 
-class _Enough(Exception):
-    """The event asked for has been reached."""
+class _AllRecorded(Exception):
+    """Ends the simulation once the last of the requested events was recorded."""
 
 
 class EagerEvents:
-    """One step under an eager plan, played event by event."""
+    """Simulates one step under an eager plan, event by event."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph, self.plan = (graph := plan.segmented(graph)), plan
@@ -106,7 +107,7 @@ class EagerEvents:
         self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
         self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
         self.leaving = {value for values in self.moved_outputs.values() for value in values}
-        self.handed_over: set[int] = set()  # those of them that were saved, so that the region too holds them elsewhere
+        self.handed_over: set[int] = set()  # those of `leaving` whose save has been made
         self._index()
         self.ledger = Ledger()
         self.static = graph.optimizer_state_bytes + graph.other_bytes
@@ -122,10 +123,10 @@ class EagerEvents:
         self.copies = CopyEngines(graph, self.moves, self.forms, plan.in_flight_bytes)
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
-        self.clock = self.replayed_s = self.coded_s = 0.0  # the device's: never behind the host's
+        self.clock = self.replayed_s = self.coded_s = 0.0  # `clock` is the device's, never behind `host`, the host's
         self.host = self._due_s = 0.0
-        self.row: list[list[float]] = []  # host seconds, device seconds, and whether the host waits
-        self.fees = planned.engine_fees()
+        self.row: list[list[float]] = []  # by event: host seconds, device seconds, whether the host waits
+        self.engine = planned.host_costs()
         self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
         self._wanted: frozenset[int] = frozenset()
         self._last_wanted = -1
@@ -162,9 +163,9 @@ class EagerEvents:
                 self.drops_at[value.dropped].append(index)
 
     def _find(self, value: int, region: int) -> Lifetime | None:
-        """The life of a value as seen from inside a region's replay (-1: the forward), None where it is over.
+        """The lifetime of a value that code in a region's replay (-1: the forward) uses; None if the value was freed.
 
-        So it can be where a region reads what it was not given, and then it has to find it elsewhere.
+        It can be freed if a region reads a value that is not among its inputs.
         """
         life = self.lives.get(value)
         for outer in self.planned.around(region):
@@ -190,25 +191,25 @@ class EagerEvents:
                 self._run(position, 2, self.lives)
             self._backward_position(len(graph.ops))
             self._emit(-1, 3, graph.optimizer_workspace_bytes)
-        except _Enough:
+        except _AllRecorded:
             pass
 
     def record_at(self, events: Iterable[int], most: int | None) -> None:
-        """Play up to the last of `events`, and write down what lives at each: all of it, or the `most` largest."""
+        """Simulate up to the last of `events`, and record the live values at each: all, or the `most` largest."""
         self._wanted, self._most = frozenset(events), most
         self._last_wanted = max(self._wanted, default=-1)
         if self._wanted:
             self.play()
 
     def _host_works(self, seconds: float) -> None:
-        """The host's line goes on; what comes next is issued no earlier."""
+        """Advance the host's time line. Later ops are issued no earlier than that."""
         if self.graph.has_host_line:
             self.host += seconds
             self._due_s += seconds
             self.clock = max(self.clock, self.host)
 
     def _wait_for(self, life: Lifetime) -> None:
-        """The device waits until a moved value is back, if it is away."""
+        """Advance the device's time line to when a moved value is back on the device."""
         before, self.clock = self.clock, self.copies.read(life, self.clock)
         if self.clock > before:
             self._add_to_row(self.clock - before)
@@ -218,11 +219,11 @@ class EagerEvents:
         self._due_s = 0.0
 
     def _settle(self, position: int, region: int, scope: dict[int, Lifetime]) -> None:
-        """What happens between ops in the forward (region -1) or in a region's replay: saves, entries, drops."""
+        """Process saves, region entries and drops at a position of the forward (region -1) or of a region's replay."""
         first = self.graph.calls[region].first if region >= 0 else 0
         for index in self.saves_at.get(position, ()):
             save = self.graph.saves[index]
-            if self.save_owner[index] != region or index in self.released:  # the latter never read, replayed late
+            if self.save_owner[index] != region or index in self.released:  # released, and never read
                 continue
             if (life := self._find(save.value, region)) is not None:
                 is_retained = index in self.retained
@@ -232,14 +233,14 @@ class EagerEvents:
                 lives = [self._find(value, region) for value in self.graph.calls[call].inputs]
                 self.region_holds[call] = [self._hold(life, position, region) for life in lives if life is not None]
             if region < 0:
-                self._host_works(self.fees.forward_s.get(call, 0.0))
+                self._host_works(self.engine.forward_s.get(call, 0.0))
         self.ledger.kept += self.graph.arrays.captured_bytes(self.entries_at.get(position, ()), region)
         for value in self.drops_at.get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
 
     def _hold(self, life: Lifetime, position: int, region: int) -> Lifetime:
-        """Hold a value for the backward: itself, or outside of regions what its codec makes of it."""
+        """Hold a value for the backward; outside of regions, a value with a codec is held encoded."""
         form = self.forms.get(life.value) if region < 0 else None
         if form is not None:
             if life.value not in self.encoded:
@@ -254,7 +255,7 @@ class EagerEvents:
         return life
 
     def _retain(self, life: Lifetime) -> Lifetime:
-        """Hold a retained output for a save, as it is: on the device, or on its way, for the region as well."""
+        """Hold a retained output for a save. If it is moved, the save and the region hold it off the device."""
         self.ledger.hold(life)
         if life.value in self.leaving:
             self.copies.saved(life, self.clock)
@@ -264,7 +265,7 @@ class EagerEvents:
         return life
 
     def _read(self, held: Lifetime, op: int, decoded: dict[int, Lifetime], key: int) -> None:
-        """Wait for what is held of a value; where that was encoded, decode it: a new life, which Python holds."""
+        """Wait until a held value is on the device. If it is encoded, decode it as a new lifetime, held by Python."""
         self._wait_for(held)
         form = self.forms.get(held.value)
         if form is not None and key not in decoded:
@@ -279,7 +280,7 @@ class EagerEvents:
         self.coded_s += seconds
 
     def _fetches_at(self) -> int:
-        """Where moved values start on their way back: at the model's outputs, or the first that is read before."""
+        """The position at which copies back begin: at the model's outputs, or at an earlier read of a moved value."""
         reads = [save.read for save in self.graph.saves if self.copies.moves(save.value) and save.read >= 0]
         return min([self.graph.reaches_model, *reads])
 
@@ -290,14 +291,14 @@ class EagerEvents:
             order: list[int] = []
             for index in reads:
                 if index in self.retained and saves[index].value not in self.leaving:
-                    continue  # the region holds it on the device, also where another save of it was offloaded
+                    continue  # the region holds it on the device, even if another save of it was offloaded
                 region = -1 if index in self.retained else self.outermost[saves[index].call]
                 order += self._held_outputs(region)
                 order += self.graph.calls[region].inputs if region >= 0 else [saves[index].value]
             self.copies.begin_fetching(order, self.clock)
 
     def _held_outputs(self, region: int) -> tuple[int, ...]:
-        """Outputs held elsewhere than on the device, as they come back: the last first, like all that left."""
+        """Retained outputs of a region that are off the device, in the order of their copies back: the last first."""
         return self.moved_outputs.get(region, ())[::-1]
 
     def _backward_position(self, position: int) -> None:
@@ -335,7 +336,7 @@ class EagerEvents:
         self._end_regions(position, is_read_here=True)
 
     def _end_regions(self, position: int, is_read_here: bool) -> None:
-        """Autograd lets go of the last save of a region: its inputs, held for another replay, go too."""
+        """End the regions whose last save autograd releases here: their inputs are no longer held."""
         for region in self.ends_at.get(position, ()):
             if (self.planned.last_reads[region] == position) == is_read_here:
                 self._leave(region)
@@ -367,10 +368,10 @@ class EagerEvents:
             for held in self.region_holds.get(region, ()):
                 self._read(held, first, scope, held.value)
         self.ledger.kept += int(self.graph.arrays.replay_bytes[region])
-        self._host_works(self.fees.replay_s.get(region, 0.0))
+        self._host_works(self.engine.replay_s.get(region, 0.0))
         for op in range(first, stop):
             self._settle(op, region, scope)
-            if op - first not in kept:  # else the forward's own output is found
+            if op - first not in kept:  # a retained output of the forward is used instead
                 self._run(op, 1, scope)
         self._settle(stop, region, scope)
         entered = [call for at in range(first, stop + 1) for call in self.entries_at.get(at, ())]
@@ -381,11 +382,11 @@ class EagerEvents:
         self._forget_kept(region)
 
     def _leave(self, region: int) -> None:
-        """Let go of what was held for a region's replay."""
+        """Release what was held for a region's replay."""
         self.left.add(region)
         call = self.graph.calls[region]
         self.ledger.kept -= int(self.graph.arrays.frame_bytes[region])
-        if region not in self.scopes:  # nothing was ever read, so it was not replayed
+        if region not in self.scopes:  # none of its saves was read, so it was not replayed
             self._forget_kept(region)
         for life in self.region_holds.pop(region, ()):
             if self.owner[call.parent] < 0:
@@ -400,7 +401,7 @@ class EagerEvents:
                 self.ledger.unhold(self.lives[value])
 
     def _run(self, index: int, phase: int, scope: dict[int, Lifetime]) -> None:
-        """Run an op: an event."""
+        """Run an op, which is one event."""
         op = self.graph.ops[index]
         for value in op.outputs:
             scope[value] = self.ledger.add(value, self.graph.values[value])
@@ -417,9 +418,9 @@ class EagerEvents:
             self.replayed_s += op.seconds
 
     def _emit(self, op: int, phase: int, workspace: int) -> None:
-        books, copies = self.ledger, self.copies
-        kept, transient = books.kept - copies.bytes_away, books.transient + workspace
-        self.events.append((op, phase, kept, transient, books.gradients, copies.bytes_in_flight))
+        ledger, copies = self.ledger, self.copies
+        kept, transient = ledger.kept - copies.bytes_away, ledger.transient + workspace
+        self.events.append((op, phase, kept, transient, ledger.gradients, copies.bytes_in_flight))
         self.starts.append(self.clock)
         self._add_to_row(0.0)
         event = len(self.events) - 1
@@ -430,19 +431,19 @@ class EagerEvents:
                     sizes[life.value] = sizes.get(life.value, 0) + life.bytes
             self.snapshots[event] = sizes if self._most is None else largest(sizes, self._most)
             if event == self._last_wanted:
-                raise _Enough
+                raise _AllRecorded
 
     def columns(self) -> dict[str, Any]:
-        """What a timeline is made of."""
+        """Return the fields of a `Timeline`."""
         table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
         static = np.full((len(table), 1), self.static, dtype=np.int64)
         copies = self.copies
-        watched_s = self.fees.total_s + copies.num_calls * self.graph.hardware.move_s / 2
+        engine_s = self.engine.total_s + copies.num_calls * self.graph.hardware.move_s / 2
         host_s, device_s, waits = np.array(self.row).reshape(-1, 3).T
         busy_s = float(device_s.sum()) - copies.stalled_s
         lines = StepLines(float(host_s.sum()), busy_s, step_seconds(host_s, device_s, waits > 0))
         if not self.graph.has_host_line:
-            lines = StepLines(0.0, self.clock + watched_s, self.clock + watched_s)
+            lines = StepLines(0.0, self.clock + engine_s, self.clock + engine_s)
         return {
             "live_bytes": np.hstack([static, table[:, 2:]]),
             "ops": table[:, 0],
@@ -450,7 +451,7 @@ class EagerEvents:
             "starts_s": np.array(self.starts),
             "replayed_s": self.replayed_s,
             "stalled_s": self.copies.stalled_s,
-            "watched_s": watched_s,
+            "engine_s": engine_s,
             "lines": lines,
             "host_bytes": self.copies.most_host_bytes,
             "copied_out_s": self.copies.out_s,

@@ -67,8 +67,8 @@ class EagerIntervals:
         self._keeper = self._keepers(regions)
         self._owner, dropped, owners = around, inside, regions_inside  # the region that drops each save
         if self._retains:
-            is_retained = (around >= 0) & (facts.save_number >= 0)
-            is_retained[is_retained] = self._keeper[facts.maker[facts.save_number[is_retained]]] == around[is_retained]
+            is_retained = (around >= 0) & (facts.save_index >= 0)
+            is_retained[is_retained] = self._keeper[facts.maker[facts.save_index[is_retained]]] == around[is_retained]
             self._owner = np.where(is_retained, -1, around)
             dropped = (self._owner >= 0).nonzero()[0]
             owners = self._owner[dropped]
@@ -97,8 +97,8 @@ class EagerIntervals:
         has_saves = self._has_saves.tolist()
         stops = {call: stop for call, stop, has in zip(calls, self._stop.tolist(), has_saves, strict=True) if has}
         counts = dict(zip(calls, np.bincount(regions_inside, minlength=num).tolist(), strict=True))
-        self._fees = EngineHostCosts(self.graph, regions, stops, counts, {calls[rank] for rank in replayed.tolist()})
-        self.watched_s = self._fees.total_s
+        self._engine = EngineHostCosts(self.graph, regions, stops, counts, {calls[rank] for rank in replayed.tolist()})
+        self.engine_s = self._engine.total_s
 
     def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
         """Return for each op the rank of the region that retains its outputs, -1 for none."""
@@ -123,7 +123,7 @@ class EagerIntervals:
         self._begin = _filled(len(self._calls), -1)  # of each replay: its first tick
         self._begin[self._order] = begins
         self._num_ticks = int(behind[-1]) + 1
-        self._ticks = np.concatenate([facts.forward_ticks, before, behind, [self._num_ticks]])  # by place
+        self._ticks = np.concatenate([facts.forward_ticks, before, behind, [self._num_ticks]])  # by tick row
         all_lengths = lengths.repeat(lengths)
         inner = np.arange(int(ends[-1]) if len(ends) else 0) - begun.repeat(lengths)
         replay_ticks = begins.repeat(lengths) + inner
@@ -153,17 +153,17 @@ class EagerIntervals:
         self._low[order], self._high[order] = low, high
         self._life_of_low = np.zeros_like(self._first)
         self._life_of_low[order] = len(facts.sizes) + begun
-        places = (low - begun).repeat(counts)
-        places += np.arange(len(places))
+        indices = (low - begun).repeat(counts)
+        indices += np.arange(len(indices))
         base = (self._begin[order] - first).repeat(counts)  # the tick of position 0
-        self._again = places  # the values that replays make
-        sizes = facts.sizes[places]
+        self._again = indices  # of the values that replays make
+        sizes = facts.sizes[indices]
         if self._retains:
             sizes *= self._is_made_again
         self._size = np.concatenate([facts.sizes, sizes])
-        self._birth = np.concatenate([self._ticks[facts.birth_places], base + facts.maker[places]])
-        dropped = base + np.minimum(facts.dropped[places], stop.repeat(counts))
-        self._drop = np.concatenate([self._ticks[facts.drop_places], dropped])
+        self._birth = np.concatenate([self._ticks[facts.birth_rows], base + facts.maker[indices]])
+        dropped = base + np.minimum(facts.dropped[indices], stop.repeat(counts))
+        self._drop = np.concatenate([self._ticks[facts.drop_rows], dropped])
 
     @property
     def _is_made_again(self) -> np.ndarray:
@@ -184,18 +184,18 @@ class EagerIntervals:
         """Compute the holds of lifetimes, each from tick to tick: by saves, as regions' inputs, as retained outputs."""
         facts, owner = self.facts, self._owner
         is_own = owner < 0
-        ends = self._ticks[np.where(is_own, facts.release_places, facts.last_use_places)]
+        ends = self._ticks[np.where(is_own, facts.release_rows, facts.last_use_rows)]
         held = (is_own & facts.is_save_of_made).nonzero()[0]
-        holds = [(facts.save_number[held], facts.save_made[held], ends[held])]
+        holds = [(facts.save_index[held], facts.save_made[held], ends[held])]
         again = (~is_own & facts.is_save_of_made).nonzero()[0]
         owners = owner[again]
         is_replayed = self._begin[owners] >= 0
         if not is_replayed.all():
             again, owners = again[is_replayed], owners[is_replayed]
         made = facts.save_made[again]
-        lives = self._find(facts.save_number[again], owners, made)
+        lives = self._find(facts.save_index[again], owners, made)
         holds.append((lives, self._tick(owners, made), ends[again]))
-        left = self._ticks[facts.backward_places(self._ends, self._is_last_read_at_end)]
+        left = self._ticks[facts.backward_rows(self._ends, self._is_last_read_at_end)]
         self._left, self._done = left, np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
         entered, entry = self._entries(left)
         holds.append(self._inputs(entered, entry, left))
@@ -263,26 +263,26 @@ class EagerIntervals:
         rank = entered.repeat(counts)
         inputs = (starts - (counts.cumsum() - counts)).repeat(counts)
         inputs += np.arange(len(inputs))
-        places = facts.inputs[inputs]
-        there = places >= 0
-        rank, places = rank[there], places[there]
-        return self._find(places, self._outer[rank], self._first[rank]), entry[rank], left[rank]
+        indices = facts.inputs[inputs]
+        there = indices >= 0
+        rank, indices = rank[there], indices[there]
+        return self._find(indices, self._outer[rank], self._first[rank]), entry[rank], left[rank]
 
-    def _find(self, places: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def _find(self, indices: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return the lifetime that a region's replay (-1: the forward) sees of each value at a position."""
-        facts, lives = self.facts, places.copy()
+        facts, lives = self.facts, indices.copy()
         open_ = (rank >= 0).nonzero()[0]
         upto: np.ndarray | int = facts.starts[position[open_]]
-        at, place = rank[open_], places[open_]
+        at, index = rank[open_], indices[open_]
         while len(open_):
             low = self._low[at]
-            inside = (low <= place) & (place < np.minimum(self._high[at], upto))
+            inside = (low <= index) & (index < np.minimum(self._high[at], upto))
             if self._retains:
-                inside &= self._keeper[facts.maker[place]] != at
-            lives[open_[inside]] = (self._life_of_low[at] + place - low)[inside]
+                inside &= self._keeper[facts.maker[index]] != at
+            lives[open_[inside]] = (self._life_of_low[at] + index - low)[inside]
             at = self._outer[at]
             outside = ((at >= 0) & ~inside).nonzero()[0]
-            open_, at, place = open_[outside], at[outside], place[outside]
+            open_, at, index = open_[outside], at[outside], index[outside]
             upto = _NEVER  # the replay around has run to its end
         return lives
 
@@ -348,14 +348,14 @@ class EagerIntervals:
             & may_keep[facts.maker[self._value_index[num]]]
         )
         lives, rank = num[wanted], rank[wanted]
-        place = self._value_index[lives]
+        index = self._value_index[lives]
         released = np.zeros(len(facts.sizes), dtype=np.int64)  # of each value, the last tick at which it is saved
         born = facts.is_save_of_made
-        np.maximum.at(released, facts.save_number[born], self._ticks[facts.release_places[born]])
-        ends = event[np.maximum((self._begin + self._stop - self._first)[rank], released[place])]
-        starts = np.concatenate([event[self._end[place]], event[self._end[lives]]])
+        np.maximum.at(released, facts.save_index[born], self._ticks[facts.release_rows[born]])
+        ends = event[np.maximum((self._begin + self._stop - self._first)[rank], released[index])]
+        starts = np.concatenate([event[self._end[index]], event[self._end[lives]]])
         stops = np.concatenate([event[self._birth[lives]], ends])
-        ops, sizes = np.tile(facts.maker[place], 2), np.tile(self._size[lives], 2)
+        ops, sizes = np.tile(facts.maker[index], 2), np.tile(self._size[lives], 2)
         return ops, sizes, starts, np.maximum(starts, stops)
 
     @cached_property
@@ -366,9 +366,9 @@ class EagerIntervals:
     def _host_s(self) -> np.ndarray:
         """Host seconds of each event, with the engine's work before it."""
         found = self.facts.host_s[self.ops]
-        for fees, ticks in ((self._fees.forward_s, self._first), (self._fees.replay_s, self._begin)):
-            due = [rank for rank, call in enumerate(self._calls.tolist()) if fees.get(call)]
-            np.add.at(found, self._event[ticks[due]], [fees[call] for call in self._calls[due].tolist()])
+        for host_s, ticks in ((self._engine.forward_s, self._first), (self._engine.replay_s, self._begin)):
+            due = [rank for rank, call in enumerate(self._calls.tolist()) if host_s.get(call)]
+            np.add.at(found, self._event[ticks[due]], [host_s[call] for call in self._calls[due].tolist()])
         return found
 
     @cached_property
@@ -381,7 +381,7 @@ class EagerIntervals:
     def lines(self) -> StepLines:
         """Seconds of work on each time line, and seconds of the step."""
         if not self.facts.has_host_line:
-            total_s = float(self._starts_s[-1]) + self.watched_s
+            total_s = float(self._starts_s[-1]) + self.engine_s
             return StepLines(0.0, total_s, total_s)
         step_s = step_seconds(self._host_s, self._seconds, self.facts.is_sync[self.ops])
         return StepLines(float(self._host_s.sum()), float(self._seconds.sum()), step_s)
@@ -395,7 +395,7 @@ class EagerIntervals:
     def extra_s(self) -> float:
         if self.facts.has_host_line:
             return max(0.0, self.lines.step_s - self.facts.step_s)
-        return self.replayed_s + self.watched_s
+        return self.replayed_s + self.engine_s
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
         """Return the bytes of each value that lives at an event, or of the `most` largest ones."""
@@ -439,7 +439,7 @@ class EagerIntervals:
             "starts_s": self._starts_s,
             "replayed_s": self.replayed_s,
             "stalled_s": 0.0,
-            "watched_s": self.watched_s,
+            "engine_s": self.engine_s,
             "host_bytes": 0,
             "copied_out_s": 0.0,
             "copied_in_s": 0.0,

@@ -19,12 +19,12 @@ from lowtide.plans.step_plan import Move
 
 
 def largest(sizes: dict[int, int], most: int) -> dict[int, int]:
-    """Of bytes by value, the `most` largest."""
+    """Return the `most` largest entries of `sizes`, bytes by value."""
     return dict(nlargest(most, sizes.items(), key=lambda item: item[1]))
 
 
 class Lifetime:
-    """A value on the device, from an op that made it: held by Python, and by saves and regions."""
+    """A value on the device, from the op that makes it until neither Python nor a save or region (`holds`) holds it."""
 
     __slots__ = ("bytes", "holds", "is_gradient", "python", "value")
 
@@ -38,14 +38,14 @@ class Lifetime:
 
 
 class Ledger:
-    """Bytes of what lives: `kept` by saves and regions, `transient` where only Python holds it, and `gradients`."""
+    """Totals of live bytes: `kept` by saves and regions, `transient` if only Python holds them, and `gradients`."""
 
     def __init__(self) -> None:
         self.kept = self.transient = self.gradients = 0
         self._born: list[Lifetime] = []
 
     def add(self, index: int, value: Value) -> Lifetime:
-        """A value was made, and Python holds it."""
+        """Add a new value, which Python holds."""
         life = Lifetime(index, value.bytes, value.kind == "gradient")
         self._born.append(life)
         if life.is_gradient:
@@ -55,12 +55,12 @@ class Ledger:
         return life
 
     def alive(self) -> list[Lifetime]:
-        """What lives now, in the order of birth."""
-        self._born = [life for life in self._born if not life.is_over]  # the dead are passed over once
+        """The live values, in the order in which they were made."""
+        self._born = [life for life in self._born if not life.is_over]  # freed values are removed here
         return self._born
 
     def encode(self, index: int, size: int) -> Lifetime:
-        """A codec wrote a value in fewer bytes, which Python holds until a save does."""
+        """Add the encoded form of a value, which Python holds until a save does."""
         life = Lifetime(index, size, is_gradient=False)
         self._born.append(life)
         self.transient += size
@@ -82,7 +82,7 @@ class Ledger:
                 self._free(life)
 
     def drop(self, life: Lifetime) -> None:
-        """Python lets go, if it has not yet."""
+        """Drop Python's reference, if it still has one."""
         if life.python:
             life.python = False
             if not life.holds:
@@ -98,7 +98,10 @@ class Ledger:
 def ends_before(
     lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For holds sorted by life and start: when the life's holds before it end, `floor` at least; and if it is first."""
+    """For holds sorted by lifetime and start: when earlier holds of the same lifetime end, and if there are none.
+
+    Without earlier holds, and at the least, it is the `floor` of the lifetime.
+    """
     is_first, floors, begins = np.ones(len(lives), dtype=bool), floor[lives], lives * (num_ticks + 1)
     np.not_equal(lives[1:], lives[:-1], out=is_first[1:])
     latest = np.maximum.accumulate(begins + np.maximum(ends, floors)) - begins
@@ -109,7 +112,7 @@ def ends_before(
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of a value `out` or `in`, or a `stall`: the step waits for one."""
+    """A copy of a value (`kind` "out" or "in"), or a wait of the step for one ("stall")."""
 
     kind: str
     value: int
@@ -117,26 +120,24 @@ class Copy:
     end_s: float
 
 
-class _Trip:
-    """A moved value on its way out and back; over once it is read, for it is there then."""
+class _Offloaded:
+    """The copies of a moved value, out and back. `is_over` once it was read: it is on the device then."""
 
     __slots__ = ("back_at", "is_away", "is_over", "life", "num_saves", "out_at")
 
     def __init__(self, life: Lifetime, out_at: float) -> None:
         self.life, self.out_at, self.num_saves = life, out_at, 1
-        self.back_at: float | None = None  # asked for
+        self.back_at: float | None = None  # when the copy back ends; None before it was queued
         self.is_away = self.is_over = False
 
 
 class CopyEngines:
-    """Where moved values are, and how long their copies take.
+    """Two copy engines, one out and one back, and which moved values are off the device ("away").
 
-    What a codec has written smaller moves as what it is then: a life of its own, held by saves alone.
-
-    A value's copy out starts when it is saved and the engine is free; its bytes are away once the copy has finished and
-    nothing holds it on the device: not Python, nor a region that keeps it there. Copies back are asked for in the
-    order of the backward's reads, as many ahead as `in_flight_bytes` allow (0: twice the largest). A read waits for its
-    copy, unless the value has not gone away.
+    A value's copy out starts when it is saved and the engine is free. Its bytes are away once the copy has finished and
+    nothing else holds it on the device, neither Python nor a region. Copies back are queued in the order of the
+    backward's reads, as many ahead as `in_flight_bytes` allow (0: twice the largest value). A read of a value that is
+    away waits for its copy. An encoded value moves as its encoded form, which has a lifetime of its own.
     """
 
     def __init__(
@@ -151,72 +152,72 @@ class CopyEngines:
             )
         sizes = [forms[value].bytes if value in forms else graph.values[value].bytes for value in self._moved]
         self._limit = in_flight_bytes or 2 * max(sizes, default=0)
-        self._trips: dict[int, _Trip] = {}
-        self._leaving: deque[_Trip] = deque()  # in the order of their copies
-        self._copied: list[_Trip] = []  # copied out, and held on the device all the same
-        self._returns: deque[_Trip] = deque()  # to be asked for
-        self._num_asked = self._bytes_asked = 0
+        self._offloaded: dict[int, _Offloaded] = {}
+        self._leaving: deque[_Offloaded] = deque()  # being copied out, in order
+        self._copied: list[_Offloaded] = []  # copied out, and still held on the device
+        self._returns: deque[_Offloaded] = deque()  # whose copies back are not queued yet
+        self._num_queued = self._bytes_queued = 0
         self._out_free = self._in_free = 0.0
         self.bytes_away = self.bytes_in_flight = self.host_bytes = self.most_host_bytes = 0
         self.stalled_s = self.out_s = self.in_s = 0.0
         self.log: list[Copy] = []
-        self.num_calls = self._num_taken = 0  # of the host: to send a value off, and to ask for it
+        self.num_calls = self._num_taken = 0  # by the host, to start a copy out and to wait for one back
 
     def take_num_calls(self) -> int:
-        """Calls of the host since this was last asked."""
+        """Return the number of host calls since the last call of this method."""
         new, self._num_taken = self.num_calls - self._num_taken, self.num_calls
         return new
 
     def saved(self, life: Lifetime, clock: float) -> None:
-        """A value was saved, or is held by a region: as its input, or as an output that it is not to make again."""
+        """Start the copy out of a moved value that a save holds, or a region as its input or retained output."""
         if life.value not in self._moved:
             return
-        if life.value in self._trips:
-            self._trips[life.value].num_saves += 1
+        if life.value in self._offloaded:
+            self._offloaded[life.value].num_saves += 1
             return
         self.num_calls += 1
         seconds = life.bytes / self._speed
         self._out_free = max(self._out_free, clock) + seconds
         self.out_s += seconds
         self.log.append(Copy("out", life.value, self._out_free - seconds, self._out_free))
-        self._trips[life.value] = trip = _Trip(life, self._out_free)
-        self._leaving.append(trip)
+        self._offloaded[life.value] = moved = _Offloaded(life, self._out_free)
+        self._leaving.append(moved)
         self.host_bytes += life.bytes
         self.most_host_bytes = max(self.most_host_bytes, self.host_bytes)
 
     def advance(self, clock: float) -> None:
-        """Time has come to `clock`: what has been copied out and is held by no one on the device is away."""
+        """Advance to `clock`: values that are copied out by then, and that nothing holds on the device, are away."""
         while self._leaving and self._leaving[0].out_at <= clock:
             self._copied.append(self._leaving.popleft())
         if self._copied:
-            copied = [trip for trip in self._copied if not trip.is_over]
-            for trip in copied:
-                if not trip.life.python and trip.life.holds == trip.num_saves:
-                    trip.is_away = True
-                    self.bytes_away += trip.life.bytes
-                    self.bytes_in_flight += trip.life.bytes if trip.back_at is not None else 0
-            self._copied = [trip for trip in copied if not trip.is_away]
+            copied = [moved for moved in self._copied if not moved.is_over]
+            for moved in copied:
+                if not moved.life.python and moved.life.holds == moved.num_saves:
+                    moved.is_away = True
+                    self.bytes_away += moved.life.bytes
+                    self.bytes_in_flight += moved.life.bytes if moved.back_at is not None else 0
+            self._copied = [moved for moved in copied if not moved.is_away]
 
     def moves(self, value: int) -> bool:
         return value in self._moved
 
     def begin_fetching(self, order: list[int], clock: float) -> None:
-        """From now on values come back; the backward will read them in this order."""
-        self._returns.extend(self._trips[value] for value in dict.fromkeys(order) if value in self._trips)
+        """Begin copies back, in the order in which the backward will read the values."""
+        self._returns.extend(self._offloaded[value] for value in dict.fromkeys(order) if value in self._offloaded)
         self._fetch_ahead(clock)
 
     def read(self, life: Lifetime, clock: float) -> float:
-        """The time at which a value can be used that is asked for at `clock`."""
-        trip = self._trips.get(life.value)
-        if trip is None or trip.life is not life or trip.is_over:
+        """Return when a value that is read at `clock` is on the device."""
+        moved = self._offloaded.get(life.value)
+        if moved is None or moved.life is not life or moved.is_over:
             return clock
-        back_at = self._ask(trip, clock) if trip.back_at is None else trip.back_at
-        trip.is_over = True
+        back_at = self._queue_fetch(moved, clock) if moved.back_at is None else moved.back_at
+        moved.is_over = True
         self.num_calls += 1
-        self._num_asked -= 1
-        self._bytes_asked -= life.bytes
-        if trip.is_away:
-            trip.is_away = False
+        self._num_queued -= 1
+        self._bytes_queued -= life.bytes
+        if moved.is_away:
+            moved.is_away = False
             self.bytes_away -= life.bytes
             self.bytes_in_flight -= life.bytes
             if back_at > clock:
@@ -227,38 +228,38 @@ class CopyEngines:
         return clock
 
     def released(self, life: Lifetime) -> None:
-        """One save of a value was let go; with the last one it leaves the host too."""
-        trip = self._trips.get(life.value)
-        if trip is not None and trip.life is life:
-            trip.num_saves -= 1
-            if not trip.num_saves:
+        """Release one hold of a value. With the last one, its host memory is freed."""
+        moved = self._offloaded.get(life.value)
+        if moved is not None and moved.life is life:
+            moved.num_saves -= 1
+            if not moved.num_saves:
                 self.host_bytes -= life.bytes
-                trip.is_over = True
-                if trip.is_away:  # let go without having been read
-                    trip.is_away = False
+                moved.is_over = True
+                if moved.is_away:  # released without having been read
+                    moved.is_away = False
                     self.bytes_away -= life.bytes
 
     def is_away(self, life: Lifetime) -> bool:
-        """Whether a value's bytes are off the device, and not on their way back either."""
-        trip = self._trips.get(life.value)
-        return trip is not None and trip.life is life and trip.is_away and trip.back_at is None
+        """Whether a value's bytes are off the device, and its copy back is not queued."""
+        moved = self._offloaded.get(life.value)
+        return moved is not None and moved.life is life and moved.is_away and moved.back_at is None
 
     def _fetch_ahead(self, clock: float) -> None:
         while self._returns:
-            trip = self._returns[0]
-            if trip.back_at is None and not trip.is_over:
-                if self._num_asked and self._bytes_asked + trip.life.bytes > self._limit:
+            moved = self._returns[0]
+            if moved.back_at is None and not moved.is_over:
+                if self._num_queued and self._bytes_queued + moved.life.bytes > self._limit:
                     return
-                self._ask(trip, clock)
+                self._queue_fetch(moved, clock)
             self._returns.popleft()
 
-    def _ask(self, trip: _Trip, clock: float) -> float:
-        """Queue a value's copy back; the time at which it is done."""
-        seconds = trip.life.bytes / self._speed
-        trip.back_at = self._in_free = max(self._in_free, clock, trip.out_at) + seconds
+    def _queue_fetch(self, moved: _Offloaded, clock: float) -> float:
+        """Queue a value's copy back, and return when it ends."""
+        seconds = moved.life.bytes / self._speed
+        moved.back_at = self._in_free = max(self._in_free, clock, moved.out_at) + seconds
         self.in_s += seconds
-        self.log.append(Copy("in", trip.life.value, self._in_free - seconds, self._in_free))
-        self._num_asked += 1
-        self._bytes_asked += trip.life.bytes
-        self.bytes_in_flight += trip.life.bytes if trip.is_away else 0
-        return trip.back_at
+        self.log.append(Copy("in", moved.life.value, self._in_free - seconds, self._in_free))
+        self._num_queued += 1
+        self._bytes_queued += moved.life.bytes
+        self.bytes_in_flight += moved.life.bytes if moved.is_away else 0
+        return moved.back_at

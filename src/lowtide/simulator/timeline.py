@@ -40,7 +40,7 @@ class Timeline:
 
     `lines` are the two time lines: seconds in which the host issues ops and does the engine's work, seconds in which
     the device runs ops, and seconds of the step, which ends with the later of both. On the CPU there is only the
-    device's line. `watched_s` are the seconds that the engine's own work takes on the host.
+    device's line. `engine_s` are host seconds of the engine's own work.
     """
 
     graph: StepGraph
@@ -51,7 +51,7 @@ class Timeline:
     starts_s: np.ndarray
     replayed_s: float
     stalled_s: float
-    watched_s: float
+    engine_s: float
     host_bytes: int
     copied_out_s: float
     copied_in_s: float
@@ -80,7 +80,7 @@ class Timeline:
         """
         if self.has_two_lines:
             return max(0.0, self.lines.step_s - self.graph.lines.step_s)
-        return self.replayed_s + self.stalled_s + self.watched_s + self.coded_s
+        return self.replayed_s + self.stalled_s + self.engine_s + self.coded_s
 
     @property
     def has_two_lines(self) -> bool:

@@ -41,7 +41,7 @@ def lossy_codecs(lossy: str | tuple[str, ...] | None) -> tuple[str, ...]:
                 f"count on it. Lossy codecs are {', '.join(map(repr, CODEC_COSTS))}."
             )
         if name not in CODEC_COSTS:
-            raise ValueError(f"lossy asks for {name!r}, and the codecs are {', '.join(map(repr, CODEC_COSTS))}")
+            raise ValueError(f"lossy names the unknown codec {name!r}; there are {', '.join(map(repr, CODEC_COSTS))}")
     return tuple(dict.fromkeys(names))
 
 

@@ -67,7 +67,7 @@ _STOPPED_OPS = 100_000  # simulated ops of all stops of a path
 
 @dataclass(frozen=True)
 class _HullStep:
-    """From one hull point to the next: **units** that change one after the other, earliest first.
+    """The way from one hull point to the next: **units** that change one after the other, the earliest first.
 
     A unit is an outermost call in which the points differ, with the regions inside it. Values that are encoded in only
     one of the points belong to the unit in which they are made, or are units themselves.
@@ -90,10 +90,10 @@ class HullPath:
     def __init__(
         self, graph: StepGraph, choices: list[HullPoint], interpolation: Interpolation, *, is_spread: bool = False
     ) -> None:
-        legs = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
-        self._legs = [_spread(leg) for leg in legs] if is_spread else legs
+        hull_steps = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
+        self._hull_steps = [_spread(hull_step) for hull_step in hull_steps] if is_spread else hull_steps
         self._interpolation, self._steps = interpolation, interpolation.num_between + 1
-        ends = list(accumulate((self._steps * len(leg.units) for leg in self._legs), initial=0))
+        ends = list(accumulate((self._steps * len(hull_step.units) for hull_step in self._hull_steps), initial=0))
         self._length = ends[-1] + 1
         self._first = choices[0]
         most = max(_FEWEST_STOPS, _STOPPED_OPS // max(len(graph.ops), 1))
@@ -111,32 +111,32 @@ class HullPath:
         """The regions of candidate `number`."""
         if number == 0:
             return self._first.regions
-        leg, num_units, step = self._position(number)
-        before, after = leg.before.regions, leg.after.regions
-        changed = {call for unit in leg.units[: num_units + (step > 0)] for call in unit}
+        hull_step, num_units, step = self._position(number)
+        before, after = hull_step.before.regions, hull_step.after.regions
+        changed = {call for unit in hull_step.units[: num_units + (step > 0)] for call in unit}
         regions = {call: ops for call, ops in before.items() if call not in changed}
         regions |= {call: ops for call, ops in after.items() if call in changed}
         if step:
-            new = {call: after[call] for call in leg.units[num_units] if call in after}
-            regions |= self._interpolation.candidate(new, leg.freed_bytes, step - 1)
+            new = {call: after[call] for call in hull_step.units[num_units] if call in after}
+            regions |= self._interpolation.candidate(new, hull_step.freed_bytes, step - 1)
         return regions
 
     def codecs(self, number: int) -> Codecs:
         """The values that candidate `number` holds encoded."""
         if number == 0:
             return tuple(sorted(self._first.codecs.items()))
-        leg, num_units, step = self._position(number)
-        changed = {value for values in leg.values[: num_units + (step > 0)] for value in values}
-        codecs = {value: codec for value, codec in leg.before.codecs.items() if value not in changed}
-        codecs |= {value: codec for value, codec in leg.after.codecs.items() if value in changed}
+        hull_step, num_units, step = self._position(number)
+        changed = {value for values in hull_step.values[: num_units + (step > 0)] for value in values}
+        codecs = {value: codec for value, codec in hull_step.before.codecs.items() if value not in changed}
+        codecs |= {value: codec for value, codec in hull_step.after.codecs.items() if value in changed}
         return tuple(sorted(codecs.items()))
 
     def _position(self, number: int) -> tuple[_HullStep, int, int]:
-        """The leg of candidate `number`, how many of its units have changed, and the interpolation of the next one."""
-        for leg in self._legs:
-            if number <= self._steps * len(leg.units):
-                return leg, *divmod(number, self._steps)
-            number -= self._steps * len(leg.units)
+        """The hull step of candidate `number`, how many of its units have changed, and the share of the next one."""
+        for hull_step in self._hull_steps:
+            if number <= self._steps * len(hull_step.units):
+                return hull_step, *divmod(number, self._steps)
+            number -= self._steps * len(hull_step.units)
         raise IndexError(number)
 
 
@@ -226,12 +226,12 @@ def _thinned(numbers: list[int], most: int) -> list[int]:
     return [numbers[index] for index in np.unique(np.linspace(0, len(numbers) - 1, most).round().astype(int))]
 
 
-def _spread(leg: _HullStep) -> _HullStep:
-    """A leg whose units change in bit-reversed order, so that changed units are evenly spaced."""
-    num_bits = len(leg.units).bit_length()
-    order = sorted(range(len(leg.units)), key=lambda number: f"{number:0{num_bits}b}"[::-1])
-    units, values = (tuple(each[number] for number in order) for each in (leg.units, leg.values))
-    return replace(leg, units=units, values=values)
+def _spread(hull_step: _HullStep) -> _HullStep:
+    """The same hull step, whose units change in bit-reversed order, so that changed units are evenly spaced."""
+    num_bits = len(hull_step.units).bit_length()
+    order = sorted(range(len(hull_step.units)), key=lambda number: f"{number:0{num_bits}b}"[::-1])
+    units, values = (tuple(each[number] for number in order) for each in (hull_step.units, hull_step.values))
+    return replace(hull_step, units=units, values=values)
 
 
 def _hull_step(graph: StepGraph, first: HullPoint, second: HullPoint) -> _HullStep:

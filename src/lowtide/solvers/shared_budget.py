@@ -116,8 +116,10 @@ def _price(fast: Variant, small: Variant) -> float:
 
 @dataclass(frozen=True)
 class OtherMemory:
-    """Bytes live whatever the instances save: at the begin of each one's forward and backward, the most between both
-    (the loss), and the most elsewhere (the optimizer's step). Inputs of instances are included.
+    """Bytes that are live whatever the instances save, inputs of instances included.
+
+    They are given for the beginning of each instance's forward and backward, as the most between the last forward and
+    the first backward (the loss), and as the most elsewhere (the optimizer's step).
     """
 
     forward_bytes: tuple[int, ...]
@@ -294,7 +296,7 @@ class SharedBudget:
         return recomputed_s + self.moved_byte_s * sum(map(sum, self.moved(chosen)))
 
     def lower_bound_s(self, budget: int) -> float:
-        """A lower bound on the seconds of every choice of variants: Lagrangian, at the begin of the backward."""
+        """A lower bound on the seconds of every choice of variants: Lagrangian, at the beginning of the backward."""
         allowed = budget - self.surroundings.between_bytes + sum(self.quotas)
         prices = {_price(fast, small) for variants in set(self.instances) for fast, small in pairwise(variants)}
         least_s = sum(variants[0].extra_s for variants in self.instances)

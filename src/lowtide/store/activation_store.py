@@ -112,7 +112,7 @@ class ActivationStore:
         if not budgets:
             budgets[DEVICE] = float("inf")
         if not any(budgets.values()):
-            raise ValueError("every tier has a budget of 0 bytes: give device=, host= or disk= some")
+            raise ValueError("every tier has a budget of 0 bytes: set device=, host= or disk= to more")
         self.on_full = on_full
         self._codec = find_codec(codec)
         self._tiers = StorageTiers(

@@ -74,7 +74,7 @@ class Unit:
     put_at: int = 0
     touched_at: int = 0
 
-    def let_go(self, *, evictable: bool = True) -> None:
+    def remove_entry(self, *, evictable: bool = True) -> None:
         """Remove one entry, assuming that it is one of those already returned."""
         self.num_entries -= 1
         self.num_unevictable -= not evictable

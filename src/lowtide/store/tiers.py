@@ -225,7 +225,7 @@ class StorageTiers:
 
     def release(self, unit: Unit, *, evictable: bool = True) -> None:
         """Remove one entry of a unit, and the unit with its last entry."""
-        unit.let_go(evictable=evictable)
+        unit.remove_entry(evictable=evictable)
         if unit.num_entries == 0:
             self._drop(unit)
 

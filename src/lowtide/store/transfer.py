@@ -345,19 +345,19 @@ class AcceleratorMover(Mover):
         return _StreamEvent(self._recorded(stream), self._idle_events)
 
     def _recorded(self, stream: Any) -> Any:
-        """An event recorded on `stream`. The caller returns it with `use_again`."""
+        """An event recorded on `stream`. The caller returns it with `reuse`."""
         event = self._idle_events.pop() if self._idle_events else self.module.Event()
         event.record(stream)
         return event
 
-    def use_again(self, event: Any) -> None:
+    def reuse(self, event: Any) -> None:
         self._idle_events.append(event)
 
     def settle(self, max_in_flight_bytes: float) -> None:
         while self._sources:
             _, producer, done, nbytes = self._sources[0]
             if done.is_over():
-                done.let_go()
+                done.release()
             elif self.in_flight_bytes <= max_in_flight_bytes:
                 return
             else:
@@ -414,14 +414,14 @@ class _StreamEvent:
         if self._event is not None:
             self._event.synchronize()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Return the event for reuse: the work has finished, and nothing has to wait for it any more."""
         if self._event is not None:
             self._idle_events.append(self._event)
             self._event = None
 
     def __del__(self) -> None:
-        self.let_go()
+        self.release()
 
 
 class _PinnedCopy(HostCopy):
@@ -475,7 +475,7 @@ class _Arriving(Fetched):
         # ends.
         if not self._waited:
             self._done.wait(self._owner)
-        self._mover.use_again(self._done)
+        self._mover.reuse(self._done)
 
 
 def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[Tensor, Tensor]]:

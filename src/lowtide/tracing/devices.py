@@ -120,11 +120,11 @@ def free_bytes(device: torch.device) -> int:
     return 1 << 62
 
 
-def link_bytes_per_s(device: torch.device, num_bytes: int = 1 << 26) -> float:
+def link_bytes_per_s(device: torch.device) -> float:
     """Measure the bandwidth of pinned copies between device and host, in the slower direction; 0 on the CPU."""
     if device.type != "cuda":
         return 0.0
-    slowest = 0.0
+    slowest, num_bytes = 0.0, 1 << 26
     with _compat.without_fake_mode():  # may be called while torch.compile runs on fake tensors
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

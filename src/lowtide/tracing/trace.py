@@ -32,7 +32,7 @@ from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
 from lowtide.graph.step_graph import GATHERED, Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.replay.arguments import tensors_in
-from lowtide.snapshot.restore import Restorer
+from lowtide.snapshot import Restorer
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.devices import (
     CUBLAS_BYTES,
@@ -444,7 +444,7 @@ def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> No
 
     In its first step with `static_graph`, DDP counts the hooks that run, and in a recorded step these are others.
     """
-    num_steps = data_parallel.num_settling_steps(data_parallel.wrappers_of(model))
+    num_steps = data_parallel.num_warm_up_steps(data_parallel.wrappers_of(model))
     if num_steps:
         gradients = [tensor.grad for tensor in (*model.parameters(), *tensors_in(args)) if tensor.is_leaf]
         for tensor in (*model.buffers(), *tensors_in(args), *(grad for grad in gradients if grad is not None)):

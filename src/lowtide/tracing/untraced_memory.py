@@ -26,7 +26,7 @@ from lowtide import _compat
 from lowtide.errors import LowtideError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.op_facts import facts_of
-from lowtide.snapshot.restore import ObjectSnapshot
+from lowtide.snapshot import ObjectSnapshot
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.trace_records import Layout, RawOp
 

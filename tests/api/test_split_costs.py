@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.api.split_search import with_costs_of
 from lowtide.graph.step_graph import StepGraph
-from lowtide.graph.transferred_costs import with_costs_of
 from lowtide.plans import Split
 from lowtide.split.split_forward import splitting
 

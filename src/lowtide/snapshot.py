@@ -7,7 +7,7 @@ Three parts, each used on its own:
   op is about to write it.
 - `StepUndo` is for steps of a training loop that may fail, as when memory runs out and the step is run again under
   another plan. No dispatch mode sees its ops, so it copies whatever a step may change before it runs.
-  Parameters are not copied: `what_cannot_be_put_back` reports steps that change them.
+  Parameters are not copied: `what_cannot_be_restored` reports steps that change them.
 
 `StepUndo` copies existing gradients to the host during the forward, as a backward adds to them in place. Copies on the
 device would take memory where it is short, fresh gradients that are added at the end would take as much, and what a
@@ -332,7 +332,7 @@ class StepUndo:
             for buffer, now, then in zip(tensors, _compat.versions_of(tensors), versions, strict=True):
                 self._buffers.is_written[buffer] = now != then
 
-    def what_cannot_be_put_back(self) -> str | None:
+    def what_cannot_be_restored(self) -> str | None:
         """Describe a change by the step of which no copy was made; None if there is none."""
         if _compat.versions_of(self._weights) != self._versions:
             return "the step changes parameters itself (an optimizer in the backward, or max_norm)"
