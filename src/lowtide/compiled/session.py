@@ -46,7 +46,7 @@ from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.store.storage_units import StoreStats
 from lowtide.tracing.devices import present_device
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_apart, format_bytes, parse_bytes
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
@@ -465,8 +465,9 @@ class Session:
     def _refuse(self, over: OverBudget) -> None:
         """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
         whole = ", or compile the model as one graph (regional=False), which need not keep the input of every block"
+        given, needed = format_apart(self.budget_bytes, over.floor_bytes)
         message = (
-            f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(over.floor_bytes)} ({over.how}) that "
+            f"budget {given} is below the {needed} ({over.how}) that "
             f"this compiled step needs at least. Raise the budget{', ' if self.num_blocks > 1 else ' or '}make the "
             f"batch smaller{whole if self.num_blocks > 1 else ''}."
         )
