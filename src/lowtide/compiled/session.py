@@ -282,6 +282,7 @@ class Session:
         self._sequences.pop(called, None)
         self._sequences[called] = sequence  # moved to the end: the most recently used
         self._watch_next(sequence)
+        self._warn_of_replayed_indices(sequence)
 
     def _report(self) -> StepReport:
         """What this rank knows of the step that has ended."""
@@ -390,18 +391,18 @@ class Session:
             format_bytes(budget),
             "" if sequence.choice.is_like(before) else "; choosing again",
         )
-        if sequence.is_settled and sequence.choice.replays_indices and sequence.over is None:
-            self._warn_of_replayed_indices(sequence)
 
     def _warn_of_replayed_indices(self, sequence: CallSequence) -> None:
-        if self._has_warned_of_indices:
+        """Warn once, when a choice that computes indices again is kept."""
+        is_kept = sequence.choice.replays_indices and (sequence.is_settled or self._meter is None)
+        if not is_kept or sequence.over is not None or self._has_warned_of_indices:
             return
         self._has_warned_of_indices = True
         pairs = zip(self._instances(sequence), sequence.choice.variants, strict=True)
         missing = [graph.variants[-1].saved_bytes - each.saved_bytes for graph, each in pairs if each.replays_indices]
         warnings.warn(
-            f"within {format_bytes(self.budget_bytes)} there is no room for the indices (topk, sort) that "
-            f"{_count(len(missing), 'compiled call')} make, so they are computed again in the backward, as torch's "
+            f"within {format_bytes(self.budget_bytes)} there is no room for the indices (topk, sort) of "
+            f"{_count(len(missing), 'compiled call')}, so they are computed again in the backward, as torch's "
             "checkpoint does. Where scores are equal but for rounding, a token may then be routed differently. Raise "
             f"the budget by {format_bytes(sum(missing))} to save them.",
             stacklevel=2,
