@@ -28,7 +28,7 @@ from lowtide.replay.arguments import tensors_in
 from lowtide.replay.environment import modes_now
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
-from lowtide.units import format_bytes
+from lowtide.units import format_apart, format_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -303,9 +303,10 @@ class CapturedStep:
         outside = torch.cuda.memory_allocated() - live - sum(gradient.nbytes for gradient in present) + to_come
         self.peak_bytes = outside + self.pool_bytes
         if watch is not None and self.peak_bytes > watch.budget_bytes:
+            allowed, taken = format_apart(watch.budget_bytes, self.peak_bytes)
             raise InfeasibleBudgetError(
-                f"captured, the step takes {format_bytes(self.peak_bytes)}, more than its budget of "
-                f"{format_bytes(watch.budget_bytes)}: {format_bytes(self.pool_bytes)} in the memory pool of "
+                f"captured, the step takes {taken}, more than its budget of {allowed}: "
+                f"{format_bytes(self.pool_bytes)} in the memory pool of "
                 f"{len(self._graphs)} graph{'s' * (len(self._graphs) > 1)}, which nothing else can use, and "
                 f"{format_bytes(outside)} outside of it, also under plans with smaller peaks. Raise the budget, make "
                 "the batch smaller, or run the step eagerly.",
