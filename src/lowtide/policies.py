@@ -278,10 +278,16 @@ class Revolve(Policy):
 
     def _one(self, start: int, end: int) -> list[Segment]:
         """Return the region of layers `start` to `end - 1`, and the regions inside it."""
+        return [Segment(start, end - 1), *self._inside(start, end)]
+
+    def _inside(self, start: int, end: int) -> list[Segment]:
+        """Return the regions inside one, of all its layers but the last, whose backward is the next after the replay."""
         if end - start == 1:
-            return [Segment(start, start)]
-        parts = self._split(start, end) if self.slots > 1 else [*self._one(start, end - 1), Segment(end - 1, end - 1)]
-        return [Segment(start, end - 1), *parts]
+            return []
+        step = self.next_kept(end - start)
+        if step == end - start:  # no second slot
+            return self._one(start, end - 1)
+        return [*self._one(start, start + step), *Revolve(self.slots - 1)._inside(start + step, end)]
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
         kept, state, policy = set(), 0, self
