@@ -104,7 +104,7 @@ class LazyLogits(Tensor):
 
     @property
     def _has_other_node(self) -> bool:
-        """Whether an `autograd.Function` has passed it on, as those of backward hooks do: they wait for its gradient."""
+        """Whether an `autograd.Function` has passed it on: that of a module's backward hook waits for its gradient."""
         with _compat.without_torch_function():
             return self.grad_fn is not self._node
 
