@@ -69,10 +69,12 @@ _LEAST_GAIN = 0.99  # parts that lower the floor by less than 1 % are not used
 class _TokenInput(NamedTuple):
     """Input of a module that may be token-wise: what the proof of that, and the number of parts, depend on."""
 
-    width: int
+    shape: torch.Size
     dtype: torch.dtype
-    ndim: int
-    num_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[:-1].numel()
 
 
 class SplitSearch:
@@ -355,8 +357,7 @@ class SplitSearch:
                 continue
             key = (type(module), call.structure if call.structure >= 0 else path, facts)
             if key not in proven:
-                why_not = why_not_row_wise(module, module.forward, facts.width, facts.dtype, facts.ndim)
-                proven[key] = not why_not
+                proven[key] = not why_not_row_wise(module, module.forward, facts.shape, facts.dtype)
             if proven[key]:
                 found[path] = facts.num_rows
         return found
@@ -372,8 +373,7 @@ def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _TokenInp
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             tokens = args[0] if len(args) == 1 and not kwargs else None
             if isinstance(tokens, Tensor) and tokens.dim() >= 2 and tokens.is_floating_point():
-                rows = tokens.shape[:-1].numel()
-                seen[path] = _TokenInput(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
+                seen[path] = _TokenInput(tokens.shape, tokens.dtype)
             elif any(True for _ in tensors_in((args, kwargs))):
                 others.add(path)
 
