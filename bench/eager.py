@@ -31,8 +31,6 @@ from ways import Way, checkpointed, free, host_and_device_s, in_turns, peak_of, 
 from zoo import Job
 
 import lowtide
-from lowtide.plans import Plan, Recompute
-from lowtide.tracing.model_blocks import find_regions
 
 PER_BLOCK, EVERY_SECOND = "checkpoint per block", "every second block"
 SELECTIVE, EVERY_OTHER = "selective, all products", "selective, every other product"
@@ -156,33 +154,22 @@ class Comparison:
         return self._compared(target, Way(self._plain.step, ours), peak, 100 * handle.plan.slowdown, str(stages), kept)
 
     def _captured(self, target: Target, handle: Any) -> Iterator[Row | str]:
-        """The fitted step as a CUDA graph; where that does not hold the budget, every second block recomputed."""
-        label, kept = f"{target.label}, captured", "the fitted plan"
+        """The fitted step as a CUDA graph."""
+        label = f"{target.label}, captured"
         try:
-            yield self._graph_row(Target(label, target.budget), handle, kept)
-            return
-        except lowtide.InfeasibleBudgetError as error:
-            yield f"| {label} | {rows.gib(target.budget / 2**30)} | the fitted plan: {_failed(error)} |"
+            yield self._graph_row(Target(label, target.budget), handle)
         except lowtide.LowtideError as error:
             yield f"| {label} | {rows.gib(target.budget / 2**30)} | {_failed(error)} |"
-            return
-        handle.remove()
-        free(self._device)
-        names = list(find_regions(self._job.model, self._job.blocks))[::2]
-        with lowtide.apply(self._job.model, Plan(regions=tuple(map(Recompute, names)))) as other:
-            label = f"{label}, at the graph's own peak"
-            yield self._graph_row(Target(label, 0), other, "every second block")
 
-    def _graph_row(self, target: Target, handle: Any, kept: str) -> Row:
+    def _graph_row(self, target: Target, handle: Any) -> Row:
         job = self._job
         handle.enabled = True
         job.model.zero_grad(set_to_none=True)
         graph = handle.capture(job.loss_fn, *job.batch, ignore_host_draws=True)
         handle.enabled = False
         try:
-            budget = target.budget or graph.peak_bytes
             ours = Way(functools.partial(graph, *job.batch), functools.partial(switched_on, handle))
-            return self._compared(Target(target.label, budget), ours, graph.peak_bytes, None, "", kept)
+            return self._compared(target, ours, graph.peak_bytes, None, "", f"{len(graph.plan.regions)} regions")
         finally:
             graph.release()
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import UnitError
-from lowtide.units import format_bytes, format_seconds, parse_bytes
+from lowtide.units import format_apart, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,11 @@ def test_whole_bytes_are_themselves(size: int) -> None:
 def test_formats() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1536, 3 * 1024**3)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
     assert [format_seconds(s) for s in (2.0, 0.0042, 3e-6)] == ["2.0 s", "4.2 ms", "3.0 µs"]
+
+
+@given(st.integers(0, 2**50), st.integers(1, 2**40))
+def test_different_sizes_are_told_apart(size: int, difference: int) -> None:
+    first, second = format_apart(size, size + difference)
+    assert first != second
+    assert format_apart(size, size) == (format_bytes(size),) * 2
+    assert format_apart(3 * 1024**3, 4 * 1024**3) == ("3.0 GiB", "4.0 GiB"), "no more digits than it takes"

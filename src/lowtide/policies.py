@@ -47,9 +47,9 @@ class Policy(ABC):
         return [Segment(layer, layer) for layer, recomputed in enumerate(self.decide(n, costs, bytes)) if recomputed]
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        """Whether layer `i` of `n` is recomputed: `decide(n)[i]`. Rules that go by `i` alone need no `n`."""
+        """Return whether layer `i` of `n` is recomputed: `decide(n)[i]`. Some policies do not need `n`."""
         if n is None:
-            raise TypeError(f"{self} needs to know how many layers there are: should_checkpoint({i}, n), or decide(n)")
+            raise TypeError(f"{self} depends on how many layers there are: use should_checkpoint({i}, n), or decide(n)")
         if not 0 <= i < n:
             raise ValueError(f"layer {i} is not one of {n} layers")
         return self.decide(n)[i]
@@ -137,7 +137,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.end < self.start:
-            raise ValueError(f"a segment goes from a start of 0 or more up, not from {self.start} to {self.end}")
+            raise ValueError(f"a segment needs 0 <= start <= end, not start={self.start} and end={self.end}")
 
     def __contains__(self, layer: int) -> bool:
         return self.start <= layer <= self.end
@@ -277,11 +277,17 @@ class Revolve(Policy):
         return [*self._one(start, start + step), *Revolve(self.slots - 1)._split(start + step, end)]
 
     def _one(self, start: int, end: int) -> list[Segment]:
-        """One region, and those inside it."""
+        """Return the region of layers `start` to `end - 1`, and the regions inside it."""
+        return [Segment(start, end - 1), *self._inside(start, end)]
+
+    def _inside(self, start: int, end: int) -> list[Segment]:
+        """Return the regions inside one, of all its layers but the last, whose backward is the next after the replay."""
         if end - start == 1:
-            return [Segment(start, start)]
-        parts = self._split(start, end) if self.slots > 1 else [*self._one(start, end - 1), Segment(end - 1, end - 1)]
-        return [Segment(start, end - 1), *parts]
+            return []
+        step = self.next_kept(end - start)
+        if step == end - start:  # no second slot
+            return self._one(start, end - 1)
+        return [*self._one(start, start + step), *Revolve(self.slots - 1)._inside(start + step, end)]
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
         kept, state, policy = set(), 0, self

@@ -67,6 +67,20 @@ def format_bytes(num_bytes: float) -> str:
     return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
+def format_apart(first: float, second: float) -> tuple[str, str]:
+    """Format two different numbers of bytes with as many digits as it takes to tell them apart.
+
+    >>> format_apart(4_695_000_000, 4_698_000_000)
+    ('4.37 GiB', '4.38 GiB')
+    """
+    texts, digits = (format_bytes(first), format_bytes(second)), 1
+    while texts[0] == texts[1] and first != second and digits < 15:
+        digits += 1
+        (one, unit), (other, other_unit) = in_bytes_unit(first), in_bytes_unit(second)
+        texts = f"{one:.{digits}f} {unit}", f"{other:.{digits}f} {other_unit}"
+    return texts
+
+
 def in_bytes_unit(num_bytes: float) -> tuple[float, str]:
     """Return a number and its unit: the largest binary unit that gives at least 1."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -32,7 +32,10 @@ def variants_in_turn(model: nn.Module) -> Iterator[Any]:
     sequence = session.current
     assert sequence is not None
     sequence.is_settled = True
-    lists = [(*graph.variants, *graph.torch_ways.values()) for graph in session._instances(sequence)]
+    lists = [
+        (*graph.variants, *graph.torch_ways.values(), *filter(None, [graph.replayed]))
+        for graph in session._instances(sequence)
+    ]
     for number in range(max(map(len, lists))):
         chosen = [variants[min(number, len(variants) - 1)] for variants in lists]
         sequence.choice = replace(sequence.choice, variants=chosen, moved=((),) * len(chosen))
@@ -40,6 +43,7 @@ def variants_in_turn(model: nn.Module) -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.filterwarnings("ignore:within .* there is no room for the indices")
 @pytest.mark.parametrize("name", sweep(["dropout", "batch norm", "attention", "routed"], keep=2))
 def test_every_variant_has_the_same_gradients(name: str) -> None:
     torch.manual_seed(0)

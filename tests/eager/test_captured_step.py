@@ -195,3 +195,32 @@ def test_the_users_line_is_the_innermost_outside_of_torch() -> None:
     assert file == __file__
     with open(file) as text:
         assert "# this line" in text.readlines()[line - 1]
+
+
+def test_a_graph_has_a_plan_of_its_own_with_a_smaller_peak_if_need_be() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)))
+    batch = torch.randn(512, 32)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    loss_fn(batch).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    peak = lowtide.estimate(model, loss_fn, batch).peak_bytes
+    with lowtide.fit(model, loss_fn, batch, budget=int(0.8 * peak), tune_s=0) as handle:
+        fitted, decisions = handle.plan, handle.decisions
+        peaks = []
+        for missing in (0, peak // 10):
+            with handle.plan_for_graph(loss_fn, (batch,), missing) as plan:
+                assert handle.plan is plan
+                peaks.append(plan.peak_bytes)
+                assert plan.peak_bytes <= int(0.8 * peak) - missing and not plan.moves
+                loss_fn(batch).backward()
+                assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
+                model.zero_grad()
+        assert peaks[1] < peaks[0]
+        with pytest.raises(lowtide.InfeasibleBudgetError), handle.plan_for_graph(loss_fn, (batch,), peak):
+            pass
+        assert handle.plan is fitted and handle.decisions is decisions

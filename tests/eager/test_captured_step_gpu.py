@@ -193,13 +193,26 @@ def test_fitted_steps_are_within_their_budget_or_refused() -> None:
                 continue
             held.append(share)
             assert step.peak_bytes <= budget
+            assert step.plan is not None and step.plan.peak_bytes <= budget
             step(batch)
             optimizer.step()
             step(batch)
             model.zero_grad(set_to_none=True)
             outside = torch.cuda.memory_allocated()
             assert outside + step.pool_bytes - sum(p.nbytes for p in model.parameters()) <= budget
-    assert 2.0 in held
+    assert {0.8, 1.2, 2.0} <= set(held)
+
+
+def test_a_fitted_step_with_host_memory_is_captured_without_moves() -> None:
+    model, ids = gpt(), tokens(batch=64)
+    reference = copy.deepcopy(model)
+    expected = trained(reference, eagerly(loss_of(reference)), [ids] * 3, "SGD")
+    floor, peak = floor_and_peak(lowtide.trace(model, loss_of(model), ids))
+    budget = (floor + peak) // 2 + (96 << 20)
+    with lowtide.fit(model, loss_of(model), ids, budget=budget, host="1GiB", tune_s=0) as handle:
+        step = handle.capture(loss_of(model), ids)
+        assert step.plan is not None and not step.plan.moves
+        assert all(map(same, trained(model, step, [ids] * 3, "SGD"), expected))
 
 
 def test_peak_and_budget() -> None:

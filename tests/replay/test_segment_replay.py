@@ -210,6 +210,43 @@ def test_a_segment_is_replayed_up_to_the_input_of_its_last_region() -> None:
     assert runs.count == 2 * 3 + 8
 
 
+class Counting(nn.Module):
+    """Counts its runs outside of what a replay restores."""
+
+    runs = 0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        Counting.runs += 1
+        return x.tanh().tanh()
+
+
+def runs_of_a_step(model: nn.Module, x: Tensor, handle: Any) -> tuple[int, int]:
+    """How often a layer runs in a step, and how many replays the handle counts meanwhile."""
+    before, Counting.runs = handle.stats().num_replays, 0
+    model(x).sum().backward()
+    return Counting.runs, handle.stats().num_replays - before
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 16, 64])
+@pytest.mark.parametrize("slots", [1, 2, 4, 10])
+def test_revolve_takes_the_memory_and_the_replays_of_its_formula(num_layers: int, slots: int) -> None:
+    """Slots, one layer's saves and a gradient, and replays of the last part beside the schedule's runs."""
+    policy, model = lowtide.Revolve(slots), Loop(num_layers, Counting)
+    x = torch.randn(64, 1024, requires_grad=True)
+    last = max((each for each in policy.regions(num_layers)), key=lambda each: (each.end, -each.start))
+    with lowtide.apply(model, policy, regions="layers.*") as handle:
+        assert peak_bytes(model, x) / x.nbytes <= min(slots, num_layers) + 3.1
+        runs, replays = runs_of_a_step(model, x, handle)
+        assert runs - num_layers == replays == policy.num_forwards(num_layers) - 1 + last.end + 1 - last.start
+
+
+def test_replays_that_end_at_the_input_of_a_region_are_not_counted() -> None:
+    model, x = Loop(4, Counting), torch.randn(4, WIDTH, requires_grad=True)
+    layers = tuple(Recompute(f"layers.{layer}") for layer in range(4))
+    with lowtide.apply(model, Plan(regions=(segment(0, 3), *layers))) as handle:
+        assert runs_of_a_step(model, x, handle) == (4 + 3 + 4, 3 + 4)
+
+
 # Models as they are.
 
 
@@ -256,6 +293,30 @@ def test_what_is_between_calls_is_not_replayed(glue: Callable[[Tensor], Tensor])
         expected = steps_without_missing(run, x)
         with lowtide.apply(again, Plan(regions=regions)):
             assert_same(steps_without_missing(again, x), expected)
+
+
+def test_statistics_list_the_segments_that_layers_joined() -> None:
+    """An op between two calls ends a segment: the statistics say so once a forward has shown it."""
+    names = [f"layers.{number}" for number in range(6)]
+    for glue, found in ((GLUES["nothing"], (tuple(names),)), (GLUES["sum"], (tuple(names[:3]), tuple(names[3:])))):
+        model = Glued(glue)
+        with lowtide.apply(model, lowtide.Uniform(1)) as handle:
+            assert handle.stats().segments == (tuple(names),)
+            model(torch.randn(4, WIDTH)).sum().backward()
+            assert handle.stats().segments == found
+    model = Glued(GLUES["sum"])
+    with lowtide.apply(model, lowtide.Revolve(1)) as handle:
+        model(torch.randn(4, WIDTH)).sum().backward()
+        joined = {(0, 1, 2), (0, 1), (3, 4, 5), (3, 4)}
+        assert set(handle.stats().segments) == {tuple(names[number] for number in each) for each in joined}
+
+
+@pytest.mark.parametrize("max_checkpoints", range(4))
+def test_a_limit_on_inputs_counts_segments(max_checkpoints: int) -> None:
+    """A layer that joins a segment holds no further input."""
+    model, x = Loop(9, Counting), torch.randn(4, WIDTH, requires_grad=True)
+    with lowtide.apply(model, lowtide.Uniform(3), regions="layers.*", max_checkpoints=max_checkpoints) as handle:
+        assert runs_of_a_step(model, x, handle) == (9 + 3 * max_checkpoints, 3 * max_checkpoints)
 
 
 def steps_without_missing(model: nn.Module, x: Tensor) -> list[Any]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lowtide.errors import LowtideError
+from lowtide.errors import ChangedInPlaceError, LowtideError
 from lowtide.plans import Split
 from lowtide.split.lazy_logits import LazyLogits
 from lowtide.split.split_forward import splitting
@@ -177,3 +178,60 @@ def test_a_metric_without_gradients_computes_none(head: nn.Linear) -> None:
         metric = F.cross_entropy(logits.view(-1, 11), torch.zeros(10, dtype=torch.long))
     assert not metric.requires_grad and not logits.chain.heads[0].has_loss and not logits.is_computed
     assert torch.allclose(metric, F.cross_entropy(head(HIDDEN).view(-1, 11), torch.zeros(10, dtype=torch.long)))
+
+
+CHANGED = {
+    "added, before the loss": (torch.Tensor.add, lambda z: F.cross_entropy(z.flatten(0, 1), LABELS.flatten()), False),
+    "added, before the logits are read": (torch.Tensor.add, lambda z: z.flip(1).sum(), False),
+    "multiplied, before the backward": (torch.Tensor.mul, lambda z: z.sum(-1).square().sum(), True),
+}
+LABELS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_other_tensors_that_changed_before_they_were_used_are_refused(name: str, head: nn.Linear) -> None:
+    combine, loss, is_later = CHANGED[name]
+    other = torch.rand(11)
+    logits = combine(lazy_output(head), other)
+    value = loss(logits) if is_later else None
+    other.zero_()
+    with pytest.raises(ChangedInPlaceError, match="changed in place"):
+        loss(logits) if value is None else value.backward()
+
+
+def test_labels_that_changed_before_a_backward_that_needs_them_are_refused(head: nn.Linear) -> None:
+    labels, weight = LABELS.clone().flatten(), torch.rand(11)
+    for changed in (labels, weight):
+        losses = F.cross_entropy(lazy_output(head).flatten(0, 1), labels, weight, reduction="none")
+        changed.zero_()
+        with pytest.raises(ChangedInPlaceError, match="changed in place"):
+            losses.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["flip", "tanh, flip", "cross-entropy"])
+def test_a_checkpoint_that_is_given_lazy_logits(name: str, head: nn.Linear) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        if name == "cross-entropy":
+            return F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+        return (logits.tanh() if name.startswith("tanh") else logits).flip(1).square().sum()
+
+    found = []
+    for make in (head, lambda hidden: lazy_output(head, hidden)):
+        head.zero_grad()
+        checkpoint(loss, make(HIDDEN) / 2, use_reentrant=False).backward()
+        found.append([parameter.grad for parameter in head.parameters()])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_backward_hook_of_a_module_around_the_layer_gets_the_gradient_of_the_logits(head: nn.Linear) -> None:
+    model, seen = nn.Sequential(head), []
+    handle = model.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].clone()))
+    for splits in ([], [Split("0", 3)]):
+        with splitting(model, splits):
+            logits = model(HIDDEN.clone().requires_grad_())
+            F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()).backward()
+        seen.append(head.weight.grad.clone())  # type: ignore[union-attr]
+        head.zero_grad()
+    handle.remove()
+    plain, plain_weight, split, split_weight = seen
+    assert torch.equal(plain, split) and torch.equal(plain_weight, split_weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -233,7 +234,7 @@ MIXING = {
 def test_what_mixes_tokens_is_not_token_wise(name: str) -> None:
     module = MIXING[name]
     before = dict(vars(module))
-    assert why_not_row_wise(module, module.forward, WIDTH, torch.float32, 3)
+    assert why_not_row_wise(module, module.forward, tokens().shape, torch.float32)
     assert dict(vars(module)) == before  # the proof leaves no tensor without values behind
     assert not getattr(module, "seen", None)
 
@@ -251,25 +252,46 @@ TOKEN_WISE = {
 @pytest.mark.parametrize("name", TOKEN_WISE)
 def test_what_treats_tokens_alike_is_proven_to(name: str) -> None:
     module = TOKEN_WISE[name]
-    assert why_not_row_wise(module, module.forward, WIDTH, torch.float32, 3) == ""
+    assert why_not_row_wise(module, module.forward, tokens().shape, torch.float32) == ""
     assert values_agree(module, module.forward, tokens())
 
 
-UNSEEN = {  # numbers for Python: no op reads the tokens
-    "divided by the number of tokens": Lambda(lambda m, x: x / x.shape[-2]),
-    "another formula for few tokens": Lambda(lambda m, x: x.sin() if x.shape[-2] > 8 else x.cos()),
+WITHOUT_OPS = {  # numbers for Python: no op tells them apart
+    "divided by the number of tokens": lambda m, x: x / x.shape[-2],
+    "another formula for few tokens": lambda m, x: x.sin() if x.shape[-2] > 8 else x.cos(),
+    "another formula for one sequence": lambda m, x: x.sin() if len(x) == 1 else x.cos(),
+    "another formula without gradients": lambda m, x: x.sin() if torch.is_grad_enabled() else x.cos(),
 }
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-def test_what_the_proof_cannot_see_is_found_on_real_values(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    module = UNSEEN[name]
-    assert why_not_row_wise(module, module.forward, WIDTH, torch.float32, 3) == ""
-    runner = SplitForward(Split("mlp", 3, "tokens"))
-    x = tokens()
+@pytest.mark.parametrize("name", WITHOUT_OPS)
+def test_what_python_decides_by_shapes_and_gradients_is_found(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Lambda(WITHOUT_OPS[name]), torch.randn(3, 40, WIDTH, requires_grad=True)
+    runner = SplitForward(Split("mlp", 24, "tokens"))
     for _ in range(2):
         assert torch.equal(runner.run(module, module.forward, x), module(x))
-    assert len(caplog.records) == 1 and "changes when others are left out" in caplog.text
+    assert len(caplog.records) == 1 and "computes something else" in caplog.text
+
+
+def test_what_the_proof_cannot_see_is_found_on_real_values() -> None:
+    module, x = Lambda(lambda m, x: x * 2), tokens()
+    forward = functools.partial(lambda module, x: x / x.shape[-2], module)
+    assert why_not_row_wise(module, module.forward, x.shape, x.dtype) == ""
+    assert not values_agree(module, forward, x) and values_agree(module, module.forward, x)
+
+
+def test_the_check_on_real_values_takes_no_more_memory_than_a_step_in_slices() -> None:
+    """Parts of few rows: all rows that are checked at once are as many as those of many parts."""
+    module, x = (
+        nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.ReLU(), nn.Linear(64 * WIDTH, WIDTH)),
+        tokens(1, 256, WIDTH),
+    )
+    runner = SplitForward(Split("mlp", 16, "tokens"))
+    first, later = (
+        lowtide.measure(lambda: runner.run(module, module.forward, x).sum().backward(), device="cpu").peak_bytes
+        for _ in range(2)
+    )
+    assert first <= later + sum(2 * parameter.nbytes for parameter in module.parameters())
 
 
 def test_checks_leave_modes_and_random_states_alone() -> None:

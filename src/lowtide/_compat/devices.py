@@ -7,6 +7,7 @@ steps look for ops that synchronise. Each docstring ends with the change of torc
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,17 +94,22 @@ class SynchronizingOps(PlainDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _allocator_settings_of_environment() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
 @contextmanager
 def expandable_segments() -> Iterator[None]:
     """Context manager in which the CUDA allocator takes memory in segments that grow, so that few gaps are left.
 
     Segments that were allocated before stay as they are. Does nothing if torch cannot change the setting, or if it is
-    on already. Obsolete when a single memory pool can be given this setting.
+    on already. Obsolete when a single memory pool can be given this setting. torch 2.11 has no function that returns
+    the settings: there they are those of the environment.
     """
-    read = optional("torch._C._accelerator_getAllocatorSettings", None)
+    read = optional("torch._C._accelerator_getAllocatorSettings", _allocator_settings_of_environment)
     write = optional("torch._C._accelerator_setAllocatorSettings", None)
-    before = "" if read is None else read()
-    if read is None or write is None or "expandable_segments:True" in before.replace(" ", ""):
+    before = read()
+    if write is None or "expandable_segments:True" in before.replace(" ", ""):
         yield
         return
     others = [part for part in before.split(",") if part and "expandable_segments" not in part]

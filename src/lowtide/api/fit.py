@@ -58,7 +58,7 @@ from lowtide.solvers.solve import REMEMBERED, SEARCHED, SMALLEST, ShortlistedPla
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.trace import trace
-from lowtide.units import check_bytes, check_seconds, format_bytes, parse_bytes
+from lowtide.units import check_bytes, check_seconds, format_apart, format_bytes, parse_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -319,12 +319,12 @@ class _Fitting:
             error = self._splits.by_first(lambda: self._splits.with_floor(found), "floor with split=True")
         if error is not None and not tuner.smallest_peak_bytes:
             raise error
-        smallest = format_bytes(tuner.smallest_peak_bytes)
+        allowed, smallest = format_apart(self.budget_bytes, tuner.smallest_peak_bytes)
         if error is not None:
             text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
             raise InfeasibleBudgetError(text, error.floor_bytes)
         raise InfeasibleBudgetError(
-            f"no plan kept the measured peak within {format_bytes(self.budget_bytes)} in {_MAX_ROUNDS} rounds; the "
+            f"no plan kept the measured peak within {allowed} in {_MAX_ROUNDS} rounds; the "
             f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
             tuner.smallest_peak_bytes,
         )

@@ -42,7 +42,7 @@ from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.trace import output_sum_loss, trace
 from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes
-from lowtide.units import check_bytes, format_bytes, parse_bytes
+from lowtide.units import check_bytes, format_apart, parse_bytes
 
 _MAX_ROUNDS = 8  # each goes on to a smaller plan where a rank is over its budget, of sixteen at most
 
@@ -167,9 +167,10 @@ class _PipelineFit:
             if excess > 0:
                 missing_bytes = max(missing_bytes, peak_bytes - self._predicted(chosen))
             chosen += any(are_over[rank] for rank in self._same)
+        allowed, measured_peak = format_apart(self._budget, peak_bytes)
         raise InfeasibleBudgetError(
             f"no plan kept the stages within their budgets in {_MAX_ROUNDS} rounds; this rank has "
-            f"{format_bytes(self._budget)} and measured {format_bytes(peak_bytes)}",
+            f"{allowed} and measured {measured_peak}",
             peak_bytes,
         )
 
@@ -234,10 +235,11 @@ class _PipelineFit:
         with self._ranks.together("plans of stages"):
             if not found:
                 floor = min(map(self._predicted, range(num))) + missing_bytes
+                allowed, needed = format_apart(self._budget, floor)
                 raise InfeasibleBudgetError(
-                    f"stages {[stage.number for stage in self._stages]} need {format_bytes(floor)} at least, with up "
+                    f"stages {[stage.number for stage in self._stages]} need {needed} at least, with up "
                     f"to {max(max(counts.values()) for counts in self._in_flight)} microbatches in flight, and the "
-                    f"budget is {format_bytes(self._budget)}. Raise it, or use more and smaller microbatches.",
+                    f"budget is {allowed}. Raise it, or use more and smaller microbatches.",
                     floor,
                 )
         return found[0]

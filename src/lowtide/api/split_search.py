@@ -66,13 +66,15 @@ _PROBE_S = 2.0  # of searching for a floor
 _LEAST_GAIN = 0.99  # parts that lower the floor by less than 1 % are not used
 
 
-class _Seen(NamedTuple):
-    """The input of a token-wise module: the facts that the proof and the number of parts need."""
+class _TokenInput(NamedTuple):
+    """Input of a module that may be token-wise: what the proof of that, and the number of parts, depend on."""
 
-    width: int
+    shape: torch.Size
     dtype: torch.dtype
-    ndim: int
-    num_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[:-1].numel()
 
 
 class SplitSearch:
@@ -200,7 +202,7 @@ class SplitSearch:
             self._add(splits, self._record(splits)[0])
         return self._graphs[splits]
 
-    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _Seen]]:
+    def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _TokenInput]]:
         """The step with these splits, their runners, and the inputs of modules. All ranks trace it together."""
         if self._is_asking:
             self._ranks.first(splits, "step in parts to trace")
@@ -336,7 +338,7 @@ class SplitSearch:
         plain = simulate(self._plain)
         return max(1, int(_LEAST_SHARE * (plain.peak_bytes - sum(self._plain.static_bytes.values()))))
 
-    def _token_wise(self, seen: dict[str, _Seen]) -> dict[str, int]:
+    def _token_wise(self, seen: dict[str, _TokenInput]) -> dict[str, int]:
         """The outermost modules that treat every token alike and need more memory inside than for their output."""
         graph = self._plain
         found: dict[str, int] = {}
@@ -355,25 +357,23 @@ class SplitSearch:
                 continue
             key = (type(module), call.structure if call.structure >= 0 else path, facts)
             if key not in proven:
-                why_not = why_not_row_wise(module, module.forward, facts.width, facts.dtype, facts.ndim)
-                proven[key] = not why_not
+                proven[key] = not why_not_row_wise(module, module.forward, facts.shape, facts.dtype)
             if proven[key]:
                 found[path] = facts.num_rows
         return found
 
 
 @contextmanager
-def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _Seen]]:
+def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _TokenInput]]:
     """A context that records the input of each module that is called with one floating-point tensor alone."""
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _TokenInput] = {}
     others: set[str] = set()
 
     def noter(path: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             tokens = args[0] if len(args) == 1 and not kwargs else None
             if isinstance(tokens, Tensor) and tokens.dim() >= 2 and tokens.is_floating_point():
-                rows = tokens.shape[:-1].numel()
-                seen[path] = _Seen(tokens.shape[-1], tokens.dtype, tokens.dim(), rows)
+                seen[path] = _TokenInput(tokens.shape, tokens.dtype)
             elif any(True for _ in tensors_in((args, kwargs))):
                 others.add(path)
 

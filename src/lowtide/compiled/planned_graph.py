@@ -70,6 +70,12 @@ def tag_saved(step: JointStep) -> None:
                 _compat.set_tag(each, CheckpointPolicy.MUST_SAVE)
 
 
+def replaying_indices(step: JointStep) -> JointStep:
+    """The same step, in which ops that make indices (`topk`, `sort`) may run again."""
+    ops = tuple(replace(op, flags=tuple(flag for flag in op.flags if flag != "index")) for op in step.graph.ops)
+    return replace(step, graph=replace(step.graph, ops=ops))
+
+
 def _kept(step: JointStep, names: Iterable[str]) -> tuple[int, ...]:
     """The ops whose outputs are saved if these nodes are, and those that have to be saved as well."""
     needs = step.graph.needs
@@ -192,7 +198,8 @@ class PlannedGraph:
     """A graph and its compiled variants. `step` is None for a graph without a backward.
 
     `variants` go from torch's own choice of saved tensors to the smallest; `default` are the ops of the former.
-    `torch_ways` are what torch's partitioner chooses at various values of its `activation_memory_budget`.
+    `torch_ways` are what torch's partitioner chooses at various values of its `activation_memory_budget`. `replayed`
+    recomputes indices too, for budgets that hold nothing else; None if the smallest variant saves none.
     """
 
     def __init__(
@@ -208,6 +215,7 @@ class PlannedGraph:
         self.step: StepGraph | None = None
         self.variants: tuple[Variant, ...] = ()
         self.torch_ways: dict[float, Variant] = {}
+        self.replayed: Variant | None = None
         self.default: tuple[int, ...] = ()
         self._module, self._compiler = _compat.copied_module(module), compiler
         # Fake tensors: this object outlives the step, and must not keep its tensors.
@@ -294,6 +302,8 @@ class PlannedGraph:
 
     def _split(self, read: JointStep, variant: Variant, joint: Any, inputs: Any, facts: dict[str, Any]) -> Any:
         """Split a simplified joint graph into forward and backward as a variant says."""
+        if variant.replays_indices:
+            read = replaying_indices(read)
         if variant.fraction is not None:
             tag_saved(read)
         else:
@@ -317,7 +327,8 @@ class PlannedGraph:
                 self._plan(read, joint, session, partition.saved_names)
                 if self._first.keeps is None:
                     return True
-                if self._first.fraction is not None or is_tagged or any(read.graph.needs.is_rerun):
+                is_special = self._first.fraction is not None or self._first.replays_indices
+                if is_special or is_tagged or any(read.graph.needs.is_rerun):
                     return False  # torch reads some tags before it comes here
                 tag(read, frozenset(self._first.keeps))
                 return partition.follow_tags()
@@ -343,6 +354,7 @@ class PlannedGraph:
             with _compat.restored_tags(joint.graph):
                 self.torch_ways = self._torch_ways(read, saved_names)
         self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
+        self.replayed = self._replayed(read)
         self._first = self.variants[0] if session is None else session.first_variant(self)
 
     def _planning(self) -> contextlib.AbstractContextManager[None]:
@@ -361,6 +373,28 @@ class PlannedGraph:
                 variant = variant_of(read.graph, keeps, keeps, default_s)
                 found[keeps] = fraction, replace(variant, fraction=fraction)
         return dict(found.values())
+
+    def _replayed(self, read: JointStep) -> Variant | None:
+        """The variant that saves nothing which can be computed again, indices included.
+
+        An index that is chosen differently when it is computed again must not meet values that were saved after it.
+        """
+        graph, needs = read.graph, read.graph.needs
+        choosers = [index for index, op in enumerate(graph.ops[: graph.num_forward]) if "index" in op.flags]
+        if not choosers:
+            return None
+        relaxed = replaying_indices(read).graph
+        derived = relaxed.needs.derive(frozenset())
+        after: set[int] = set()
+        for index, op in enumerate(graph.ops[: graph.num_forward]):
+            if index in choosers or not after.isdisjoint(op.inputs):
+                after.update(op.outputs)
+        if not after.isdisjoint([*derived.saved, *(save.value for save in graph.saves if needs.is_free[save.value])]):
+            return None
+        keeps = relaxed.needs.keeps_of(derived)
+        default_s = needs.seconds_of(needs.derive(frozenset(self.default)))
+        variant = replace(variant_of(relaxed, keeps, keeps, default_s), replays_indices=True)
+        return variant if variant.saved_bytes < self.variants[-1].saved_bytes else None
 
     def _read(self, joint: Any) -> JointStep:
         hardware = present_device(self.device)

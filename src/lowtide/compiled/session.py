@@ -37,6 +37,7 @@ from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
 from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
 from lowtide.compiled.session_ranks import SessionRanks, StepReport, name_of_calls
+from lowtide.compiled.settling import settle_further
 from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
@@ -46,22 +47,15 @@ from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.store.storage_units import StoreStats
 from lowtide.tracing.devices import present_device
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_apart, format_bytes, parse_bytes
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
 
 logger = logging.getLogger("lowtide")
 
-# Measured steps per sequence before the best choice so far is kept. A larger number costs a compile per correction.
-_MOST_CORRECTIONS = 6
-# Steps for which each candidate is timed; their median counts. A single step is off by a few per cent.
-_TIMED_STEPS = 3
-_MOST_TRIALS = 20  # measured steps in all, after which no further alternative is tried
 _MOST_UNMEASURED = 20  # steps that could not be measured, before predictions are taken for it
 _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
-# A faster choice is compiled only if it saves this share of the step's time.
-_WORTH_A_COMPILE = 0.005
 _numbers = itertools.count()
 
 
@@ -106,7 +100,7 @@ class Session:
         self.calling = ("", "")  # path and class of the module that runs now
         self._called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
-        self.has_warned_unplanned = self._has_warned = False
+        self.has_warned_unplanned = self._has_warned = self._has_warned_of_indices = False
         self.model: weakref.ref[nn.Module] | None = None  # if known, for the bytes of its gradients
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._marking: StepMeter | None = None  # records the present step
@@ -237,7 +231,10 @@ class Session:
         instances = [self._graphs[number] for number in numbers]
         if self._needs_agreement(numbers):
             return CallSequence(numbers, self.chooser.smallest(instances))
-        return CallSequence(numbers, self.chooser.choose(instances, self.budget_bytes))
+        return CallSequence(numbers, self._chosen(instances))
+
+    def _chosen(self, instances: list[PlannedGraph]) -> VariantChoice:
+        return self.chooser.choose(instances, self.budget_bytes, is_measured=self._meter is not None)
 
     def _needs_agreement(self, numbers: tuple[int, ...]) -> bool:
         """Whether ranks may wait forever if they run different variants.
@@ -273,7 +270,7 @@ class Session:
         with self._ranks.together(is_agreed):
             if called not in self._sequences:
                 if is_agreed:
-                    sequence.choice = self.chooser.choose(self._instances(sequence), self.budget_bytes)
+                    sequence.choice = self._chosen(self._instances(sequence))
                 self._refuse_by_prediction(sequence)
             if is_agreed or not self._needs_agreement(called):
                 self._judge_step(sequence, step)
@@ -285,6 +282,7 @@ class Session:
         self._sequences.pop(called, None)
         self._sequences[called] = sequence  # moved to the end: the most recently used
         self._watch_next(sequence)
+        self._warn_of_replayed_indices(sequence)
 
     def _report(self) -> StepReport:
         """What this rank knows of the step that has ended."""
@@ -384,15 +382,8 @@ class Session:
     def _judge(self, sequence: CallSequence, measured: int, profile: StepProfile | None) -> None:
         """Decide by a measured step which choice the sequence runs next."""
         before, budget = sequence.choice, self.budget_bytes
-        sequence.measured.append((before, measured))
-        if profile is not None and profile.seconds is not None:
-            sequence.timed.append((before, profile.seconds))
-        instances = self._instances(sequence)
         with self.watch.planning():
-            if sequence.trials is None:
-                self._correct(sequence, instances, measured, profile)
-            else:
-                self._try_next(sequence, instances, measured, profile)
+            settle_further(sequence, self.chooser, self._instances(sequence), budget, measured, profile)
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),
@@ -401,72 +392,28 @@ class Session:
             "" if sequence.choice.is_like(before) else "; choosing again",
         )
 
-    def _correct(
-        self, sequence: CallSequence, instances: list[PlannedGraph], measured: int, profile: StepProfile | None
-    ) -> None:
-        """Choose again with what was measured, until a choice holds and none is predicted to be faster."""
-        before, budget = sequence.choice, self.budget_bytes
-        self.chooser.learn(instances, before, measured, profile, is_over=measured > budget)
-        now = self.chooser.choose(instances, budget)
-        step_s = sum(graph.step_s for graph in instances)
-        is_worth_it = before.extra_s - now.extra_s >= _WORTH_A_COMPILE * step_s
-        if measured <= budget and (sequence.held_sizes or not is_worth_it):
-            now = before  # a faster choice may not hold for the sizes before this one
-        is_last = len(sequence.measured) >= _MOST_CORRECTIONS
-        if not is_last and any(now.is_like(choice) for choice, peak in sequence.measured if peak > budget):
-            others = self.chooser.last_resorts(instances)
-            now = next((each for each in others if not self._has_run(sequence, each)), now)
-        sequence.choice = now
-        if not is_last and not self._has_run(sequence, now):
+    def _warn_of_replayed_indices(self, sequence: CallSequence) -> None:
+        """Warn once, when a choice that computes indices again is kept."""
+        is_kept = sequence.choice.replays_indices and (sequence.is_settled or self._meter is None)
+        if not is_kept or sequence.over is not None or self._has_warned_of_indices:
             return
-        held = [choice for choice, peak in sequence.measured if peak <= budget]
-        if not held:
-            sequence.choice, floor = min(sequence.measured, key=lambda each: each[1])
-            sequence.over, sequence.is_settled = OverBudget(floor, "measured"), True
-            return
-        sequence.choice = min(held, key=lambda choice: choice.extra_s)
-        is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
-        has_trials = is_timed and not sequence.held_sizes
-        sequence.trials = self.chooser.alternatives(instances, sequence.choice, budget) if has_trials else []
-        if not sequence.trials:
-            sequence.settle()
-
-    def _try_next(
-        self, sequence: CallSequence, instances: list[PlannedGraph], measured: int, profile: StepProfile | None
-    ) -> None:
-        """Time the present choice and the alternatives a few steps each, then keep the fastest that holds."""
-        assert sequence.trials is not None
-        num_timed = sum(choice.is_like(sequence.choice) for choice, _ in sequence.timed)
-        if measured > self.budget_bytes:
-            self.chooser.learn(instances, sequence.choice, measured, profile, is_over=True)
-        elif num_timed < _TIMED_STEPS:
-            return
-        held = [choice for choice, _ in sequence.timed if self._holds(sequence, choice)]
-        if measured > self.budget_bytes and len(sequence.measured) < _MOST_TRIALS:  # the same with a smaller peak
-            best = min(held, key=lambda choice: choice.extra_s)
-            again = self.chooser.alternatives(instances, best, self.budget_bytes)
-            sequence.trials = [each for each in again if not self._has_run(sequence, each)]
-        if sequence.trials:
-            sequence.choice = sequence.trials.pop(0)
-            return
-        sequence.settle()
-        well_timed = [
-            choice for choice in held if sum(each.is_like(choice) for each, _ in sequence.timed) >= _TIMED_STEPS
-        ]
-        sequence.choice = min(well_timed or held, key=lambda choice: sequence.seconds_of(choice) or 0.0)
-
-    def _holds(self, sequence: CallSequence, choice: VariantChoice) -> bool:
-        return all(peak <= self.budget_bytes for each, peak in sequence.measured if each.is_like(choice))
-
-    @staticmethod
-    def _has_run(sequence: CallSequence, choice: VariantChoice) -> bool:
-        return any(each.is_like(choice) for each, _ in sequence.measured)
+        self._has_warned_of_indices = True
+        pairs = zip(self._instances(sequence), sequence.choice.variants, strict=True)
+        missing = [graph.variants[-1].saved_bytes - each.saved_bytes for graph, each in pairs if each.replays_indices]
+        warnings.warn(
+            f"within {format_bytes(self.budget_bytes)} there is no room for the indices (topk, sort) of "
+            f"{_count(len(missing), 'compiled call')}, so they are computed again in the backward, as torch's "
+            "checkpoint does. Where scores are equal but for rounding, a token may then be routed differently. Raise "
+            f"the budget by {format_bytes(sum(missing))} to save them.",
+            stacklevel=2,
+        )
 
     def _refuse(self, over: OverBudget) -> None:
         """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
         whole = ", or compile the model as one graph (regional=False), which need not keep the input of every block"
+        given, needed = format_apart(self.budget_bytes, over.floor_bytes)
         message = (
-            f"budget {format_bytes(self.budget_bytes)} is below the {format_bytes(over.floor_bytes)} ({over.how}) that "
+            f"budget {given} is below the {needed} ({over.how}) that "
             f"this compiled step needs at least. Raise the budget{', ' if self.num_blocks > 1 else ' or '}make the "
             f"batch smaller{whole if self.num_blocks > 1 else ''}."
         )
@@ -552,6 +499,7 @@ class Session:
         calls = zip(sequence.numbers, choice.variants, strict=True)
         for (number, variant), run in itertools.groupby(calls):
             what = "as torch decides" if variant.keeps is None else f"{_count(len(variant.keeps), 'op')} kept"
+            what += ", indices recomputed" if variant.replays_indices else ""
             lines.append(
                 f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
             )

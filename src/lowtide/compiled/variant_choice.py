@@ -6,6 +6,9 @@ call gets one of its graph's variants, and may move saved tensors to host memory
 
 Both need to know what else is in device memory meanwhile: parameters, the batch, optimizer state and, if a trace of the
 model is there, everything outside of the compiled blocks. `learn` replaces these predictions by what was measured.
+
+A choice moves tensors to host memory, or recomputes indices, only where none without does fit. Where one without fits,
+`alternatives` lists the choice with moves, and the session times both.
 """
 
 from __future__ import annotations
@@ -37,6 +40,14 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of the link's bandwidth; a choice is m
 # Share of a copy's time by which the kernels beside it get slower, as both use the device's memory bandwidth. Measured
 # on an H200: 0.6 ms per GiB moved, of 2 x 20 ms that the copies take. Too small a value moves more than pays.
 _BESIDE_COPIES = 0.015
+# A choice without moves, and with saved indices, is measured before others are considered if its predicted peak is over
+# the budget by up to this share: predictions are off by a few per cent. A larger share risks running out of memory.
+_NEARLY_WITHIN = 0.05
+# What torch's partitioner does is not timed if it is predicted to add more than this multiple of what ours adds, and
+# this share of the step. Predictions were off by a factor of up to 1.4. A smaller margin may leave out what is faster.
+_CANNOT_WIN = 1.5, 0.05
+# A faster choice is compiled only if it saves this share of the step's time.
+WORTH_A_COMPILE = 0.005
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,11 @@ class VariantChoice:
     is_within: bool = True
     in_flight_bytes: int = 0  # of the moved tensors, in each direction
     peak_key: Any = None  # (graph number, variant's key) of the call at the peak; None if it is outside of calls
+
+    @property
+    def replays_indices(self) -> bool:
+        """Whether a call recomputes ops that make indices."""
+        return any(variant.replays_indices for variant in self.variants)
 
     def is_like(self, other: VariantChoice) -> bool:
         """Whether both run the same variants and move the same tensors."""
@@ -73,7 +89,8 @@ class VariantChooser:
     time_limit_s: float = 10.0
     surroundings: OtherMemory | None = None
     model_bytes: int | None = None  # parameters and buffers; None: sum those of the graphs
-    errors: dict[Any, int] = field(default_factory=dict)  # measured minus predicted bytes, by `peak_key`
+    # Measured minus predicted bytes, by `peak_key`: of choices without moves, and of those with.
+    errors: tuple[dict[Any, int], dict[Any, int]] = field(default_factory=lambda: ({}, {}))
     _measured_around: dict[tuple[int, ...], OtherMemory] = field(default_factory=dict)
     _transients: dict[int, dict[Any, tuple[int, int]]] = field(default_factory=dict)  # measured, by graph and variant
     _seconds: dict[tuple[int, Any], list[float]] = field(default_factory=dict)  # measured, by graph and variant
@@ -89,12 +106,28 @@ class VariantChooser:
     def optimizer(self) -> Any:
         return None if self._optimizer is None else self._optimizer()
 
-    def choose(self, instances: list[PlannedGraph], budget_bytes: int) -> VariantChoice:
-        """The fastest choice found that fits; if none fits, the one with the smallest peak and `is_within=False`."""
+    def choose(self, instances: list[PlannedGraph], budget_bytes: int, *, is_measured: bool = False) -> VariantChoice:
+        """The fastest choice found that fits; if none fits, the one with the smallest peak and `is_within=False`.
+
+        With `is_measured` the choice is run and measured. It then has no moves if one without fits, or is nearly within
+        the budget and nothing was measured yet; `alternatives` has the one with moves.
+        """
         self._device = instances[0].device
         if len(instances) == 1:
             return self._single(instances[0], budget_bytes)
-        return self._shared(instances, budget_bytes)
+        plain = self._shared(instances, budget_bytes)
+        is_new = is_measured and not self._has_measured(instances)
+        if is_new and plain.peak_bytes <= (1 + _NEARLY_WITHIN) * budget_bytes:
+            return plain
+        found = [plain]
+        if self.host_bytes > 0 and not (is_measured and plain.is_within):
+            found.append(self._shared(instances, budget_bytes, _SHARES))
+        if not any(each.is_within for each in found) and any(graph.replayed is not None for graph in instances):
+            found.append(self._replaying(instances, budget_bytes, plain))
+        fitting = [each for each in found if each.is_within]
+        if fitting:
+            return min(fitting, key=lambda each: each.extra_s)
+        return min(found, key=lambda each: each.peak_bytes)
 
     def learn(
         self,
@@ -111,10 +144,13 @@ class VariantChooser:
         """
         self._assumes_largest = is_over
         self._learn_seconds(instances, choice, profile)
-        if profile is None or len(instances) == 1 or len(profile.calls) != len(instances) or any(choice.moved):
-            self.errors[choice.peak_key] = self._error_of(choice.peak_key) + measured_bytes - choice.peak_bytes
+        has_moves = any(choice.moved)
+        if profile is None or len(instances) == 1 or len(profile.calls) != len(instances) or has_moves:
+            error = self._error_of(choice.peak_key, has_moves) + measured_bytes - choice.peak_bytes
+            self.errors[has_moves][choice.peak_key] = error
             return
-        self.errors.clear()
+        for errors in self.errors:
+            errors.clear()
         held, forward, backward = 0, [], []
         for graph, variant, call in zip(instances, choice.variants, profile.calls, strict=True):
             forward.append(call.forward_start_bytes - held)
@@ -132,7 +168,9 @@ class VariantChooser:
         )
 
     def _learn_seconds(self, instances: list[PlannedGraph], choice: VariantChoice, profile: StepProfile | None) -> None:
-        for graph, variant, call in zip(instances, choice.variants, profile.calls if profile else (), strict=False):
+        if profile is None or any(choice.moved):  # copies slow down the calls beside them
+            return
+        for graph, variant, call in zip(instances, choice.variants, profile.calls, strict=False):
             if call.seconds is not None:
                 self._seconds.setdefault((graph.number, variant.key), []).append(call.seconds)
 
@@ -141,26 +179,38 @@ class VariantChooser:
         found = self._seconds.get((graph.number, variant.key))
         return median(found) if found else None
 
-    def _error_of(self, key: Any) -> int:
-        """Bytes to add to a prediction: measured for this key, else the smallest (or largest) error of any key."""
+    def _error_of(self, key: Any, has_moves: bool = False) -> int:
+        """Bytes to add to a prediction: measured for this key, else the smallest (or largest) error of any key.
+
+        Errors of choices with moves say nothing about those without.
+        """
+        errors = self.errors[True] if has_moves and self.errors[True] else self.errors[False]
         other = max if self._assumes_largest else min
-        return self.errors.get(key, other(self.errors.values(), default=0))
+        return errors.get(key, other(errors.values(), default=0))
+
+    def _has_measured(self, instances: list[PlannedGraph]) -> bool:
+        return tuple(graph.number for graph in instances) in self._measured_around or any(self.errors)
 
     def alternatives(
         self, instances: list[PlannedGraph], choice: VariantChoice, budget_bytes: int
     ) -> list[VariantChoice]:
         """Other choices that may be faster than their predictions say, to be timed beside `choice`.
 
-        What torch's partitioner does with the largest `activation_memory_budget` that fits, in all calls alike, and
-        `choice` without moves to the host.
+        What torch's partitioner does with the largest `activation_memory_budget` that fits, in all calls alike, and the
+        best choice with moves to the host.
         """
-        found = [each for each in self._torch_choices(instances) if each.peak_bytes <= budget_bytes][:1]
-        if any(choice.moved):
-            found.append(self._shared(instances, budget_bytes, has_host=False))
+        step_s = sum(graph.step_s for graph in instances)
+        most_s = max(_CANNOT_WIN[0] * choice.extra_s, choice.extra_s + _CANNOT_WIN[1] * step_s)
+        fitting = [each for each in self._torch_choices(instances) if each.peak_bytes <= budget_bytes][:1]
+        found = [each for each in fitting if each.extra_s <= most_s]
+        if self.host_bytes > 0 and len(instances) > 1:
+            moving = self._shared(instances, budget_bytes, _SHARES)
+            is_worth_it = choice.extra_s - moving.extra_s >= WORTH_A_COMPILE * step_s
+            found += [moving] if moving.is_within and any(moving.moved) and is_worth_it else []
         return [each for each in found if not each.is_like(choice)]
 
     def smallest(self, instances: list[PlannedGraph]) -> VariantChoice:
-        """The choice in which every call saves least."""
+        """The choice in which every call saves least, except that indices are saved."""
         return self._uniform([graph.variants[-1] for graph in instances], instances)
 
     def last_resorts(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
@@ -170,7 +220,8 @@ class VariantChooser:
         """
         if len(instances) == 1:
             return sorted(self._torch_choices(instances), key=lambda choice: choice.peak_bytes)[:1]
-        return [*self._torch_choices(instances)[-1:], self.smallest(instances)]
+        least = [graph.replayed or graph.variants[-1] for graph in instances]
+        return [*self._torch_choices(instances)[-1:], self.smallest(instances), self._uniform(least, instances)]
 
     def _torch_choices(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
         """The choices of torch's partitioner at each fraction, from large to small."""
@@ -251,19 +302,40 @@ class VariantChooser:
 
     # Several calls.
 
-    def _around_with_error(self, instances: list[PlannedGraph]) -> OtherMemory:
-        around, error = self._around(instances), self._error_of(None)
+    def _around_with_error(self, instances: list[PlannedGraph], has_moves: bool = False) -> OtherMemory:
+        around, error = self._around(instances), self._error_of(None, has_moves)
         between, elsewhere = around.between_bytes + error, around.elsewhere_bytes + error
         return replace(around, between_bytes=between, elsewhere_bytes=elsewhere)
 
-    def _shared(self, instances: list[PlannedGraph], budget_bytes: int, *, has_host: bool = True) -> VariantChoice:
-        around, has_host = self._around_with_error(instances), has_host and self.host_bytes > 0
-        corrected = {graph: self._corrected(graph) for graph in dict.fromkeys(instances)}
-        variants = [corrected[graph] for graph in instances]
-        shares = _SHARES if has_host else (0.0,)
-        link = self._link_bytes_per_s if has_host else 0.0
-        byte_s = 2 * _BESIDE_COPIES / link if link else 0.0
-        budgets = [SharedBudget(variants, around, self._quotas(instances, share), byte_s) for share in shares]
+    def _shared(
+        self,
+        instances: list[PlannedGraph],
+        budget_bytes: int,
+        shares: tuple[float, ...] = (0.0,),
+        options: list[tuple[Variant, ...]] | None = None,
+    ) -> VariantChoice:
+        """The fastest choice that fits, with one of these shares of the link; else that with the smallest peak.
+
+        `options` are the variants that each call may run; None: those of its graph.
+        """
+        has_moves = any(shares)
+        given = [graph.variants for graph in instances] if options is None else options
+        corrected: dict[Any, tuple[Variant, ...]] = {}  # equal calls must have the same tuple
+        for graph, variants in zip(instances, given, strict=True):
+            if (graph, variants) not in corrected:
+                measured = tuple(self._as_measured(graph, variant, has_moves) for variant in variants)
+                corrected[graph, variants] = measured
+        around = self._around_with_error(instances, has_moves)
+        byte_s = 2 * _BESIDE_COPIES / self._link_bytes_per_s if has_moves else 0.0
+        budgets = [
+            SharedBudget(
+                [corrected[each] for each in zip(instances, given, strict=True)],
+                around,
+                self._quotas(instances, share),
+                byte_s,
+            )
+            for share in shares
+        ]
         fitting: list[tuple[SharedBudget, SharedChoice]] = []
         for shared in budgets:
             choice = shared.choose(budget_bytes)
@@ -273,10 +345,10 @@ class VariantChooser:
             shared, best = min(fitting, key=lambda each: each[1].extra_s)
         else:
             shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
-        chosen = [graph.variants[number] for graph, number in zip(instances, best.chosen, strict=True)]
+        chosen = [variants[number] for variants, number in zip(given, best.chosen, strict=True)]
         where = shared.peak(best.chosen)[1].index
         key = (instances[where].number, chosen[where].key) if where >= 0 else None
-        whole_link = budgets[-1]  # the largest share of the link has the smallest bound
+        whole_link = replace(budgets[-1], quotas=self._quotas(instances, _SHARES[-1] if self.host_bytes else 0.0))
         return VariantChoice(
             chosen,
             best.moved,
@@ -288,16 +360,27 @@ class VariantChooser:
             peak_key=key,
         )
 
-    def _corrected(self, graph: PlannedGraph) -> tuple[Variant, ...]:
-        """A graph's variants with measured numbers in place of predictions; bytes may become negative."""
-        return tuple(self._as_measured(graph, variant) for variant in graph.variants)
+    def _replaying(self, instances: list[PlannedGraph], budget_bytes: int, floor: VariantChoice) -> VariantChoice:
+        """The choice `floor`, with indices recomputed in as many calls as it takes to fit."""
+        return self._shared(
+            instances,
+            budget_bytes,
+            options=[
+                (variant,) if graph.replayed is None else (variant, graph.replayed)
+                for graph, variant in zip(instances, floor.variants, strict=True)
+            ],
+        )
 
-    def _as_measured(self, graph: PlannedGraph, variant: Variant) -> Variant:
-        """A variant that has not run yet gets the error of the one that ran and whose saved bytes are nearest."""
-        error = self._error_of((graph.number, variant.key))
+    def _as_measured(self, graph: PlannedGraph, variant: Variant, has_moves: bool = False) -> Variant:
+        """A variant with measured numbers in place of predictions; bytes may become negative.
+
+        One that has not run yet gets the error of the one that ran and whose saved bytes are nearest.
+        """
+        error = self._error_of((graph.number, variant.key), has_moves)
         forward, backward = variant.forward_bytes + error, variant.backward_bytes + error
         ran = self._transients.get(graph.number, {})
-        seen = [each for each in (*graph.variants, *graph.torch_ways.values()) if each.key in ran]
+        known = (*graph.variants, *graph.torch_ways.values(), *filter(None, [graph.replayed]))
+        seen = [each for each in known if each.key in ran]
         if seen:
             near = min(seen, key=lambda each: (abs(each.saved_bytes - variant.saved_bytes), each.key != variant.key))
             forward += ran[near.key][0] - near.forward_bytes

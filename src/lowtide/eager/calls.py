@@ -80,6 +80,7 @@ class PatchedModule:
         self.lock: RegionLock | None = None
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
+        self.began_with: dict[int, str] = {}  # by segment: its first layer when this one last ran in it
         self.replay = self._replay  # bound once: regions hold it until their backward
         self.replay_in_segment = self._replay_in_segment
 
@@ -255,6 +256,11 @@ class CallPart(NamedTuple):
 _NO_LOCK = nullcontext()
 
 
+def _counted(region: PatchedModule, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    region.num_replays += 1
+    return forward(*args, **kwargs)
+
+
 class RegionRunner:
     """Base class of handles: runs a call inside the regions that it lies in."""
 
@@ -326,10 +332,14 @@ class RegionRunner:
                 return replay.run(
                     function, args, kwargs, module=module, replay=again, input_hooks=input_hooks, retained=kept
                 )
-            return segments.run(
-                run.segment(number), function, args, kwargs, is_first=is_first, module=module, replay=again,
-                input_hooks=input_hooks, retained=retain,
-            )  # fmt: skip
+            segment = run.segment(number)
+            try:
+                return segments.run(
+                    segment, function, args, kwargs, name=region.name, is_first=is_first, module=module, replay=again,
+                    input_hooks=input_hooks, retained=retain,
+                )  # fmt: skip
+            finally:
+                region.began_with[number] = segment.first
 
     def _run_in(self, run: ForwardRun, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, self._thread.run = self._thread.run, run
@@ -356,11 +366,11 @@ class RegionRunner:
         self, part: CallPart, run: ForwardRun | None, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Replay a call. The calls of a segment share `run`; None for a region of one call."""
-        part.region.num_replays += 1
         if run is None:
             run = ForwardRun(part.decisions, None if part.counts is None else {})
         if run.counts is not None:
             run.counts.update(part.counts or {})
         with self._patches_back(part.region):
             forward = part.decisions.in_parts(part.region.name, module, part.region.plain_forward(module))
-            return self._run_part(part, run, module, forward, *args, **kwargs)
+            # Counted where it runs: a replay may end at the input of a region inside.
+            return self._run_part(part, run, module, functools.partial(_counted, part.region, forward), *args, **kwargs)

@@ -10,9 +10,11 @@ The memory pool of the graphs counts as a whole in the peak, as nothing else can
 
 from __future__ import annotations
 
+import gc
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -21,13 +23,18 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide.eager.cuda_graph import CapturedGraph, StepGuards, batch_form
 from lowtide.errors import CaptureError, InfeasibleBudgetError
+from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.environment import modes_now
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
-from lowtide.units import format_bytes
+from lowtide.units import format_apart, format_bytes
 
 logger = logging.getLogger("lowtide")
+
+# Plans that are captured to hold the budget: the size of a graph's memory pool is known only after the capture. Each
+# further one takes a solve and some five steps.
+_MAX_PLANS = 4
 
 
 class Capturable(ABC):
@@ -51,6 +58,18 @@ class Capturable(ABC):
     def reapply(self) -> None:
         """Patch all modules again."""
 
+    @contextmanager
+    def plan_for_graph(
+        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], missing_bytes: int
+    ) -> Iterator[Plan | None]:
+        """Context manager in which the model runs under the plan to capture; yields that plan, None for a policy.
+
+        A handle from `fit` solves again: a graph takes no time of the host, so retained outputs cost less there, and
+        nothing can be moved in it. `missing_bytes` is by how much the graphs of earlier plans exceeded the budget.
+        Raises `InfeasibleBudgetError` if no plan is left.
+        """
+        yield getattr(self, "plan", None)
+
     def capture(
         self,
         loss_fn: Callable[..., Tensor],
@@ -65,6 +84,9 @@ class Capturable(ABC):
         of other shapes, dtypes or Python values get graphs of their own, up to `max_graphs`. Raises `CaptureError` with
         what cannot be captured, and `InfeasibleBudgetError` if the graph needs more than the budget of `fit`. A step
         that draws random numbers on the host is refused, unless `ignore_host_draws=True` says that they have no effect.
+
+        On a handle from `fit` the graph has a plan of its own, `step.plan`, as its ops take no time of the host; the
+        handle's plan is left as it is.
         """
         return CapturedStep(
             self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
@@ -97,6 +119,7 @@ class CapturedStep:
         _refuse_handle(handle, facts.modules)
         self.peak_bytes = 0  # of the whole step: memory outside of the graphs' pool, plus the whole pool
         self.pool_bytes = 0  # held by the graphs, also between steps
+        self.plan: Plan | None = None  # of the graph captured last
         self._handle, self._loss_fn = handle, loss_fn
         self._accumulate, self._max_graphs, self._ignore_host_draws = accumulate, max_graphs, ignore_host_draws
         self._plans = getattr(handle, "shapes", None)
@@ -177,24 +200,40 @@ class CapturedStep:
 
     @one_at_a_time
     def _add(self, key: Any, args: tuple[Any, ...]) -> CapturedGraph:
-        handle, regions = self._handle, self._handle.num_patched
+        handle = self._handle
         stepper = getattr(handle, "stepper", None)
         if stepper is not None and handle.enabled:
             stepper.plan_for_larger(self._loss_fn, args)
+        missing, error = 0, None
+        for _ in range(1 if self._graphs else _MAX_PLANS):  # a pool that other graphs use does not shrink
+            if not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()  # torch may not have freed that of the plan before
+            try:
+                with handle.plan_for_graph(self._loss_fn, args, missing) as plan:
+                    self._graphs[key] = self._captured(args)
+                self._measure()
+            except InfeasibleBudgetError as infeasible:
+                if self._graphs.pop(key, None) is None:  # the solver has no smaller plan
+                    raise error or infeasible from None
+                error = infeasible
+                missing += infeasible.floor_bytes - handle.watch.budget_bytes  # type: ignore[attr-defined]
+                gc.collect()
+                torch.cuda.empty_cache()
+            else:
+                self.plan = plan
+                return self._graphs[key]
+        assert error is not None
+        raise error
+
+    def _captured(self, args: tuple[Any, ...]) -> CapturedGraph:
+        handle, regions = self._handle, self._handle.num_patched
         try:
-            graph = CapturedGraph(
+            return CapturedGraph(
                 handle.model, self._loss_fn, args, self._pool, ignore_host_draws=self._ignore_host_draws
             )
         finally:
             if handle.num_patched != regions and not handle.is_removed:
                 handle.reapply()  # the warm-up made a plan, whose patches were restored away
-        self._graphs[key] = graph
-        try:
-            self._measure()
-        except InfeasibleBudgetError:
-            del self._graphs[key]
-            raise
-        return graph
 
     @one_at_a_time
     def _can_add(self, key: Any, graph: CapturedGraph) -> bool:
@@ -264,13 +303,13 @@ class CapturedStep:
         outside = torch.cuda.memory_allocated() - live - sum(gradient.nbytes for gradient in present) + to_come
         self.peak_bytes = outside + self.pool_bytes
         if watch is not None and self.peak_bytes > watch.budget_bytes:
+            allowed, taken = format_apart(watch.budget_bytes, self.peak_bytes)
             raise InfeasibleBudgetError(
-                f"captured, the step takes {format_bytes(self.peak_bytes)}, more than its budget of "
-                f"{format_bytes(watch.budget_bytes)}: {format_bytes(self.pool_bytes)} in the memory pool of "
+                f"captured, the step takes {taken}, more than its budget of {allowed}: "
+                f"{format_bytes(self.pool_bytes)} in the memory pool of "
                 f"{len(self._graphs)} graph{'s' * (len(self._graphs) > 1)}, which nothing else can use, and "
-                f"{format_bytes(outside)} outside of it. Fit to a budget smaller by "
-                f"{format_bytes(self.peak_bytes - watch.budget_bytes)} or more and capture again, raise the budget, or "
-                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps in the pool.",
+                f"{format_bytes(outside)} outside of it, also under plans with smaller peaks. Raise the budget, make "
+                "the batch smaller, or run the step eagerly.",
                 self.peak_bytes,
             )
 
@@ -304,7 +343,7 @@ def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:
 def _refuse_handle(handle: Capturable, modules: list[nn.Module]) -> None:
     if not handle.enabled:
         raise CaptureError("the plan is switched off or removed: there is nothing to capture under it")
-    if handle.moves_activations:
+    if handle.moves_activations and getattr(handle, "watch", None) is None:  # `fit` plans without moves
         raise CaptureError(
             "this plan moves or compresses activations, and copies to the host cannot be captured: plan with "
             "recomputation alone (no host=, lossy= or store=), or run the step eagerly"

@@ -76,7 +76,7 @@ class AppliedStats:
     compressed_bytes: int = 0
     compressed_to_bytes: int = 0
     waited_s: float = 0.0
-    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together
+    segments: tuple[tuple[str, ...], ...] = ()  # names of layers that are recomputed together, as in the last forward
 
     @property
     def num_regions(self) -> int:
@@ -259,12 +259,15 @@ class Applied(Capturable, RegionRunner):
         return [] if self._store is None else [self._store]
 
     def _segments(self) -> tuple[tuple[str, ...], ...]:
-        members: dict[int, list[str]] = {}
+        """The segments as layers joined them in the last forward; those of the policy before the first one."""
+        found: dict[tuple[int, str | None], list[str]] = {}
         for region in self._regions:
-            for level in self._thread.base.decisions.levels(region.name, 0):
-                if level.segment is not None:
-                    members.setdefault(level.segment, []).append(region.name)
-        return tuple(tuple(members[number]) for number in sorted(members))
+            for number, _, _ in self._thread.base.decisions.levels(region.name, 0):
+                if number is not None:
+                    found.setdefault((number, region.began_with.get(number)), []).append(region.name)
+        ran = {number for number, first in found if first is not None}
+        members = (names for (number, first), names in found.items() if first is not None or number not in ran)
+        return tuple(tuple(names) for names in members if len(names) > 1)
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
@@ -294,10 +297,12 @@ class Applied(Capturable, RegionRunner):
         if not torch.is_grad_enabled() or (run is None and not self.enabled):  # replays follow their forward
             return forward(*args, **kwargs)
         forward = self._measured(region, forward, args)
-        if not region.recomputed or self._is_full() or _compat.under_functorch():
+        if not region.recomputed or _compat.under_functorch():
             return forward(*args, **kwargs)
         run = run or self._thread.base
         levels = run.decisions.levels(region.name, 0)
+        if self._is_full() and not self._holds_no_input(run, levels[0], args, kwargs):
+            return forward(*args, **kwargs)
         if levels[0].segment is not None and run.is_in_other_checkpoint():
             levels = tuple(level for level in levels if level.segment is None)
         return self._run_levels(run, levels, region, module, 0, forward, args, kwargs)
@@ -335,6 +340,12 @@ class Applied(Capturable, RegionRunner):
         return (
             self._max_checkpoints is not None and self._store is not None and len(self._store) >= self._max_checkpoints
         )
+
+    @staticmethod
+    def _holds_no_input(run: ForwardRun, level: Level, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call joins a segment that has its input already."""
+        number, is_first, _ = level
+        return number is not None and not is_first and run.segment(number).is_continued_by(args, kwargs)
 
 
 def apply(

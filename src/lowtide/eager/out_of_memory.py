@@ -231,7 +231,7 @@ class Stepper:
     ) -> str | None:
         """Use a plan with a smaller peak for this batch. Returns why that is not possible, or None."""
         try:
-            planner, planned = self._planned_with_graph(loss_fn, args)
+            planner, planned = self.planned_with_graph(loss_fn, args)
         except Exception as cause:
             return f"the step cannot be planned: {type(cause).__name__}: {str(cause)[:200]}"
         assert planned.graph is not None
@@ -273,7 +273,7 @@ class Stepper:
         plan = replace(plan, input_shapes=planned.plan.input_shapes)
         return replace(planned, plan=plan, decisions=self._handle.take_in(plan))
 
-    def _planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, PlannedInputs]:
+    def planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, PlannedInputs]:
         """The plan for this batch and its graph. Without a graph, the step is traced on fake tensors."""
         shapes, seen = self._handle.shapes, self._common_shapes(args)
         current = shapes.for_arguments(seen) or shapes.largest()

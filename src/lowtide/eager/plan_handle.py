@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,12 +36,14 @@ from lowtide.eager.calls import (
 from lowtide.eager.handle import Applied, refuse_other_checkpointing
 from lowtide.eager.moves import Moves, counted_paths
 from lowtide.eager.out_of_memory import BudgetWatch, PlanStats, SplitStats, Stepper
-from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules
+from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules, with_parameters
 from lowtide.errors import LowtideError, PlanError
 from lowtide.graph.step_graph import Split
+from lowtide.graph.time_lines import line_of
 from lowtide.plans.plan_text import Trial, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.region import Hooks
+from lowtide.solvers.solve import solve
 from lowtide.split.split_forward import SplitForward, check_splits
 from lowtide.store.activation_store import ActivationStore
 
@@ -169,6 +172,28 @@ class AppliedPlan(Applied):
         if self.refitter is None:
             raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
         self.refitter.refit(self, loss_fn, args, optimizer)
+
+    @contextmanager
+    def plan_for_graph(
+        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], missing_bytes: int
+    ) -> Iterator[Plan]:
+        if self.watch is None or not self.ranks.is_alone or (self.plan.is_plain and not missing_bytes):
+            yield self.plan
+            return
+        planner, planned = self.stepper.planned_with_graph(loss_fn, args)
+        assert planned.graph is not None
+        budget = max(1, self.watch.budget_bytes - missing_bytes)
+        plan = solve(line_of(planned.graph, 0.0), budget, time_limit_s=planner.limits.time_limit_s)
+        plan = replace(with_parameters(plan, self.model), input_shapes=planned.plan.input_shapes)
+        before, eager = self.shapes.all, (self.plan, self.decisions)
+        used = replace(planned, plan=plan, decisions=self.take_in(plan))
+        self.shapes.become([used])
+        self.use(used)
+        try:
+            yield plan
+        finally:
+            self.shapes.become(before)
+            self.plan, self.decisions = eager
 
     def stats(self) -> PlanStats:
         """As for a policy, with the plans made for larger inputs and after running out of memory."""

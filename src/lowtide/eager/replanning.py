@@ -448,7 +448,7 @@ class Planner:
         self.budget_bytes = budget_bytes
         self.ranks = ranks
         self.smallest = smallest  # the plan with the smallest peak, where several ranks share a plan
-        self._limits = limits
+        self.limits = limits
         self._model, self._optimizer = model, optimizer
         self._correction_bytes = correction_bytes
         self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
@@ -487,11 +487,11 @@ class Planner:
 
     def solve(self, graph: StepGraph, budget_bytes: int) -> Plan:
         """The plan for a budget, the same on all ranks. Raises `InfeasibleBudgetError`."""
-        return plan_of_first(self.ranks, graph, lambda: self._limits.solve(graph, budget_bytes))
+        return plan_of_first(self.ranks, graph, lambda: self.limits.solve(graph, budget_bytes))
 
     def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
         """The plan for a budget, or for the smallest one that can be met; the same on all ranks."""
-        return plan_of_first(self.ranks, graph, lambda: self._limits.solve_or_tightest(graph, budget_bytes))
+        return plan_of_first(self.ranks, graph, lambda: self.limits.solve_or_tightest(graph, budget_bytes))
 
     def _plan(self, graph: StepGraph, inputs: Shapes) -> tuple[Plan, StepGraph]:
         plan = self.solve_or_tightest(graph, self.budget_bytes)

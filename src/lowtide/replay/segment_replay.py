@@ -46,13 +46,14 @@ class Link(NamedTuple):
 class OpenSegment:
     """The segment that calls join during one forward, or during one replay of an outer region.
 
-    `new_scope` makes an object that the calls of one replay share; it is passed to their `replay`.
+    `new_scope` makes an object that the calls of one replay share; it is passed to their `replay`. `first` is the name
+    of the call that the segment began with.
     """
 
-    __slots__ = ("_frame", "_hooks", "_outputs", "new_scope")
+    __slots__ = ("_frame", "_hooks", "_outputs", "first", "new_scope")
 
     def __init__(self, new_scope: Callable[[], Any]) -> None:
-        self.new_scope = new_scope
+        self.new_scope, self.first = new_scope, ""
         self._frame: weakref.ref[SegmentFrame] | None = None
         self._hooks = 0  # the id of the hooks in force when the frame began
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # outputs of the calls so far, by id
@@ -67,8 +68,12 @@ class OpenSegment:
                 links[index] = link
         return (frame if links else None), links
 
-    def begin(self, frame: SegmentFrame, hooks: Hooks | None) -> None:
-        self._frame, self._hooks = weakref.ref(frame), _id_of(hooks)
+    def is_continued_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call with these arguments, not the first of the segment, would join it."""
+        return self.joined(Arguments.take(args, kwargs)[1], _compat.current_hooks())[0] is not None
+
+    def begin(self, name: str, frame: SegmentFrame, hooks: Hooks | None) -> None:
+        self.first, self._frame, self._hooks = name, weakref.ref(frame), _id_of(hooks)
         self._outputs = {}
 
     def end(self) -> None:
@@ -113,6 +118,7 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    name: str,
     is_first: bool,
     module: nn.Module,
     replay: Callable[..., Any],
@@ -130,7 +136,7 @@ def run(
     if frame is None:
         kept = None if retained is None else retained()
         frame = SegmentFrame(segment.new_scope) if kept is None else kept.segment_frame(segment.new_scope)
-        segment.begin(frame, hooks)
+        segment.begin(name, frame, hooks)
     call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
     call.links, call.first_save = links, frame.num_saves
     call.environment_before = frame.calls[-1]._environment if frame.calls else None

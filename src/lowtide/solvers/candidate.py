@@ -21,7 +21,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.plan_text import rows_of
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.simulator.timeline import Timeline
-from lowtide.units import check_seconds, format_bytes
+from lowtide.units import check_seconds, format_apart, format_bytes
 
 Codecs = tuple[tuple[int, str], ...]  # values and the codec of each, by ascending value
 Regions = dict[int, tuple[int, ...]]  # by recomputed call: ops, counted from its first, whose outputs it retains
@@ -151,8 +151,9 @@ def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudg
     """The error for a budget below the `floor`; `advice` is appended to what the user can do."""
     static = int(floor.peak_by_kind["static"] + floor.peak_by_kind["gradients"])
     where = f"while {floor.peak_path or 'the model'} runs its {floor.peak_phase}"
+    given, needed = format_apart(budget, floor.peak_bytes)
     return InfeasibleBudgetError(
-        f"budget {format_bytes(budget)} is below this step's floor of {format_bytes(floor.peak_bytes)}\n"
+        f"budget {given} is below this step's floor of {needed}\n"
         f"  {format_bytes(static)}  parameters, gradients, optimizer state and batch\n"
         f"  {format_bytes(floor.peak_bytes - static)}  {where}\n"
         f"Raise the budget{', ' if advice else ' or '}make the batch smaller{advice}.",

@@ -35,7 +35,8 @@ class Variant:
     """A compiled graph with certain op outputs saved: `keeps` (None: as torch's own partitioner decides).
 
     With a `fraction`, torch's partitioner chose them under that `activation_memory_budget`, and it is asked again when
-    the variant is compiled.
+    the variant is compiled. One that `replays_indices` recomputes even ops that make indices, as torch's checkpoint
+    does.
     `saved_bytes` are held from its forward to its backward; `movable` are the sizes of saved values worth a copy,
     largest first; `forward_bytes` and `backward_bytes` are the most that forward and backward need in addition,
     without the graph's outputs.
@@ -48,11 +49,12 @@ class Variant:
     backward_bytes: int
     extra_s: float
     fraction: float | None = None
+    replays_indices: bool = False
 
     @property
-    def key(self) -> tuple[tuple[int, ...] | None, float | None]:
+    def key(self) -> tuple[tuple[int, ...] | None, float | None, bool]:
         """What tells variants of a graph apart."""
-        return self.keeps, self.fraction
+        return self.keeps, self.fraction, self.replays_indices
 
 
 def variants_of(graph: StepGraph, default: tuple[int, ...], others: Sequence[Variant] = ()) -> tuple[Variant, ...]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import _compat
 from lowtide.errors import LowtideError
@@ -53,6 +54,7 @@ class LazyLogits(Tensor):
     probe: Tensor  # of the same type, with the same columns and no rows
     _recipe: _Recipe
     _known: Tensor | None  # the values, once they are computed
+    _node: Any  # its autograd node
 
     @staticmethod
     def __new__(
@@ -73,7 +75,7 @@ class LazyLogits(Tensor):
             made = _compat.wrapper_tensor(LazyLogits, layout.shape, probe.dtype, probe.device)
         with _compat.without_torch_function():
             made.chain, made.row_layout, made.probe = chain, layout, probe
-            made._recipe, made._known = recipe, None
+            made._recipe, made._known, made._node = recipe, None, made.grad_fn
         for head in chain.heads:
             head.members.append(weakref.ref(made))
         return made  # type: ignore[no-any-return]
@@ -97,8 +99,14 @@ class LazyLogits(Tensor):
         if self._known is None:
             for head in self.chain.heads:
                 head.note(why)
-            self._known = self._recipe.run(why)
+            self._known = _Revealed.apply(self, why) if self._has_other_node else self._recipe.run(why)
         return self._known
+
+    @property
+    def _has_other_node(self) -> bool:
+        """Whether an `autograd.Function` has passed it on: that of a module's backward hook waits for its gradient."""
+        with _compat.without_torch_function():
+            return self.grad_fn is not self._node
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """The tensors that hold its bytes: none, or the values. A trace and the store count memory by this."""
@@ -118,7 +126,7 @@ class LazyLogits(Tensor):
             lazy = args[0]
             if lazy._known is None:
                 return f"LazyLogits(shape={tuple(lazy.row_layout.shape)}, dtype={lazy.probe.dtype}, not computed)"
-        args, kwargs = _with_known(args, kwargs)
+        args, kwargs = _swapped((args, kwargs), _known_values)
         if any(True for _ in lazies_in((args, kwargs))):
             if name == "register_hook" and _compat.is_before_backward_of_fsdp(args[1]):
                 # The root of a sharded model: its parameters are there, and it only needs to know of the backward.
@@ -150,14 +158,26 @@ class _Recipe:
     def __init__(
         self, chain: RowChain, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None
     ) -> None:
-        self._head, self._call = chain.head, call
+        self._chain, self._call, self._hooks = chain, call, _compat.current_hooks()
         self._grad, self._autocast = torch.is_grad_enabled(), modes_now()[2]
 
     def run(self, why: str, *, anew: bool = False) -> Tensor:
-        """Compute it; if `anew`, with a graph of its own down to the head's inputs."""
+        """Compute it; if `anew`, with a graph of its own down to the head's inputs.
+
+        Other saved-tensor hooks than those of its call do not see it: a checkpoint that was given a lazy tensor would
+        not see it again in its replay, where the values exist.
+        """
+        hooks = _compat.current_hooks()
+        if hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0]):
+            return self._computed(why, anew=anew)
+        with saved_tensors_hooks(_same, _same):
+            return self._computed(why, anew=anew)
+
+    def _computed(self, why: str, *, anew: bool) -> Tensor:
+        self._chain.check_unchanged()
         if self._call is None:
-            assert self._head is not None
-            return self._head.whole()
+            assert self._chain.head is not None
+            return self._chain.head.whole()
 
         def values(lazy: LazyLogits) -> Tensor:
             return lazy._recipe.run(why, anew=True) if anew else lazy.computed(why)
@@ -166,6 +186,22 @@ class _Recipe:
         args, kwargs = _swapped((args, kwargs), values)
         with torch.set_grad_enabled(self._grad), autocast_as(self._autocast):
             return function(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Revealed(torch.autograd.Function):
+    """The values of a lazy tensor; their gradient goes to its autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits, why: str) -> Tensor:
+        return lazy._recipe.run(why).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
 
 
 class _Pending(torch.autograd.Function):
@@ -206,9 +242,11 @@ def _swapped(tree: Any, function: Callable[[LazyLogits], Tensor]) -> Any:
     return map_tensors(lambda tensor: function(tensor) if isinstance(tensor, LazyLogits) else tensor, tree)
 
 
-def _with_known(args: Any, kwargs: Any) -> Any:
-    """The arguments, with the values of those lazy tensors that have been computed."""
-    return _swapped((args, kwargs), lambda lazy: lazy if lazy._known is None else lazy._known)
+def _known_values(lazy: LazyLogits) -> Tensor:
+    """The values of a lazy tensor if they exist, or must exist for others to get its gradient; else the lazy tensor."""
+    if lazy._known is None and lazy._has_other_node:
+        return lazy.computed("a backward hook")
+    return lazy if lazy._known is None else lazy._known
 
 
 def _plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide import _compat
+from lowtide.errors import ChangedInPlaceError
 from lowtide.replay.environment import Autocast, modes_now
 from lowtide.split.chunked_loss import HeadCall
 from lowtide.split.row_layout import RowLayout, StridedMap
@@ -31,7 +33,7 @@ class AlignedRows:
 class RowChain:
     """A function of some rows. `order` is the order of rows that its aligned tensors have; None if it has none."""
 
-    __slots__ = ("_args", "_autocast", "_function", "_kwargs", "head", "heads", "order")
+    __slots__ = ("_args", "_autocast", "_function", "_kwargs", "_versions", "head", "heads", "order", "tensors")
 
     def __init__(
         self,
@@ -44,14 +46,31 @@ class RowChain:
     ) -> None:
         self._function, self._args, self._kwargs, self.head = function, args, kwargs or {}, head
         self._autocast: Autocast = modes_now()[2]
-        inner = [each for each in (*args, *self._kwargs.values()) if isinstance(each, RowChain)]
+        given = [*args, *self._kwargs.values(), *getattr(function, "keywords", {}).values()]
+        inner = [each for each in given if isinstance(each, RowChain)]
+        self.tensors = [each for chain in inner for each in chain.tensors]
+        self._versions = [each for chain in inner for each in chain._versions]
+        own = [each.matrix if isinstance(each, AlignedRows) else each for each in given]
+        own = [each for each in own if isinstance(each, Tensor)]
+        self.tensors += own
+        self._versions += _compat.versions_of(own)
         heads = [head] if head is not None else [each for chain in inner for each in chain.heads]
         self.heads: list[HeadCall] = list(dict.fromkeys(heads))
         orders = [chain.order for chain in inner if chain.order is not None]
         self.order: tuple[StridedMap, ...] | None = orders[0] if orders else order
 
+    def check_unchanged(self) -> None:
+        """Raise if a tensor of the chain was changed in place since it was used: the results would be others."""
+        if _compat.versions_of(self.tensors) != self._versions:
+            raise ChangedInPlaceError(
+                "a tensor that is combined with split logits (a mask, a temperature, labels) was changed in place "
+                "after that, and before the loss or its backward computed them. Change a copy of it, or fit without "
+                "split=True."
+            )
+
     def rows(self, logits: Sequence[Tensor], start: int, end: int) -> Tensor:
         """Evaluate for rows `start` to `end`, of which `logits` has one matrix per head."""
+        self.check_unchanged()
         return self._evaluated(dict(zip(self.heads, logits, strict=True)), start, end, {})
 
     def _evaluated(self, logits: dict[HeadCall, Tensor], start: int, end: int, known: dict[int, Tensor]) -> Tensor:

@@ -6,20 +6,26 @@ depend on the rows of the same token alone, and on tensors that hold no tokens: 
 matrix, reductions and normalisations over other dimensions, views that leave the tokens in front. Any other op ends the
 proof, so an unknown op is never taken for a harmless one.
 
-Cost: one run of the module without memory or arithmetic, a few milliseconds.
+Numbers that Python computes from shapes are no ops: `x / x.shape[1]`, or another formula for short sequences. So the
+module also runs once on all tokens with gradients, as in the plain step, and once on those of a part without, as slices
+do: it must call the same functions with the same numbers.
+
+Cost: three runs of the module without memory or arithmetic, a few milliseconds each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lowtide import _compat
-from lowtide.replay.arguments import tensors_in
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.module_state import ModuleTree
 from lowtide.replay.op_facts import facts_of
 
@@ -33,6 +39,9 @@ _ALONG_ONE = {"_softmax", "_log_softmax", "slice", "select", "split", "split_wit
               "sort"}  # fmt: skip
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "std", "norm", "linalg_vector_norm", "logsumexp",
                "any", "all", "max", "min", "prod"}  # fmt: skip
+# Functions that take sizes: these differ with the number of tokens.
+_SIZED = {"view", "reshape", "expand", "unflatten", "broadcast_to", "zeros", "ones", "empty", "new_zeros", "new_ones",
+          "new_empty"}  # fmt: skip
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "layer_norm", "rms_norm"}
 
 
@@ -40,20 +49,28 @@ class _NotRowWise(Exception):
     """Why the proof ended."""
 
 
-def why_not_row_wise(module: nn.Module, forward: Callable[..., Any], width: int, dtype: torch.dtype, ndim: int) -> str:
-    """Why `forward` may mix tokens, or cannot be followed; empty if it is proven that it treats every token alike."""
-    with _compat.without_modes():
-        tokens = torch.empty(*(1,) * (ndim - 2), _NUM_TOKENS, width, dtype=dtype, device="meta")
-        slots = {
-            f"module.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        }
-    if any(_NUM_TOKENS in tensor.shape for tensor in slots.values()):
+def why_not_row_wise(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    num_part_rows: int = _NUM_TOKENS,
+) -> str:
+    """Why `forward` may mix tokens, or cannot be followed; empty if it is proven that it treats every token alike.
+
+    `shape` is that of all tokens; `num_part_rows` is how many of them a part has.
+    """
+    run = _MetaRun(module, forward, tuple(shape), dtype)
+    if any(_NUM_TOKENS in tensor.shape for tensor in run.state.values()):
         return f"a parameter has a dimension of {_NUM_TOKENS}, which the proof uses for the tokens"
-    follower = _Follower(tokens, slots.values())
+    tokens, whole, part = run.tokens(_NUM_TOKENS), _FunctionLog(), _FunctionLog()
+    follower = _Follower(tokens, run.state.values())
     try:
-        with torch.no_grad(), _compat.without_modes(), torch.random.fork_rng(devices=[]), follower:
-            output = torch.func.functional_call(_Bare(module, forward), slots, (tokens,))
+        with torch.no_grad():
+            output = run(tokens, follower)
+            run(run.tokens(num_part_rows), part)
+        with torch.enable_grad():
+            run(run.tokens(None), whole)
     except _NotRowWise as found:
         return str(found)
     except Exception as error:  # the module's own code does not run on meta tensors
@@ -62,7 +79,50 @@ def why_not_row_wise(module: nn.Module, forward: Callable[..., Any], width: int,
         return "its output is not one tensor with a row for each token"
     if output.shape[:-1] != tokens.shape[:-1]:
         return f"its output has the shape {tuple(output.shape)} for an input of {tuple(tokens.shape)}"
+    if whole.calls != part.calls:
+        return "it computes something else for another number of tokens, or without gradients"
     return ""
+
+
+class _MetaRun:
+    """Runs a module on tensors without values, in place of its parameters and buffers too."""
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._bare, self._shape, self._dtype = _Bare(module, forward), shape, dtype
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        self.state = {
+            f"module.{name}": self._empty(each.shape, each.dtype, each.requires_grad) for name, each in tensors
+        }
+
+    def tokens(self, num_rows: int | None) -> Tensor:
+        """An input of so many rows; None is for the shape of the plain step, with gradients."""
+        shape = (*(1,) * (len(self._shape) - 2), num_rows, self._shape[-1]) if num_rows is not None else self._shape
+        return self._empty(shape, self._dtype, num_rows is None).clone()  # no leaf: it may be changed in place
+
+    def __call__(self, tokens: Tensor, mode: AbstractContextManager[Any]) -> Any:
+        with _compat.without_modes(), torch.random.fork_rng(devices=[]), mode:
+            return torch.func.functional_call(self._bare, self.state, (tokens,))
+
+    @staticmethod
+    def _empty(shape: Sequence[int], dtype: torch.dtype, needs_grad: bool) -> Tensor:
+        with _compat.without_modes():
+            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+
+class _FunctionLog(TorchFunctionMode):
+    """Lists the functions of torch that are called, and their arguments other than tensors and sizes of views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        is_free = getattr(func, "__name__", "") in _SIZED or func is _compat.set_grad_enabled
+        self.calls.append((func, "" if is_free else repr(map_tensors(lambda tensor: None, given))))
+        return func(*given[0], **given[1])
 
 
 class _Bare(nn.Module):

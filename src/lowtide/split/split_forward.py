@@ -79,7 +79,8 @@ class SplitForward:
 
     def _check(self, module: nn.Module, forward: Callable[..., Any], tokens: Tensor) -> bool:
         """Whether the module treats every token alike: the proof, and once real values are there, these too."""
-        why = why_not_row_wise(module, forward, tokens.shape[-1], tokens.dtype, tokens.dim())
+        num_part_rows = next(end for _, end in row_ranges(tokens.shape[:-1].numel(), self.split.num_parts))
+        why = why_not_row_wise(module, forward, tokens.shape, tokens.dtype, num_part_rows)
         has_values = type(tokens) in _compat.PLAIN_TYPES and not tokens.is_meta
         if not why and has_values and not values_agree(module, forward, tokens, self.split.num_parts):
             why = "its output for some tokens changes when others are left out"

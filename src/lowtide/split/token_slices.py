@@ -182,16 +182,16 @@ class _Slices(torch.autograd.Function):
 def values_agree(module: nn.Module, forward: Forward, tokens: Tensor, num_parts: int = 2) -> bool:
     """Whether the module gives the same for a few tokens together and in slices, up to rounding.
 
-    The slices are two halves, and as many tokens as the first and the last of `num_parts` slices have. The module runs
-    in evaluation mode for this, without dropout. Random states are as before.
+    The tokens are those of the first two of `num_parts` slices, which take no more memory together than the backward of
+    one, or fewer. The module runs in evaluation mode for this, without dropout. Random states are as before.
     """
-    num_rows = min(_MOST_CHECKED_ROWS, tokens.shape[:-1].numel())
+    parts = list(row_ranges(tokens.shape[:-1].numel(), num_parts))
+    num_rows = min(_MOST_CHECKED_ROWS, parts[min(1, len(parts) - 1)][1])
     if num_rows < 2:
         return True
     some = sliced(tokens.detach(), 0, num_rows)
-    parts = list(row_ranges(tokens.shape[:-1].numel(), num_parts))
-    sizes = {end - start for start, end in (parts[0], parts[-1])}
-    ranges = [*row_ranges(num_rows, 2), *((0, size) for size in sorted(sizes) if size < num_rows)]
+    last = parts[-1][1] - parts[-1][0]
+    ranges = [*row_ranges(num_rows, 2), *([(0, last)] if last < num_rows else [])]
     modes = {each: each.training for each in module.modules()}
     states = RandomStates([tokens.device])
     try:
