@@ -281,7 +281,7 @@ class Revolve(Policy):
         return [Segment(start, end - 1), *self._inside(start, end)]
 
     def _inside(self, start: int, end: int) -> list[Segment]:
-        """Return the regions inside one, of all its layers but the last, whose backward is the next after the replay."""
+        """Return the regions inside one: of all its layers but the last, whose backward follows the replay at once."""
         if end - start == 1:
             return []
         step = self.next_kept(end - start)
