@@ -179,6 +179,6 @@ def test_layers_change_in_an_even_spread() -> None:
 
 def _changing_halfway(chain: HullPath) -> list[int]:
     """Which of the units of the chain's longest leg have changed half way through it, counted along the forward."""
-    leg = max(chain._legs, key=lambda leg: len(leg.units))
+    leg = max(chain._hull_steps, key=lambda leg: len(leg.units))
     units = sorted(leg.units)
     return sorted(units.index(unit) for unit in leg.units[: len(units) // 2])

@@ -38,7 +38,7 @@ def lossy_codecs(lossy: str | tuple[str, ...] | None) -> tuple[str, ...]:
                 f"count on it. Lossy codecs are {', '.join(map(repr, CODEC_COSTS))}."
             )
         if name not in CODEC_COSTS:
-            raise ValueError(f"lossy names the unknown codec {name!r}; there are {', '.join(map(repr, CODEC_COSTS))}")
+            raise ValueError(f"lossy has {name!r}, and the codecs are {', '.join(map(repr, CODEC_COSTS))}")
     return tuple(dict.fromkeys(names))
 
 
