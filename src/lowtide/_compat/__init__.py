@@ -122,10 +122,10 @@ from lowtide._compat.dynamo import (
     uncompile,
     without_bucket_graphs,
 )
+from lowtide._compat.fake_kernels import FakeKernels
 from lowtide._compat.fake_tensors import (
     FakeAlias,
     fake_errors,
-    fake_kernel,
     fake_mode,
     fake_type,
     fakes_hidden_from_transformers,
@@ -219,6 +219,7 @@ __all__ = [
     "DispatchMode",
     "FakeAlias",
     "FakeInputs",
+    "FakeKernels",
     "LimitWatch",
     "OpNames",
     "Partition",
@@ -258,7 +259,6 @@ __all__ = [
     "disable_dynamo",
     "early_stop",
     "fake_errors",
-    "fake_kernel",
     "fake_mode",
     "fake_process_group",
     "fake_type",
