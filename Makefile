@@ -25,9 +25,10 @@ test: $(VENV)/.installed
 
 # As many processes as cores, of one thread each: tensors in tests are too small for more.
 # "worksteal" gives a process neighbouring tests, which share traces and searches. Hypothesis draws the same examples in
-# each run; `pytest` without the profile draws others.
+# each run; `pytest` without the profile draws others. Compiled files are written, whatever the environment says: without
+# them each process compiles lowtide anew, and pytest all tests.
 pytest: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=ci
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=ci
 
 # The canaries of torch's private API and the tests of the engines on another version of torch: make test-torch
 # TORCH=2.11.0. The environment is kept, one per version.

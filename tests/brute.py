@@ -76,7 +76,7 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
     if 2 ** len(calls) * len(presses) > most:
         return None
     found: dict[tuple[int, float], None] = {}
-    count = 0
+    count, placement = 0, Placement(graph)
     for regions in _subsets(calls):
         outermost, ops, owner = {}, [], graph.innermost(regions)
         saved = {(owner[save.call], save.value) for save in graph.saves}
@@ -92,14 +92,14 @@ def all_costs(graph: StepGraph, *, most: int, codecs: tuple[str, ...] = ()) -> l
         count += 2 ** len(ops) * len(presses)
         if count > most:
             return None
+        moves = [placement.everywhere(ways, dict.fromkeys(regions, ())) for ways in presses]
         for kept in map(set, _subsets(ops)):
             held: dict[int, tuple[int, ...]] = dict.fromkeys(regions, ())
             for call, first in outermost.items():
                 held[call] = tuple(op - first for op in range(first, graph.calls[call].end) if op in kept)
             plan = Plan(recomputes(graph, held))
-            for ways in presses:
-                everywhere = Placement(graph).everywhere(ways, dict.fromkeys(regions, ()))
-                timeline = simulate(graph, replace(plan, moves=everywhere))
+            for everywhere in moves:
+                timeline = simulate(graph, replace(plan, moves=everywhere) if everywhere else plan)
                 found[timeline.peak_bytes, timeline.extra_s] = None
     return list(found)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowtide.graph import Save, StepGraph
 from lowtide.graph.codec_costs import EncodedForm, encoded_form
@@ -38,9 +39,13 @@ class Verdict:
     extra_s: float
     host_bytes: int
     events: list[int]
-    engine_s: float = 0.0  # not an event of the step, and not in `extra_s`
-    step_s: float = 0.0
-    busy_s: tuple[float, float] = (0.0, 0.0)
+    engine_s: float  # not an event of the step, and not in `extra_s`
+    row: list[tuple[float, float, bool]]  # of each op: seconds of host and device, and whether the host waits for it
+    busy_s: tuple[float, float]
+
+    @cached_property
+    def step_s(self) -> float:
+        return _again_and_again(self.row)
 
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
@@ -57,9 +62,8 @@ def replay(graph: StepGraph, plan: Plan) -> Verdict:
             step.run(position, home=FORWARD)
     step.finish()
     engine_s = step.regions.engine_s() + step.link.num_calls * graph.hardware.move_s / 2
-    step_s = _again_and_again(step.row)
     busy_s = (step.host_busy_s, step.device_busy_s)
-    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, engine_s, step_s, busy_s)
+    return Verdict(max(step.events), step.extra_s, step.link.most_host_bytes, step.events, engine_s, step.row, busy_s)
 
 
 def added_s(graph: StepGraph, plan: Plan) -> float:
@@ -112,6 +116,8 @@ class _Regions:
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph = graph
         planned = plan.calls(graph)
+        self._of: dict[int, int | None] = {}  # what was found once
+        self._own_saves: dict[int | None, list[int]] = {}
         self.planned = sorted(planned)  # also those that save nothing: they run as regions, and are never replayed
         all_saves = {call: [i for i, s in enumerate(graph.saves) if call in self._up(s.call)] for call in planned}
         self.kept_ops = {
@@ -136,6 +142,11 @@ class _Regions:
 
     def of(self, call: int) -> int | None:
         """The innermost region in which `call` runs."""
+        if call not in self._of:
+            self._of[call] = self._innermost(call)
+        return self._of[call]
+
+    def _innermost(self, call: int) -> int | None:
         return next((outer for outer in self._up(call) if outer in self.kept_ops), None)
 
     def around(self, region: int) -> int | None:
@@ -156,7 +167,10 @@ class _Regions:
 
     def own_saves(self, region: int | None) -> list[int]:
         """Saves that `region` brings back; None: those that are not dropped."""
-        return [index for index, save in enumerate(self.graph.saves) if self.drops(save) == region]
+        if not self._own_saves:
+            for index, save in enumerate(self.graph.saves):
+                self._own_saves.setdefault(self.drops(save), []).append(index)
+        return self._own_saves.get(region, [])
 
     def inside(self, region: int | None) -> list[int]:
         """Regions directly in `region`."""

@@ -27,14 +27,6 @@ def test_reading_values_raises_a_known_error() -> None:
         torch.ones(2).sum().item()
 
 
-def test_grouped_mm_is_traced_in_float() -> None:
-    op = torch.ops.aten._grouped_mm.default
-    with fake_tensors.fake_mode():
-        a, b = torch.ones(8, 16), torch.ones(2, 16, 32)
-        out = fake_tensors.fake_kernel(op)(a, b, offs=torch.ones(2, dtype=torch.int32))
-    assert out.shape == (8, 32), "_create_grouped_mm_output_tensor returns another shape"
-
-
 def test_transformers_takes_fakes_for_real() -> None:
     pytest.importorskip("transformers.utils.import_utils")
     module = sys.modules["transformers.utils.import_utils"]

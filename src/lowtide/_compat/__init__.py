@@ -119,10 +119,10 @@ from lowtide._compat.dynamo import (
     uncompile,
     without_bucket_graphs,
 )
+from lowtide._compat.fake_kernels import FakeKernels
 from lowtide._compat.fake_tensors import (
     FakeAlias,
     fake_errors,
-    fake_kernel,
     fake_mode,
     fake_type,
     is_fake,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,6 @@ from lowtide._compat.internals import optional, required
 from lowtide._compat.tensors import disable_modes
 
 _TRACE = "steps cannot be traced on fake tensors"
-_grouped_mm = optional("torch.ops.aten._grouped_mm.default", None)
 
 
 def fake_mode() -> Any:
@@ -70,6 +69,7 @@ def is_fake(tensor: Tensor) -> bool:
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
+@functools.cache
 def fake_type() -> type[Tensor]:
     """Return the class of fake tensors. Obsolete likewise."""
     return required("torch._subclasses.fake_tensor.FakeTensor", _TRACE)
@@ -115,20 +115,6 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was
-
-
-def fake_kernel(op: Any) -> Callable[..., Any]:
-    """Return the function that runs an op on fake tensors: the op, or a replacement where torch's fake kernel fails."""
-    return _fake_grouped_mm if op is _grouped_mm else op
-
-
-def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """Return the output of `_grouped_mm` in any dtype that its kernels take.
-
-    Obsolete when torch's fake kernel takes more than bfloat16, which that of 2.13 does not.
-    """
-    output = required("torch._meta_registrations._create_grouped_mm_output_tensor", _TRACE)
-    return output(a, b, offs, out_dtype)
 
 
 def fake_errors() -> tuple[type[Exception], ...]:

@@ -1,28 +1,52 @@
 """`torch.profiler`: allocations on the CPU, and the names and categories of events in Kineto's trace.
 
-torch's CPU allocator has no counters, so peaks on the CPU are measured from the profiler's `[memory]` events. Op times
-are read from the same trace. Its format is undocumented: each docstring names what it relies on.
+torch's CPU allocator has no counters, so peaks on the CPU are measured from the profiler's allocation events, read from
+its event tree: a trace that is written to a file and parsed takes twice as long. Op times are read from Kineto's trace.
+Both formats are undocumented: each docstring names what it relies on.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import tempfile
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lowtide.errors import LowtideError
 
-_CPU_DEVICE_TYPE = 0
+
+class _Events(NamedTuple):
+    """What the profiler recorded: time, address and bytes of allocations on the CPU (releases: below 0), and marks."""
+
+    memory: list[tuple[int, int, int]]
+    marks: list[tuple[int, int]]  # start and end of each block under `record_function`
+
+
+def _events(profiler: Any, mark: str | None) -> _Events:
+    """Return the events of a finished profiler, in order of time.
+
+    Relies on `experimental_event_tree`, and on its events named `[memory]` with `ptr`, `alloc_size` and `device`.
+    """
+    memory: list[tuple[int, int, int]] = []
+    marks: list[tuple[int, int]] = []
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        name = event.name
+        if name == "[memory]":
+            allocation = event.typed[1]
+            if allocation.device.type == "cpu":
+                memory.append((event.start_time_ns, allocation.ptr, allocation.alloc_size))
+        elif name == mark:
+            marks.append((event.start_time_ns, event.end_time_ns))
+    return _Events(sorted(memory, key=lambda each: each[0]), sorted(marks))
 
 
 def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
@@ -30,8 +54,8 @@ def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
 
     Obsolete when the CPU allocator counts, as the CUDA one does.
     """
-    changes = (change for _, change in _allocations(_profiled(call)))
-    return list(accumulate(changes))  # the trace's own "Total Allocated" goes on from one profile to the next
+    changes = (change for _, change in _allocations(_profiled(call).memory))
+    return list(accumulate(changes))  # the profiler's own total goes on from one profile to the next
 
 
 def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
@@ -39,11 +63,10 @@ def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
 
     Obsolete likewise.
     """
-    events = _profiled(call)
-    allocations = _allocations(events)
-    blocks = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("name") == mark)
+    events = _profiled(call, mark)
+    allocations = _allocations(events.memory)
     peaks, position = [], 0
-    for start, end in blocks:
+    for start, end in events.marks:
         while position < len(allocations) and allocations[position][0] < start:
             position += 1
         total = peak = 0
@@ -55,22 +78,17 @@ def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
     return peaks
 
 
-def _allocations(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
+def _allocations(memory: list[tuple[int, int, int]]) -> list[tuple[float, int]]:
     """Return time and change of every allocation and release on the CPU, in order.
 
     Threads that the profiler does not follow, such as gloo's, release tensors without an event. Such a release is
     found when another block is allocated at the same addresses, and counted just before that.
-
-    Relies on the events named `[memory]` with arguments `Addr`, `Bytes` and `Device Type`.
     """
-    memory = [event for event in events if event.get("name") == "[memory]"]
-    memory.sort(key=lambda event: event["ts"])
     found: list[tuple[float, int]] = []
     starts: list[int] = []  # addresses of blocks that are allocated now, sorted
     sizes: dict[int, int] = {}
-    for event in memory:
-        time, address, change = event["ts"], event["args"]["Addr"], event["args"]["Bytes"]
-        if event["args"]["Device Type"] != _CPU_DEVICE_TYPE or not change:
+    for time, address, change in memory:
+        if not change:
             continue
         position = bisect_left(starts, address)
         if change > 0:
@@ -87,8 +105,8 @@ def _allocations(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
     return found
 
 
-def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Return the events of torch.profiler's trace of `call()`; refused while another profiler is active."""
+def _profiled(call: Callable[[], Any], mark: str | None = None) -> _Events:
+    """Return the events that torch.profiler records of `call()`; refused while another profiler is active."""
     if profiler_is_active():
         raise LowtideError("memory on the CPU is measured by torch.profiler, and one is active: measure outside of it")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
@@ -96,10 +114,7 @@ def _profiled(call: Callable[[], Any]) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore")  # the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             call()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            return json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    return _events(profiler, mark)
 
 
 def profiler_is_active() -> bool:
@@ -136,7 +151,7 @@ def profiler_name(name: str) -> str:
 class AllocationTrace:
     """Allocations on the CPU from `start` on, with marks between them. Refused while another profiler is active.
 
-    Relies on the trace's format, like `cpu_allocation_totals`. Obsolete likewise.
+    Relies on the profiler's events, like `cpu_allocation_totals`. Obsolete likewise.
     """
 
     _MARK = "lowtide mark"
@@ -177,15 +192,11 @@ class AllocationTrace:
         """Stop; return the peak and the last number of bytes since the start: before, between and after the marks."""
         profiler = self._profiler
         self.cancel()
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        marks = sorted(event["ts"] for event in events if event.get("name") == self._MARK)
+        events = _events(profiler, self._MARK)
+        marks = [start for start, _ in events.marks]
         parts: list[tuple[int, int]] = []
         total = peak = 0
-        allocations = [*_allocations(events), (float("inf"), 0)]
+        allocations = [*_allocations(events.memory), (float("inf"), 0)]
         for time, change in allocations:
             while len(parts) < len(marks) and time >= marks[len(parts)]:
                 parts.append((peak, total))

@@ -37,6 +37,8 @@ from lowtide.tracing.trace_records import (
     settled_flags,
 )
 
+_fake_kernels = _compat.FakeKernels()
+
 
 class _Alias:
     """What autograd holds instead of a saved tensor; its destructor tells the recorder when autograd drops it."""
@@ -200,9 +202,10 @@ class Recorder(_compat.UnwrappedDispatchMode):
         if id(func) in _compat.BOOKKEEPING_IDS:
             if func is _compat.DEVICE_QUERY and type(args[0]) is self._fake_type:
                 return args[0].device  # as the fake answers itself, without going through the dispatcher again
-            out = func(*args, **kwargs)
-            if self._shadows is not None:
-                self._shadows.follow(func, args, kwargs, out)
+            if self._shadows is None:
+                return func(*args, **kwargs)
+            out = _fake_kernels(func, args, kwargs)
+            self._shadows.follow(func, args, kwargs, out)
             return out
         is_answered, answer = self._shadows.number(func, args, kwargs) if self._shadows is not None else (False, None)
         facts = facts_of(func)
@@ -231,7 +234,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
         if is_answered:
             out = answer
         elif self._shadows is not None:
-            out = _compat.fake_kernel(func)(*args, **kwargs)
+            out = _fake_kernels(func, args, kwargs)
         elif self._mark is None:
             out = func(*args, **kwargs)
         else:
