@@ -345,6 +345,10 @@ class VariantChooser:
                 fitting.append((shared, choice))
         if fitting:
             shared, best = min(fitting, key=lambda each: each[1].extra_s)
+            worth_s = WORTH_A_COMPILE * sum(graph.step_s for graph in instances)
+            best = shared.with_fewer_variants(
+                best, budget_bytes, worth_s, lambda index, number: instances[index].is_compiled(given[index][number])
+            )
         else:
             shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
         chosen = [variants[number] for variants, number in zip(given, best.chosen, strict=True)]
