@@ -243,7 +243,7 @@ def _compare_ours(
 
 
 def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list[str]]:
-    """Every peer, the plain one first; those that do what another did before are only named."""
+    """Every peer, the plain one first; those that fail, or do what another did before, are only named."""
     contestants = {"torch.compile": Regional(job), CHECKPOINT: Regional(job, checkpointed=True)}
     contestants |= {f"activation_memory_budget {fraction}": Regional(job, fraction) for fraction in FRACTIONS}
     found: dict[int, Peer] = {}
@@ -252,7 +252,15 @@ def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list
         if len(found) > 1 and now() > deadline:
             alike.append(f"{label}: no time left.")
             continue
-        settled_s, peak = contestant.settle(deadline), peak_of(contestant, device)
+        try:
+            settled_s, peak = contestant.settle(deadline), peak_of(contestant, device)
+        except Exception as error:
+            if not found:
+                raise  # nothing to compare with
+            traceback.print_exc()
+            alike.append(f"{label}: **failed**, {_first_lines(error)}.")
+            job.model.zero_grad(set_to_none=True)
+            continue
         if peak in found:
             alike.append(f"{label} has the same peak as {found[peak].label}.")
         else:
@@ -266,6 +274,12 @@ def _targets(peers: list[Peer], options: argparse.Namespace) -> list[Target]:
     if options.device == "cpu" or options.no_host:
         return targets
     return [*targets, *(replace(target, label=f"{target.label}, host", host=HOST) for target in targets)]
+
+
+def _first_lines(error: BaseException) -> str:
+    """The class of an error and what it says, without the trace that Dynamo adds."""
+    said = [line for line in str(error).splitlines() if line.strip()][:2]
+    return " ".join([f"{type(error).__name__}:", *said]).strip()
 
 
 def _over(share: float) -> str:
@@ -307,7 +321,7 @@ def main() -> None:
             compare(name, options, page)
         except (Exception, TooSlow) as error:  # the other families shall still be measured
             traceback.print_exc()
-            page.add(f"{name}: **failed**, {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "")
+            page.add(f"{name}: **failed**, {_first_lines(error)}", "")
             torch._dynamo.reset()
         gc.collect()
         if options.device == "cuda":

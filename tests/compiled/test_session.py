@@ -37,6 +37,9 @@ class FakeGraph:
         self.forward_s, self.torch_ways, self.replayed = 1.0, {}, None
         self.has_collectives, self.identity = False, f"graph {number}"
 
+    def is_compiled(self, variant: Variant) -> bool:
+        return False
+
 
 class VariantsOnly(VariantChooser):
     """One call is chosen for as several are: there is no step to solve."""

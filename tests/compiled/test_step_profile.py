@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from compiled.test_backend import MLP, Mixed, Stack, Twice, rows, squared
+from compiled.test_backend import MLP, Mixed, Routed, Stack, Twice, rows, squared
 from kernelless import PLENTY, session_of
+from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
 from lowtide.compiled import session
 from lowtide.compiled.step_profile import (
@@ -99,6 +102,47 @@ def test_budgets_hold_or_are_refused(name: str) -> None:
         handle = lowtide.handle_of(model)
         assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
         assert peak_bytes(model, loss) <= 1.02 * budget
+
+
+def as_torch_does(model: nn.Module, fraction: float | None) -> nn.Module:
+    """Blocks compiled as without lowtide: under `activation_memory_budget`, or (None) each inside of a checkpoint."""
+
+    def backend(module: Any, inputs: Any) -> Any:
+        def partition(*args: Any, **facts: Any) -> Any:
+            return _compat.torch_partition(*args, fraction=fraction, **facts)
+
+        return _compat.compile_without_kernels(module, inputs, partition, {})
+
+    for block in model.blocks:
+        if fraction is None:
+            forward = functools.partial(torch_checkpoint, type(block).forward, block, use_reentrant=False)
+            block.forward = forward
+        block.compile(backend=backend)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:within .* there is no room for the indices")
+@pytest.mark.parametrize(("block", "loss"), sweep([(Routed, large_loss), (MLP, plain_loss), (Routed, plain_loss)], 1))
+def test_what_torchs_own_ways_hold_is_feasible(block: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> None:
+    """A checkpoint per block, and the knob: with a loss at which the step peaks, every byte that blocks save counts."""
+    unbounded = lowtide.compile(Stack(*(block() for _ in range(3))), budget=PLENTY)
+    for _ in range(4):
+        unbounded.zero_grad()
+        loss(unbounded).backward()
+    # The session's own measurement begins with what the trace says is there, not with what is.
+    offset = lowtide.handle_of(unbounded).measured_peak_bytes - peak_bytes(unbounded, loss)
+    for fraction in (None, 0.5, 0.05):
+        torch._dynamo.reset()
+        model = as_torch_does(Stack(*(block() for _ in range(3))), fraction)
+        for _ in range(2):
+            peak = peak_bytes(model, loss)
+        torch._dynamo.reset()
+        ours = lowtide.compile(Stack(*(block() for _ in range(3))), budget=peak + offset)
+        for _ in range(16):
+            ours.zero_grad()
+            loss(ours).backward()
+        assert session_of(ours).current.is_settled
+        assert peak_bytes(ours, loss) <= peak
 
 
 def test_accumulated_gradients_are_within_the_budget() -> None:

@@ -160,6 +160,35 @@ def test_the_link_is_never_behind_by_more_than_an_instance() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_fewer_variants_hold_and_are_hardly_slower(seed: int) -> None:
+    shared = instance(seed, with_quotas=seed % 2 == 0)
+    shared = replace(shared, instances=[shared.instances[0]] * len(shared.instances))
+    worth_s, compiled = 2.0, {number for number in range(3) if (seed >> number) % 2}
+    for budget in range(shared.floor.peak_bytes, shared.floor.peak_bytes + 60, 3):
+        best = shared.choose(budget)
+        fewer = shared.with_fewer_variants(best, budget, worth_s, lambda index, number: number in compiled)
+        spared = len(set(best.chosen) - compiled) - len(set(fewer.chosen) - compiled)
+        assert fewer.peak_bytes == shared.peak_bytes(fewer.chosen) <= budget
+        assert set(fewer.chosen) <= set(best.chosen) | compiled
+        assert 0 <= fewer.extra_s - best.extra_s <= worth_s * spared
+        assert shared.with_fewer_variants(best, budget, 0.0, lambda index, number: False) == best
+
+
+def test_a_variant_that_saves_little_is_not_worth_a_compile() -> None:
+    each = (
+        Variant(None, 10, (), 0, 0, 0.0),
+        Variant((0, 1), 8, (), 0, 0, 1.0),
+        Variant((0,), 5, (), 0, 0, 3.0),
+    )
+    shared = SharedBudget([each] * 4, constant_memory(4, 100))
+    best = shared.choose(127)
+    assert best.chosen == (2, 2, 1, 1)
+    assert shared.with_fewer_variants(best, 127, 4.0, lambda index, number: False) == best
+    assert shared.with_fewer_variants(best, 127, 4.1, lambda index, number: False).chosen == (2, 2, 2, 2)
+    assert shared.with_fewer_variants(best, 127, 4.1, lambda index, number: number == 1) == best, "it is compiled"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_copies_keep_up_with_compute(seed: int) -> None:
     """Copied out one after the other, everything is away when the last instance has run."""
     shared = instance(seed, with_quotas=True)

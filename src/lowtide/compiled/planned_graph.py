@@ -290,6 +290,9 @@ class PlannedGraph:
             self._compiled[variant.key] = self._compile(variant)
         return self._compiled[variant.key]
 
+    def is_compiled(self, variant: Variant) -> bool:
+        return variant.key in self._compiled
+
     def _compile(self, variant: Variant) -> Callable[..., Any]:
         def partition(joint: Any, inputs: Any, **facts: Any) -> Any:
             if variant.keeps is None:

@@ -9,7 +9,7 @@ session is created by `lowtide.compile` or, with `torch.compile(backend="lowtide
 - **Later steps.** The order of a step's calls is known: a `CallSequence`. Batches of several shapes have one each.
 - **Correction.** The peak of a step in which nothing was compiled is measured, call by call (`step_profile`). If it is
   over the budget, or low enough for a faster choice, variants are chosen again with what was measured in place of
-  predictions, at most six times per sequence.
+  predictions, and then timed beside alternatives (`settling`).
 - **Larger steps.** A choice that holds was measured for steps of a certain size: the bytes of gradients that are there
   when the forward begins, and of inputs whose shapes are symbolic. When a larger step comes, such as the second one of
   an accumulated gradient, the next of that size is measured and corrected likewise.

@@ -214,14 +214,16 @@ class VariantChooser:
         return self._uniform([graph.variants[-1] for graph in instances], instances)
 
     def last_resorts(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
-        """Choices that save least, whatever their predicted peaks: as torch's partitioner does, and as ours.
+        """Choices to try where none is known to fit: of torch's partitioner the one with the smallest predicted peak.
 
-        For one graph, which has a large peak if it saves too little, those of torch's with the smallest predicted peak.
+        Of several calls also those that save least, whatever their predicted peaks: as torch's does, and as ours.
         """
+        of_torch = self._torch_choices(instances)
+        smallest = sorted(of_torch, key=lambda choice: choice.peak_bytes)[:1]
         if len(instances) == 1:
-            return sorted(self._torch_choices(instances), key=lambda choice: choice.peak_bytes)[:1]
+            return smallest
         least = [graph.replayed or graph.variants[-1] for graph in instances]
-        return [*self._torch_choices(instances)[-1:], self.smallest(instances), self._uniform(least, instances)]
+        return [*smallest, *of_torch[-1:], self.smallest(instances), self._uniform(least, instances)]
 
     def _torch_choices(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
         """The choices of torch's partitioner at each fraction, from large to small."""
@@ -343,6 +345,10 @@ class VariantChooser:
                 fitting.append((shared, choice))
         if fitting:
             shared, best = min(fitting, key=lambda each: each[1].extra_s)
+            worth_s = WORTH_A_COMPILE * sum(graph.step_s for graph in instances)
+            best = shared.with_fewer_variants(
+                best, budget_bytes, worth_s, lambda index, number: instances[index].is_compiled(given[index][number])
+            )
         else:
             shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
         chosen = [variants[number] for variants, number in zip(given, best.chosen, strict=True)]

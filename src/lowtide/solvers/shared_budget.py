@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -176,6 +176,34 @@ class SharedBudget:
         """The fastest choice along the path whose peak fits; None if none fits."""
         fitting = [chosen for chosen, peak_bytes in self._path if peak_bytes <= budget]
         return self._shared(min(fitting, key=self._seconds), budget) if fitting else None
+
+    def with_fewer_variants(
+        self, choice: SharedChoice, budget: int, worth_s: float, is_compiled: Callable[[int, int], bool]
+    ) -> SharedChoice:
+        """The same choice, in which variants that few instances run are replaced by smaller ones that others run.
+
+        That spares a compile each, for less than `worth_s`. `is_compiled` says of an instance and the number of a
+        variant that no compile is to be spared.
+        """
+        chosen = choice.chosen
+        while True:
+            groups: dict[tuple[int, int], list[int]] = {}
+            for index, number in enumerate(chosen):
+                groups.setdefault((id(self.instances[index]), number), []).append(index)
+            found: list[tuple[float, tuple[int, ...]]] = []
+            for (kind, number), indices in groups.items():
+                variants, first = self.instances[indices[0]], indices[0]
+                others = (each for each in range(number + 1, len(variants)))
+                target = next((each for each in others if (kind, each) in groups or is_compiled(first, each)), None)
+                if target is None or is_compiled(first, number):
+                    continue
+                merged = tuple(target if index in indices else each for index, each in enumerate(chosen))
+                cost_s = len(indices) * (variants[target].extra_s - variants[number].extra_s)
+                if cost_s < worth_s and self.peak_bytes(merged) <= budget:
+                    found.append((cost_s, merged))
+            if not found:
+                return choice if chosen == choice.chosen else self._shared(chosen, budget)
+            chosen = min(found)[1]
 
     @property
     def floor(self) -> SharedChoice:
