@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import threading
 from collections import Counter
 from typing import Any
 
@@ -629,6 +631,50 @@ def test_numpy_arrays() -> None:
     checkpointer.save(0, x[::-1])
     checkpointer.get(0)[0] = 7
     assert np.array_equal(checkpointer.get(0), x[::-1])
+
+
+def test_states_of_any_kind() -> None:
+    double = lambda x, i: x + x  # noqa: E731
+    sparse = torch.tensor([0.0, 1.0]).to_sparse()
+    for x in (np.float32(1), np.array(1.0), torch.tensor(1.0), torch.zeros(0), torch.ones(2, 3).t(), sparse):
+        for policy in (EveryN(2), Revolve(1), MaxBytes(4)):
+            checkpointer = ActivationCheckpointer(policy)
+            y = checkpointer.forward(x, range(4), double)
+            found = checkpointer.recompute(3, range(4), double)
+            assert bool(
+                (found == y).all() if y is not sparse and x is not sparse else (found - y).to_dense().sum() == 0
+            )
+            assert checkpointer.backward(1.0, range(4), double, lambda x, g, i: 2 * g) == 16
+
+
+def test_a_finished_pass_leaves_nothing() -> None:
+    for policy in (EveryN(3), Revolve(3), RecomputeAll()):
+        checkpointer = ActivationCheckpointer(policy)
+        checkpointer.forward(torch.ones(4), range(6), add)
+        checkpointer.save(4, states_of(torch.ones(4), range(6))[4])  # type: ignore[arg-type]
+        checkpointer.backward(torch.ones(4), range(6), add, lambda x, g, i: g)
+        assert len(checkpointer.store) == 0
+
+
+def test_threads_save_and_take_at_once() -> None:
+    checkpointer, failed = ActivationCheckpointer(KeepAll(), budget=20 * 256), []
+
+    def work(thread: int) -> None:
+        try:
+            for i in range(thread * 1000, thread * 1000 + 150):
+                checkpointer.save(i, torch.full((64,), float(i)))
+                if checkpointer.stats().num_checkpoints and checkpointer.has(i):
+                    with contextlib.suppress(KeyError):  # evicted by another thread
+                        assert checkpointer.take(i)[0] == i
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

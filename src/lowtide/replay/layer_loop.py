@@ -18,7 +18,7 @@ from typing import Any
 from lowtide.errors import CapacityError, StoreError
 from lowtide.policies import EveryN, MaxBytes, Policy, Revolve, Selective, SqrtN, Uniform, check_limit, check_policy
 from lowtide.replay.arguments import Fingerprint
-from lowtide.replay.layer_pass import INPUT, BackwardFn, KeptStates, LayerFn, LayerPass, LayerStats, State
+from lowtide.replay.layer_pass import INPUT, BackwardFn, KeptStates, LayerFn, LayerPass, LayerStats, State, bytes_of
 from lowtide.store.activation_store import ActivationStore, check_store
 from lowtide.units import format_bytes, parse_bytes
 
@@ -272,7 +272,7 @@ class ActivationCheckpointer:
             self.clear()
             raise
         if not ran:
-            self._states.drop(INPUT)
+            self._states.drop_pass()
         return grad
 
     # Inside
@@ -292,7 +292,7 @@ class ActivationCheckpointer:
             x = current.run(fn, x, layer)
             current.ran.append(layer)
             if recomputed[index] or not self._keep(position, x, None if costs is None else costs[index]):
-                self._saved_bytes += x.nbytes
+                self._saved_bytes += bytes_of(x)
         current.end_run()
         self._output = weakref.ref(x), Fingerprint(x)
         return x
@@ -322,7 +322,7 @@ class ActivationCheckpointer:
             return False
         if isinstance(self.policy, MaxBytes):
             budget_bytes = parse_bytes(self.policy.budget)
-            dropped_bytes = self._states.make_room(budget_bytes, slot, x.nbytes, cost)
+            dropped_bytes = self._states.make_room(budget_bytes, slot, bytes_of(x), cost)
             if dropped_bytes is None:
                 return False
             self._saved_bytes += dropped_bytes
@@ -343,7 +343,7 @@ class ActivationCheckpointer:
             what = "the input, which is always held," if slot == INPUT else "the activation"
             beside = "" if slot == INPUT or INPUT not in self._states else " beside the input, which is always held"
             raise CapacityError(
-                f"{what} takes {format_bytes(x.nbytes)}, and budget={self._budget!r} has no room for that{beside}. "
+                f"{what} takes {format_bytes(bytes_of(x))}, and budget={self._budget!r} has no room for that{beside}. "
                 "Give budget= more, or choose a codec."
             ) from error
         self._pass.note_held()

@@ -124,7 +124,7 @@ class KeptStates:
         tensor = torch.from_numpy(np.array(value, order="C")) if is_array else value
         self.store.put(self._key(key), tensor, cost=cost, evictable=key != INPUT)
         self.num_created += key != INPUT and key not in self._kept
-        self._kept[key] = _Kept(tensor.nbytes, cost, is_array)
+        self._kept[key] = _Kept(bytes_of(tensor), cost, is_array)
         self._evicted.discard(key)
         if self.store.num_evicted != self._num_evicted_by_store:
             self._num_evicted_by_store = self.store.num_evicted
@@ -159,6 +159,11 @@ class KeptStates:
         """Release a state, if it is kept."""
         if self._kept.pop(key, None) is not None:
             self.store.release_later(self._key(key))
+
+    def drop_pass(self) -> None:
+        """Release the input and the states by position, once a pass is over. Others are the user's own."""
+        for key in [key for key in self._kept if isinstance(key, int)]:
+            self.drop(key)
 
     def was_evicted(self, key: Hashable) -> bool:
         return key in self._evicted
@@ -219,9 +224,12 @@ class KeptStates:
         return new
 
     def _note_evicted(self, key: Hashable) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is None:  # another thread has noted it
+            return
+        self.store.release_later(self._key(key))
         self.num_evicted += 1
-        self.evicted_bytes += self._kept[key].nbytes
-        self.drop(key)
+        self.evicted_bytes += kept.nbytes
         self._evicted.add(key)
 
     def _key(self, key: Hashable) -> Hashable:
@@ -230,6 +238,11 @@ class KeptStates:
     def __del__(self) -> None:
         for key in self._kept:
             self.store.release_later(self._key(key))
+
+
+def bytes_of(x: State) -> int:
+    """Bytes of a state; 0 for sparse tensors, which stores do not count."""
+    return 0 if isinstance(x, Tensor) and x.layout != torch.strided else int(x.nbytes)
 
 
 LayerFn = Callable[[State, int], State]
