@@ -107,6 +107,21 @@ def test_bad_input() -> None:
         Revolve(0)
     with pytest.raises(UnitError):
         MaxBytes("12 apples")
+    with pytest.raises(TypeError, match=r"Segments takes a list of Segment\(start, end\); \(0, 3\) is none"):
+        Segments([(0, 3)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not Segment\(start=0, end=3\)"):
+        Segments(Segment(0, 3))  # type: ignore[arg-type]
+    for make in (lambda: Segment(0, 2.5), lambda: Revolve("3"), lambda: Uniform(True)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="whole number"):
+            make()
+    with pytest.raises(ValueError, match="Selective takes a number"):
+        Selective("100")  # type: ignore[arg-type]
+    for policy in (KeepAll(), RecomputeAll(), EveryN(2), Segments((Segment(0, 9),))):
+        with pytest.raises(ValueError, match="layer 7 is not one of 5 layers"):
+            policy.should_checkpoint(7, 5)
+    for bad in (float("nan"), -1):
+        with pytest.raises(ValueError, match="0 or more; layer 2 has"):
+            MaxBytes(3).decide(3, [1, 2, bad], [1, 1, 1])
 
 
 @cache

@@ -34,6 +34,9 @@ class Policy(ABC):
         for name, values in (("costs", costs), ("bytes", bytes)):
             if values is not None and len(values) != n:
                 raise ValueError(f"{name} has {len(values)} values for {n} layers")
+            for layer, value in enumerate(values if values is not None else ()):
+                if not value >= 0:  # also for a NaN
+                    raise ValueError(f"{name} are numbers, 0 or more; layer {layer} has {value!r}")
         kept = self._kept(n, costs, bytes)
         return [layer not in kept for layer in range(n)]
 
@@ -49,9 +52,8 @@ class Policy(ABC):
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         """Return whether layer `i` of `n` is recomputed: `decide(n)[i]`. Some policies do not need `n`."""
         if n is None:
-            raise TypeError(f"{self} depends on how many layers there are: use should_checkpoint({i}, n), or decide(n)")
-        if not 0 <= i < n:
-            raise ValueError(f"layer {i} is not one of {n} layers")
+            raise TypeError(f"{self} needs to know how many layers there are: should_checkpoint({i}, n), or decide(n)")
+        _check_layer(i, n)
         return self.decide(n)[i]
 
     @abstractmethod
@@ -84,6 +86,7 @@ class KeepAll(Policy):
     """Keeps all layers: nothing is recomputed, and memory is highest."""
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
+        _check_layer(i, n)
         return False
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> range:
@@ -95,6 +98,7 @@ class RecomputeAll(Policy):
     """Recomputes every layer by itself: only layer inputs are held, for one more forward."""
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
+        _check_layer(i, n)
         return True
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
@@ -111,6 +115,7 @@ class EveryN(Policy):
         _check_count("EveryN", self.n)
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
+        _check_layer(i, n)
         return self.n == 0 or i % self.n != 0
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> range | set[int]:
@@ -122,6 +127,10 @@ class Selective(Policy):
     """Keeps the layers whose entry in `costs` is at least `cost_threshold`."""
 
     cost_threshold: float = 100
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cost_threshold, bool) or not isinstance(self.cost_threshold, int | float):
+            raise ValueError(f"Selective takes a number, the least cost of layers to keep, not {self.cost_threshold!r}")
 
     def _kept(self, n: int, costs: Sequence[float] | None, bytes: Any) -> set[int]:
         costs = _needed(self, "costs", costs, n)
@@ -136,8 +145,10 @@ class Segment:
     end: int
 
     def __post_init__(self) -> None:
-        if self.start < 0 or self.end < self.start:
-            raise ValueError(f"a segment needs 0 <= start <= end, not start={self.start} and end={self.end}")
+        _check_count("Segment", self.start)
+        _check_count("Segment", self.end)
+        if self.end < self.start:
+            raise ValueError(f"a segment goes from a start of 0 or more up, not from {self.start} to {self.end}")
 
     def __contains__(self, layer: int) -> bool:
         return self.start <= layer <= self.end
@@ -150,13 +161,20 @@ class Segments(Policy):
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", tuple(self.segments))
+        try:
+            object.__setattr__(self, "segments", tuple(self.segments))
+        except TypeError:
+            raise TypeError(f"Segments takes a list of Segment(start, end), not {self.segments!r}") from None
+        for segment in self.segments:
+            if not isinstance(segment, Segment):
+                raise TypeError(f"Segments takes a list of Segment(start, end); {segment!r} is none")
         ordered = sorted(self.segments, key=lambda segment: segment.start)
         for before, after in pairwise(ordered):
             if after.start <= before.end:
                 raise ValueError(f"{before} and {after} overlap: each layer belongs to one segment at most")
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
+        _check_layer(i, n)
         return any(i in segment for segment in self.segments)
 
     def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
@@ -233,6 +251,7 @@ class Revolve(Policy):
     slots: int
 
     def __post_init__(self) -> None:
+        _check_count("Revolve", self.slots)
         if self.slots < 1:
             raise ValueError(f"Revolve needs at least one slot, for the input; got {self.slots}")
 
@@ -341,6 +360,18 @@ def check_policy(policy: object) -> None:
     """Raise `TypeError` if this is not a policy."""
     if not isinstance(policy, Policy):
         raise TypeError(f"a policy such as EveryN(4) is needed, not {policy!r}")
+
+
+def check_limit(max_checkpoints: object) -> None:
+    """Raise unless this is a number of layers, or None for no limit."""
+    is_count = isinstance(max_checkpoints, int) and not isinstance(max_checkpoints, bool) and max_checkpoints >= 0
+    if max_checkpoints is not None and not is_count:
+        raise ValueError(f"max_checkpoints is a number of layers, 0 or more, or None, not {max_checkpoints!r}")
+
+
+def _check_layer(i: int, n: int | None) -> None:
+    if n is not None and not 0 <= i < n:
+        raise ValueError(f"layer {i} is not one of {n} layers")
 
 
 def _check_count(name: str, count: object) -> None:

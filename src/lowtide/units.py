@@ -13,6 +13,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
 _ADVICE = 'Write whole bytes (12884901888) or a number with a unit ("12GiB", "12GB", "512MiB", "80%").'
+_ADVICE_WITHOUT_SHARES = _ADVICE.replace(', "80%"', "")
 
 
 def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
@@ -36,7 +37,9 @@ def parse_bytes(size: int | str, *, total_bytes: int | None = None) -> int:
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if total_bytes is None:
-            raise UnitError(f"{size!r} is a share, and the total it is a share of is not known here. {_ADVICE}")
+            raise UnitError(
+                f"{size!r} is a share, and the total it is a share of is not known here. {_ADVICE_WITHOUT_SHARES}"
+            )
         if number > 100:
             raise UnitError(f"{size!r} exceeds 100 %. {_ADVICE}")
         return int(total_bytes * number / 100)

@@ -215,6 +215,13 @@ def test_limits_on_inputs_held() -> None:
         model(torch.randn(4, 8))
 
 
+def test_options_that_are_none() -> None:
+    with pytest.raises(ValueError, match="max_checkpoints is a number of layers"):
+        lowtide.apply(Model(), RecomputeAll(), max_checkpoints=-1)
+    with pytest.raises(TypeError, match="not 3"):
+        lowtide.apply(Model(), RecomputeAll(), regions=3)  # type: ignore[arg-type]
+
+
 # Regions
 
 

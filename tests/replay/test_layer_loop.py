@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import pickle
+import threading
 from collections import Counter
 from typing import Any
 
@@ -28,7 +31,7 @@ from lowtide import (
     StoreError,
     Uniform,
 )
-from lowtide.errors import CapacityError
+from lowtide.errors import CapacityError, ChangedInPlaceError, UnitError
 from lowtide.policies import Policy, Segment, Segments
 
 
@@ -212,6 +215,41 @@ def test_bad_input() -> None:
     assert str(lowtide.ActivationCheckpointer().stats()).startswith("0 layers kept")
 
 
+def test_bad_input_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"a budget of 0 bytes has no room for the input.*enabled=False"):
+        ActivationCheckpointer(budget=0)
+    with pytest.raises(UnitError, match='"512MiB"\\)'):  # no share is suggested
+        ActivationCheckpointer(budget="50%")
+    checkpointer = ActivationCheckpointer(budget="100B")
+    with pytest.raises(CapacityError, match="the input, which is always held, takes 256 B, and budget='100B' has no"):
+        checkpointer.forward(torch.ones(64), range(3), lambda x, i: x)
+    with pytest.raises(CapacityError, match=r"the activation takes 256 B, and budget='100B' has no room for that"):
+        checkpointer.save(0, torch.ones(64))
+    checkpointer.forward(torch.ones(20), range(3), lambda x, i: x)
+    with pytest.raises(CapacityError, match="no room for that beside the input"):
+        checkpointer.save(0, torch.ones(20))
+    for bad in (3.0, [1.0], None):
+        with pytest.raises(TypeError, match="an activation is a tensor or a numpy array, not"):
+            checkpointer.forward(bad, range(3), lambda x, i: x)
+    with pytest.raises(TypeError, match=r"layers are the numbers of the layers, such as range\(12\), not 6"):
+        checkpointer.forward(torch.ones(3), 6, lambda x, i: x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="costs are numbers, 0 or more; layer 1 has nan"):
+        ActivationCheckpointer(Selective(1)).forward(torch.ones(3), range(2), add, costs=[1, float("nan")])
+    with pytest.raises(TypeError, match=r"ActivationStore\(device=24, on_full='evict'\) cannot be copied or pickled"):
+        pickle.dumps(ActivationCheckpointer(budget=24))
+    in_place = ActivationCheckpointer(EveryN(2))
+    in_place.forward(torch.ones(4), range(3), lambda x, i: x.mul_(2) if i else x + 1)
+    with pytest.raises(ChangedInPlaceError, match="position 0 of the layers that ran was changed in place since"):
+        in_place.recompute(1, range(3), lambda x, i: x)
+
+
+def test_revolve_is_not_continued_and_says_so() -> None:
+    checkpointer = ActivationCheckpointer(Revolve(2))
+    checkpointer.forward(checkpointer.forward(torch.ones(3), [0, 1], add), [2, 3], add)
+    with pytest.raises(ValueError, match=r"that ran, \[2, 3\].*a pass of its own under Revolve"):
+        checkpointer.recompute(1, range(4), add)
+
+
 # Chunks and repeated layers
 
 
@@ -340,6 +378,35 @@ def test_numpy_random_numbers_of_a_closure() -> None:
     following = copy.deepcopy(generator).random()
     assert np.array_equal(checkpointer.recompute(2, range(3), noise), y)
     assert generator.random() == following
+
+
+def test_pythons_and_numpys_random_numbers_however_they_are_imported() -> None:
+    import random as own
+
+    def by_closure(x: Any, i: int) -> Any:
+        return x + own.random()
+
+    def by_name(x: Any, i: int) -> Any:
+        return x + np.random.rand()
+
+    def inside(x: Any, i: int) -> Any:
+        import random
+
+        import numpy
+
+        return x + random.random() + numpy.random.rand()
+
+    def from_inside(x: Any, i: int) -> Any:
+        from numpy.random import rand
+
+        return x + rand()
+
+    for noise in (by_closure, by_name, inside, from_inside):
+        checkpointer = ActivationCheckpointer(RecomputeAll())
+        y = checkpointer.forward(np.zeros(4), range(3), noise)
+        following = own.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+        assert np.array_equal(checkpointer.recompute(2, range(3), noise), y)
+        assert following == (own.getstate(), np.random.get_state()[1].tolist())  # type: ignore[union-attr]
 
 
 def test_weights_changed_between_forward_and_replay_are_refused() -> None:
@@ -496,9 +563,16 @@ def test_disabled_only_runs_the_layers() -> None:
     assert checkpointer.num_checkpoints == 0 and len(checkpointer.store) == 0
     with pytest.raises(StoreError, match="enabled=True"):
         checkpointer.backward(torch.ones(4), range(3), add, lambda x, g, i: g)
+    assert not checkpointer.maybe_save(0, torch.ones(4)) and not checkpointer.has(0)
     checkpointer.enabled = True
     checkpointer.forward(torch.ones(4), range(3), add)
     assert checkpointer.num_checkpoints == 3
+
+
+def test_evicted_states_do_not_count_as_held() -> None:
+    checkpointer = ActivationCheckpointer(KeepAll(), budget=3 * 256)
+    checkpointer.forward(torch.ones(64), range(8), add)
+    assert checkpointer.stats().max_held == 3
 
 
 def test_statistics_are_per_tier(tmp_path: Any) -> None:
@@ -557,6 +631,50 @@ def test_numpy_arrays() -> None:
     checkpointer.save(0, x[::-1])
     checkpointer.get(0)[0] = 7
     assert np.array_equal(checkpointer.get(0), x[::-1])
+
+
+def test_states_of_any_kind() -> None:
+    double = lambda x, i: x + x  # noqa: E731
+    sparse = torch.tensor([0.0, 1.0]).to_sparse()
+    for x in (np.float32(1), np.array(1.0), torch.tensor(1.0), torch.zeros(0), torch.ones(2, 3).t(), sparse):
+        for policy in (EveryN(2), Revolve(1), MaxBytes(4)):
+            checkpointer = ActivationCheckpointer(policy)
+            y = checkpointer.forward(x, range(4), double)
+            found = checkpointer.recompute(3, range(4), double)
+            assert bool(
+                (found == y).all() if y is not sparse and x is not sparse else (found - y).to_dense().sum() == 0
+            )
+            assert checkpointer.backward(1.0, range(4), double, lambda x, g, i: 2 * g) == 16
+
+
+def test_a_finished_pass_leaves_nothing() -> None:
+    for policy in (EveryN(3), Revolve(3), RecomputeAll()):
+        checkpointer = ActivationCheckpointer(policy)
+        checkpointer.forward(torch.ones(4), range(6), add)
+        checkpointer.save(4, states_of(torch.ones(4), range(6))[4])  # type: ignore[arg-type]
+        checkpointer.backward(torch.ones(4), range(6), add, lambda x, g, i: g)
+        assert len(checkpointer.store) == 0
+
+
+def test_threads_save_and_take_at_once() -> None:
+    checkpointer, failed = ActivationCheckpointer(KeepAll(), budget=20 * 256), []
+
+    def work(thread: int) -> None:
+        try:
+            for i in range(thread * 1000, thread * 1000 + 150):
+                checkpointer.save(i, torch.full((64,), float(i)))
+                if checkpointer.stats().num_checkpoints and checkpointer.has(i):
+                    with contextlib.suppress(KeyError):  # evicted by another thread
+                        assert checkpointer.take(i)[0] == i
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import stat
 import subprocess
 import sys
@@ -206,6 +208,17 @@ def test_a_tier_is_full_by_its_own_budget(tmp_path: Path) -> None:
         assert stats.utilization_by_tier == {"device": 1.0, "disk": 400 / 2**20} and stats.utilization == 1.0
         assert stats.num_held_by_tier == {"device": 1, "disk": 1} and stats.num_in_memory == 1
         assert "100%" in str(stats)
+
+
+def test_a_store_prints_its_options_and_is_not_copied() -> None:
+    store = ActivationStore(device="1MiB", on_full="evict", codec="float16")
+    assert repr(store) == "ActivationStore(device='1MiB', on_full='evict', codec='float16')"
+    assert repr(ActivationStore()) == "ActivationStore()"
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: .* Make another with these options"):
+            copied(store)
+    with pytest.raises(KeyError, match="the store is empty"):
+        store.get("h")
 
 
 def test_error_when_full() -> None:

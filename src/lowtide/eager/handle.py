@@ -38,7 +38,7 @@ from lowtide.eager.calls import (
 from lowtide.eager.captured_step import Capturable
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
-from lowtide.policies import Policy, Segment, check_policy
+from lowtide.policies import Policy, Segment, check_limit, check_policy
 from lowtide.replay import region as replay
 from lowtide.replay.checkpoint import checkpoint, store_hooks
 from lowtide.store.activation_store import ActivationStore, check_store
@@ -387,6 +387,7 @@ def apply(
         return apply_plan(model, policy)
     check_policy(policy)
     check_store(store)
+    check_limit(max_checkpoints)
     refuse_other_checkpointing(model)
     layers = find_regions(model, regions)
     levels = _levels(policy.regions(len(layers), costs, bytes), len(layers))

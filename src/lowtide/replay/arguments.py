@@ -315,7 +315,8 @@ class Fingerprint:
         if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
             return value
         if isinstance(value, np.ndarray | bytearray):
-            return (id(value), getattr(value, "shape", len(value)), zlib.crc32(bytes(value)))
+            size = value.shape if isinstance(value, np.ndarray) else len(value)
+            return (id(value), size, zlib.crc32(bytes(value)))
         if isinstance(value, random.Random):
             return value.getstate()
         if isinstance(value, np.random.Generator):

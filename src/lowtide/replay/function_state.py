@@ -27,7 +27,7 @@ from lowtide import _compat
 from lowtide._compat.modules import WHOLE_MODULE_METHODS
 from lowtide.replay.module_state import snapshot_of
 from lowtide.replay.object_state import copy_of, fill, is_plain_state
-from lowtide.replay.op_facts import code_names, drawn_from
+from lowtide.replay.op_facts import code_names, drawn_from, imported
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
@@ -111,16 +111,19 @@ class CapturedState:
                 self._add(part, depth, False)
 
     def _open_function(self, function: types.FunctionType, depth: int) -> None:
+        names = code_names(function.__code__)
+        for module in imported(function.__code__):
+            self.states += drawn_from(module, names)
         for cell in function.__closure__ or ():
             try:
                 contents = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
             self.cells.append((cell, contents))
+            self.states += drawn_from(contents, names)
             self._add(contents, depth, False)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(default, depth, False)
-        names = code_names(function.__code__)
         for name in names:
             if name in function.__globals__:
                 value = function.__globals__[name]

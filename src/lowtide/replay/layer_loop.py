@@ -16,11 +16,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lowtide.errors import CapacityError, StoreError
-from lowtide.policies import EveryN, MaxBytes, Policy, Revolve, Selective, SqrtN, Uniform, check_policy
+from lowtide.policies import EveryN, MaxBytes, Policy, Revolve, Selective, SqrtN, Uniform, check_limit, check_policy
 from lowtide.replay.arguments import Fingerprint
-from lowtide.replay.layer_pass import INPUT, BackwardFn, KeptStates, LayerFn, LayerPass, LayerStats, State
+from lowtide.replay.layer_pass import INPUT, BackwardFn, KeptStates, LayerFn, LayerPass, LayerStats, State, bytes_of
 from lowtide.store.activation_store import ActivationStore, check_store
-from lowtide.units import parse_bytes
+from lowtide.units import format_bytes, parse_bytes
 
 
 class ActivationCheckpointer:
@@ -80,13 +80,16 @@ class ActivationCheckpointer:
     ) -> None:
         check_policy(policy)
         check_store(store)
-        is_count = isinstance(max_checkpoints, int) and not isinstance(max_checkpoints, bool) and max_checkpoints >= 0
-        if max_checkpoints is not None and not is_count:
-            raise ValueError(f"max_checkpoints is a number of layers, 0 or more, or None, not {max_checkpoints!r}")
+        check_limit(max_checkpoints)
+        if budget is not None and parse_bytes(budget) == 0:
+            raise ValueError(
+                "a budget of 0 bytes has no room for the input, which is always held. Give more, None for no limit, or "
+                "enabled=False to keep nothing"
+            )
         if store is not None and (budget, order, codec) != (None, "auto", None):
             raise ValueError("give budget, order and codec to the store itself, or leave store out")
         if isinstance(policy, Revolve):
-            _check_limit(policy, policy.slots - 1, max_checkpoints)
+            _check_bound(policy, policy.slots - 1, max_checkpoints)
         self.policy, self.max_checkpoints, self.enabled = policy, max_checkpoints, enabled
         self._budget, self._order, self._codec, self._given_store = budget, order, codec, store
         self._states = KeptStates(self._new_store() if store is None else store)
@@ -119,12 +122,17 @@ class ActivationCheckpointer:
         if slot not in self._states and not self._has_slot_left():
             raise CapacityError(
                 f"layer {i} would be checkpoint {len(self._states) + 1} of at most {self.max_checkpoints} "
-                f"({self._listed()}). Raise max_checkpoints, or clear() first."
+                f"({self._kept_layers()}). Raise max_checkpoints, or clear() first."
             )
         self._put(slot, x, cost)
 
     def maybe_save(self, i: int, x: State, *, cost: float | None = None) -> bool:
-        """Keep `x` as the activation of layer `i` if the policy keeps that layer and there is room; return whether."""
+        """Keep `x` as the activation of layer `i` if the policy keeps that layer and there is room; return whether.
+
+        If `enabled` is False, nothing is kept.
+        """
+        if not self.enabled:
+            return False
         if isinstance(self.policy, Selective):
             is_kept = not self.policy.decide(1, None if cost is None else [cost])[0]
         else:
@@ -133,8 +141,7 @@ class ActivationCheckpointer:
 
     def has(self, i: int) -> bool:
         """Whether the activation of layer `i` is kept."""
-        self._states.look()
-        return self._slot(i) in self._states
+        return self._states.holds(self._slot(i))
 
     def get(self, i: int) -> State:
         """The kept activation of layer `i`; `KeyError` if it was not kept, or was evicted."""
@@ -142,7 +149,7 @@ class ActivationCheckpointer:
         value = self._states.get(slot)
         if value is None:
             how = "was evicted" if self._states.was_evicted(slot) else "was not kept"
-            raise KeyError(f"layer {i} {how}; {self._listed()}. recompute(i, ...) computes others again")
+            raise KeyError(f"layer {i} {how}; {self._kept_layers()}. recompute(i, ...) computes others again")
         return value
 
     def take(self, i: int) -> State:
@@ -205,10 +212,10 @@ class ActivationCheckpointer:
         `costs` are what recomputing each of `layers` takes, for policies and for the order of eviction.
 
         A forward that is given the output of the one before, and other layers, continues it: `[0, 1, 2]`, then
-        `[3, 4, 5]`. Any other begins a new pass and releases the one before. A layer may appear in `layers` more than
-        once. Runs without gradients.
+        `[3, 4, 5]`. Any other begins a new pass and releases the one before, and so does every one under `Revolve`,
+        which schedules all layers at once. A layer may appear in `layers` more than once. Runs without gradients.
         """
-        layers = list(layers)
+        layers = _listed(layers)
         if costs is not None and len(costs) != len(layers):
             raise ValueError(f"costs has {len(costs)} values for {len(layers)} layers")
         recomputed = self._decide(layers, costs) if self.enabled else []
@@ -230,7 +237,7 @@ class ActivationCheckpointer:
         `layers` are those that ran, or a contiguous part of them; its first occurrence is used. If `i` appears in it
         more than once, the last counts: `recompute(1, [0, 1], fn)` is the first 1 of `[0, 1, 0, 1]`.
         """
-        layers, ran = list(layers), self._pass.ran
+        layers, ran = _listed(layers), self._pass.ran
         if i not in layers:
             raise ValueError(f"layer {i} is not among the layers {_shorten(layers)}")
         index = len(layers) - 1 - layers[::-1].index(i)
@@ -248,7 +255,7 @@ class ActivationCheckpointer:
         `layers` are those that ran, or the last of them: then another `backward` goes on with the others. Runs each
         segment between kept layers once more (with `Revolve`: the optimal schedule) and releases what it has used.
         """
-        layers, ran = list(layers), self._pass.ran
+        layers, ran = _listed(layers), self._pass.ran
         first = len(ran) - len(layers)
         if not ran and layers:
             raise StoreError(f"there is no forward pass to go back through: {_CALL_FORWARD}")
@@ -265,7 +272,7 @@ class ActivationCheckpointer:
             self.clear()
             raise
         if not ran:
-            self._states.drop(INPUT)
+            self._states.drop_pass()
         return grad
 
     # Inside
@@ -285,7 +292,7 @@ class ActivationCheckpointer:
             x = current.run(fn, x, layer)
             current.ran.append(layer)
             if recomputed[index] or not self._keep(position, x, None if costs is None else costs[index]):
-                self._saved_bytes += x.nbytes
+                self._saved_bytes += bytes_of(x)
         current.end_run()
         self._output = weakref.ref(x), Fingerprint(x)
         return x
@@ -306,7 +313,7 @@ class ActivationCheckpointer:
         except TypeError:
             decisions = self.policy.decide(len(layers), costs)
         if isinstance(self.policy, SqrtN | Uniform | Revolve) and any(decisions):
-            _check_limit(self.policy, decisions.count(False), self.max_checkpoints)
+            _check_bound(self.policy, decisions.count(False), self.max_checkpoints)
         return decisions
 
     def _keep(self, slot: Hashable, x: State, cost: float | None) -> bool:
@@ -315,7 +322,7 @@ class ActivationCheckpointer:
             return False
         if isinstance(self.policy, MaxBytes):
             budget_bytes = parse_bytes(self.policy.budget)
-            dropped_bytes = self._states.make_room(budget_bytes, slot, x.nbytes, cost)
+            dropped_bytes = self._states.make_room(budget_bytes, slot, bytes_of(x), cost)
             if dropped_bytes is None:
                 return False
             self._saved_bytes += dropped_bytes
@@ -328,7 +335,17 @@ class ActivationCheckpointer:
         return True
 
     def _put(self, slot: Hashable, x: State, cost: float | None) -> None:
-        self._states.put(slot, x, cost)
+        try:
+            self._states.put(slot, x, cost)
+        except CapacityError as error:
+            if self._budget is None:
+                raise
+            what = "the input, which is always held," if slot == INPUT else "the activation"
+            beside = "" if slot == INPUT or INPUT not in self._states else " beside the input, which is always held"
+            raise CapacityError(
+                f"{what} takes {format_bytes(bytes_of(x))}, and budget={self._budget!r} has no room for that{beside}. "
+                "Give budget= more, or choose a codec."
+            ) from error
         self._pass.note_held()
 
     def _has_slot_left(self) -> bool:
@@ -362,12 +379,16 @@ class ActivationCheckpointer:
         return new
 
     def _not_what_ran(self, layers: list[int]) -> ValueError:
+        how = "A forward continues the one before only if it is given that one's very output, and other layers"
+        if isinstance(self.policy, Revolve):
+            how = "Each forward is a pass of its own under Revolve, which schedules all layers at once"
         return ValueError(
             f"the layers {_shorten(layers)} are not those that ran, {_shorten(self._pass.ran)}. Give the layers of "
-            "this pass. A forward continues the one before only if it is given that one's very output, and other layers"
+            f"this pass. {how}"
         )
 
-    def _listed(self) -> str:
+    def _kept_layers(self) -> str:
+        self._states.look()
         ran = self._pass.ran
         kept = [ran[key] if isinstance(key, int) else key[1] for key in self._states]  # type: ignore[index]
         return f"kept are {_shorten(sorted(kept))}" if kept else "none is kept"
@@ -376,13 +397,20 @@ class ActivationCheckpointer:
 _CALL_FORWARD = "call forward(x, layers, fn) first, with enabled=True"
 
 
-def _check_limit(policy: Policy, num_kept: int, max_checkpoints: int | None) -> None:
+def _check_bound(policy: Policy, num_kept: int, max_checkpoints: int | None) -> None:
     """Raise if a policy that bounds memory keeps more layers than `max_checkpoints` allows."""
     if max_checkpoints is not None and num_kept > max_checkpoints:
         raise ValueError(
             f"{policy} keeps {num_kept} layers beside the input, and max_checkpoints is {max_checkpoints}: raise "
             f"max_checkpoints, or use Revolve({max_checkpoints + 1}), which needs no more"
         )
+
+
+def _listed(layers: Sequence[int]) -> list[int]:
+    try:
+        return list(layers)
+    except TypeError:
+        raise TypeError(f"layers are the numbers of the layers, such as range(12), not {layers!r}") from None
 
 
 def _shorten(layers: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lowtide._compat.dispatch import ReadGuard
-from lowtide.errors import CapacityError, StoreError
+from lowtide.errors import CapacityError, ChangedInPlaceError, StoreError
 from lowtide.policies import Revolve
 from lowtide.replay import divergence
 from lowtide.replay.arguments import Fingerprint
@@ -103,6 +103,7 @@ class KeptStates:
         self._by_worth: list[tuple[float, int, Hashable]] = []  # the least valuable first
         self._age = 0
         self.num_created = self.num_evicted = self.evicted_bytes = 0
+        self._num_evicted_by_store = 0  # at the last `look` of a `put`; the store may be shared
 
     def __contains__(self, key: Hashable) -> bool:
         """Return whether a state was kept; it may have been evicted since."""
@@ -116,29 +117,53 @@ class KeptStates:
         return len(self._kept) - (INPUT in self._kept)
 
     def put(self, key: Hashable, value: State, cost: float | None = None) -> None:
-        is_array = isinstance(value, np.ndarray)
+        is_array = isinstance(value, np.ndarray | np.generic)
+        if not is_array and not isinstance(value, Tensor):
+            raise TypeError(f"an activation is a tensor or a numpy array, not {type(value).__name__}")
         # Arrays have no version counter, so the store gets a copy.
         tensor = torch.from_numpy(np.array(value, order="C")) if is_array else value
         self.store.put(self._key(key), tensor, cost=cost, evictable=key != INPUT)
         self.num_created += key != INPUT and key not in self._kept
-        self._kept[key] = _Kept(tensor.nbytes, cost, is_array)
+        self._kept[key] = _Kept(bytes_of(tensor), cost, is_array)
         self._evicted.discard(key)
+        if self.store.num_evicted != self._num_evicted_by_store:
+            self._num_evicted_by_store = self.store.num_evicted
+            self.look()
 
     def get(self, key: Hashable) -> State | None:
         """Return a state; None if it was not kept or was evicted."""
         kept = self._kept.get(key)
         if kept is None:
             return None
-        value = self.store.get(self._key(key)) if self.store.has(self._key(key)) else None
+        try:
+            value = self.store.get(self._key(key)) if self.store.has(self._key(key)) else None
+        except ChangedInPlaceError as error:
+            where = f"of layer {key[1]}" if isinstance(key, tuple) else f"at position {key} of the layers that ran"
+            what = "the input" if key == INPUT else f"the activation {where}"
+            raise ChangedInPlaceError(
+                f"{what} was changed in place since it was kept, by a layer or by other code, so layers after it "
+                "cannot be recomputed. Let layers return new tensors."
+            ) from error
         if value is None or isinstance(value, Missing):
             self._note_evicted(key)
             return None
         return value.numpy().copy() if kept.is_array else value
 
+    def holds(self, key: Hashable) -> bool:
+        """Return whether a state is kept and was not evicted."""
+        if key in self._kept and not self.store.has(self._key(key)):
+            self._note_evicted(key)
+        return key in self._kept
+
     def drop(self, key: Hashable) -> None:
         """Release a state, if it is kept."""
         if self._kept.pop(key, None) is not None:
             self.store.release_later(self._key(key))
+
+    def drop_pass(self) -> None:
+        """Release the input and the states by position, once a pass is over. Others are the user's own."""
+        for key in [key for key in self._kept if isinstance(key, int)]:
+            self.drop(key)
 
     def was_evicted(self, key: Hashable) -> bool:
         return key in self._evicted
@@ -199,9 +224,12 @@ class KeptStates:
         return new
 
     def _note_evicted(self, key: Hashable) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is None:  # another thread has noted it
+            return
+        self.store.release_later(self._key(key))
         self.num_evicted += 1
-        self.evicted_bytes += self._kept[key].nbytes
-        self.drop(key)
+        self.evicted_bytes += kept.nbytes
         self._evicted.add(key)
 
     def _key(self, key: Hashable) -> Hashable:
@@ -210,6 +238,11 @@ class KeptStates:
     def __del__(self) -> None:
         for key in self._kept:
             self.store.release_later(self._key(key))
+
+
+def bytes_of(x: State) -> int:
+    """Bytes of a state; 0 for sparse tensors, which stores do not count."""
+    return 0 if isinstance(x, Tensor) and x.layout != torch.strided else int(x.nbytes)
 
 
 LayerFn = Callable[[State, int], State]

@@ -11,8 +11,10 @@ replay makes a few small copies that it does not need.
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -126,7 +128,7 @@ def _read_code(kind: type) -> CodeFacts:
         names = code_names(function.__code__)
         hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
         reads_training = reads_training or "training" in names
-        for value in (*_read_globals(function, names), *_cell_contents(function)):
+        for value in (*_read_globals(function, names), *_cell_contents(function), *imported(function.__code__)):
             states.update((id(state), state) for state in drawn_from(value, names))
             is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
             if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
@@ -154,6 +156,16 @@ def code_names(code: types.CodeType) -> frozenset[str]:
         if isinstance(constant, types.CodeType):
             names |= code_names(constant)
     return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def imported(code: types.CodeType) -> tuple[types.ModuleType, ...]:
+    """Return the modules that code, and functions defined inside it, import when they run; those loaded so far."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    # `import numpy.random` binds numpy, and `from numpy.random import rand` what it names.
+    modules = {sys.modules.get(part) for name in found for part in (name, name.partition(".")[0])}
+    inner = (imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return (*(module for module in modules if module is not None), *(module for each in inner for module in each))
 
 
 def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:

@@ -21,6 +21,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,9 @@ class ActivationStore:
         if not any(budgets.values()):
             raise ValueError("every tier has a budget of 0 bytes: set device=, host= or disk= to more")
         self.on_full = on_full
+        options = {"device": device, "host": host, "disk": disk, "on_full": on_full, "order": order, "codec": codec}
+        defaults = {"on_full": "spill", "order": "auto"}
+        self._options = {name: value for name, value in options.items() if value != defaults.get(name)}
         self._codec = find_codec(codec)
         self._tiers = StorageTiers(
             {tier: budget for tier, budget in budgets.items() if budget},
@@ -244,11 +248,25 @@ class ActivationStore:
     def __contains__(self, key: Hashable) -> bool:
         return self.has(key)
 
+    def __repr__(self) -> str:
+        return f"ActivationStore({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: it holds the activations of a step. Make another with these "
+            "options."
+        )
+
     def __enter__(self) -> ActivationStore:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def num_evicted(self) -> int:
+        """Values dropped so far to make room; also in `stats()`."""
+        return self._num_evicted
 
     def stats(self) -> StoreStats:
         """The values held in each tier, and counters since the store was made. Totals are the sums of the rows."""
@@ -345,7 +363,9 @@ class ActivationStore:
 
     def _unknown(self, key: Hashable) -> str:
         held = ", ".join(repr(k) for k in list(self._entries)[:8])
-        return f"nothing is stored under {key!r}; there is {held or 'nothing'}{' ...' * (len(self._entries) > 8)}"
+        if not held:
+            return f"nothing is stored under {key!r}; the store is empty"
+        return f"nothing is stored under {key!r}; there is {held}{' ...' * (len(self._entries) > 8)}"
 
     def _stats(self) -> StoreStats:
         rows, seen = [], set()

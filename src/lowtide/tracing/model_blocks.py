@@ -36,7 +36,7 @@ def find_regions(model: nn.Module, selectors: Selector | Iterable[Selector] | No
             )
         return blocks
     given = selectors
-    if isinstance(selectors, str | type) or callable(selectors):
+    if isinstance(selectors, str) or callable(selectors) or not isinstance(selectors, Iterable):
         selectors = [selectors]
     tests = [_test(selector) for selector in selectors]
     matching = {name: module for name, module in model.named_modules() if name and any(t(name, module) for t in tests)}
