@@ -87,7 +87,7 @@ def test_one_layer_agrees_with_all(policy: Policy, n: int) -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="overlap"):
         Segments((Segment(0, 3), Segment(3, 5)))
-    with pytest.raises(ValueError, match="not start=4 and end=2"):
+    with pytest.raises(ValueError, match="not from 4 to 2"):
         Segment(4, 2)
     with pytest.raises(ValueError, match="whole number"):
         EveryN(-1)

@@ -69,7 +69,10 @@ def test_schemas_say_what_ops_do() -> None:
 def test_flops_of_products() -> None:
     one, other = torch.ones(2, 3), torch.ones(3, 4)
     assert dispatch.op_flops(aten.mm.default, (one, other), {}, one @ other) == 2 * 2 * 3 * 4, "mm is counted otherwise"
+    total = torch.ones(2, 4)
+    assert dispatch.op_flops(aten.addmm_.default, (total, one, other), {"beta": 0}, total) == 2 * 2 * 3 * 4
     assert dispatch.op_flops(aten.exp.default, (one,), {}, one.exp()) == 0
+    assert dispatch.op_flops(aten.exp_.default, (one,), {}, one) == 0
 
 
 @pytest.mark.parametrize("kind", ["flash_attention", "efficient_attention", "cudnn_attention"])

@@ -55,3 +55,12 @@ def test_parts_take_as_long_as_the_whole(graphs: tuple[StepGraph, StepGraph]) ->
     name = "aten._log_softmax.default"
     assert len([op for op in found.ops if op.name == name and op.seconds]) == 4
     assert total(found, name) == pytest.approx(total(measured, name))
+
+
+def test_new_names_with_flops_take_as_long_as_other_products(graphs: tuple[StepGraph, StepGraph]) -> None:
+    """Weight gradients are added up by `addmm_`, which no plain step has."""
+    measured, split = graphs
+    products = [op for op in measured.ops if op.flops]
+    s_per_flop = sum(op.seconds for op in products) / sum(op.flops for op in products)
+    added = [op for op in with_costs_of(split, measured).ops if op.name == "aten.addmm_.default"]
+    assert added and all(op.flops and op.seconds == pytest.approx(op.flops * s_per_flop) for op in added)

@@ -128,7 +128,10 @@ def test_a_plan_with_splits_is_data(model: Language, floor: int, tmp_path: Path)
         simulate(lowtide.trace(model, loss_of(model), tokens()), plan)
     assert "runs in" in plan.explain("head")
     plan.report(tmp_path / "report.md")
-    assert "The plain step here is the one in parts" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "Alternatives and curves are compared with the step in parts" in text
+    saved = 1 - plan.peak_bytes / plan.plain_peak_bytes
+    assert f"{100 * saved:.1f} % less than the plain step; {100 * plan.slowdown:.1f} % slower predicted" in text
     other = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(PlanError):
         lowtide.apply(other, plan)

@@ -306,13 +306,23 @@ def op_flops(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """
     if _is_attention(op):
         return _attention_flops(op, args, kwargs)
-    formula = _flop_registry.get(op_packet(op))
+    formula = _flop_formula(op)
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 def has_flops(op: Any) -> bool:
     """Whether `op_flops` can count an op. Obsolete like it."""
-    return op_packet(op) in _flop_registry or _is_attention(op)
+    return _flop_formula(op) is not None or _is_attention(op)
+
+
+@functools.cache
+def _flop_formula(op: Any) -> Any:
+    """Torch's formula for an op, or for the op that it does in place: torch has none for `addmm_`."""
+    packet = op_packet(op)
+    name, other = getattr(packet, "__name__", ""), packet
+    if name.endswith("_") and not name.endswith("__"):
+        other = getattr(torch.ops.aten, name[:-1], packet)
+    return _flop_registry.get(packet, _flop_registry.get(other))
 
 
 def _is_attention(op: Any) -> bool:

@@ -398,8 +398,9 @@ def with_costs_of(predicted: StepGraph, measured: StepGraph) -> StepGraph:
 
     A split step has nearly all ops of the plain step, and measuring it would take as long again for each number of
     parts that is tried. Ops that both graphs have, by their call, name and sizes, get the measured seconds. Each other
-    op gets the seconds per FLOP, or per byte, of measured ops with its name; an op with a new name gets its predicted
-    seconds, scaled by measured over predicted seconds of all common ops.
+    op gets the seconds per FLOP, or per byte, of measured ops with its name. An op with a new name gets the seconds per
+    FLOP of all measured ops, or without FLOPs its predicted seconds, scaled by measured over predicted seconds of all
+    common ops.
 
     This misses kernels that are slower per row for few rows. `fit` runs such plans for real before it keeps one.
     """
@@ -433,6 +434,9 @@ class _MeasuredRates:
             self._seconds[op.name] = self._seconds.get(op.name, 0.0) + op.seconds
             self._host_s[op.name] = self._host_s.get(op.name, 0.0) + op.host_s
             self._numbers[op.name] += 1
+        with_flops = [op for op in graph.ops if op.flops]
+        num_flops = sum(op.flops for op in with_flops)
+        self._s_per_flop = sum(op.seconds for op in with_flops) / num_flops if num_flops else 0.0
         self._mean_host_s = sum(self._host_s.values()) / max(1, len(graph.ops))
 
     def applied(self, op: Op, moved_bytes: int, scale: float) -> Op:
@@ -441,6 +445,8 @@ class _MeasuredRates:
         host_s = self._host_s[name] / self._numbers[name] if self._numbers[name] else self._mean_host_s
         if op.flops and self._flops[name]:
             seconds = op.flops * self._seconds[name] / self._flops[name]
+        elif op.flops and self._s_per_flop:
+            seconds = op.flops * self._s_per_flop
         elif not op.flops and self._bytes[name]:
             seconds = moved_bytes * self._seconds[name] / self._bytes[name]
         else:

@@ -367,7 +367,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, name, None))
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return `tree` with every tensor replaced, in any nesting of tuples, lists, mappings and dataclasses."""
     if isinstance(tree, Tensor):
         return function(tree)

@@ -98,6 +98,14 @@ class ReportFacts:
         return self.planned.extra_s / self.graph.step_s if self.graph.step_s else 0.0
 
     @property
+    def undivided(self) -> tuple[int, float, float]:
+        """Peak and seconds of the plain step, and the predicted slowdown. With splits, all of the step not in parts."""
+        plan = self.plan
+        if self.graph.splits and plan.step_s:
+            return plan.plain_peak_bytes, plan.step_s, plan.slowdown
+        return self.plain.peak_bytes, self.graph.step_s, self.slowdown
+
+    @property
     def measured_slowdown(self) -> float | None:
         """The measured slowdown; None unless both the plain and the planned step were measured."""
         if self.measured_step_s is None or not self.graph.is_measured or not self.graph.step_s:

@@ -188,7 +188,8 @@ def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
         head = f"Over the budget of {size(facts.budget_bytes)}"
     else:
         head = f"Fits in {size(facts.budget_bytes)}"
-    saved = 1 - facts.planned.peak_bytes / facts.plain.peak_bytes if facts.plain.peak_bytes else 0.0
+    plain_bytes, _, slowdown = facts.undivided
+    saved = 1 - facts.planned.peak_bytes / plain_bytes if plain_bytes else 0.0
     less = f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the plain step"
     if plan.is_plain:
         head, less = f"{head} as it is: nothing to do", ""
@@ -198,9 +199,9 @@ def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
         rest = f": peak {size(facts.measured_peak_bytes)} measured (predicted: {peak}{less})"
     if plan.is_plain:
         return head, f"{rest}."
-    slower = f"{percent(facts.slowdown)} slower predicted"
+    slower = f"{percent(slowdown)} slower predicted"
     if facts.measured_slowdown is not None:
-        slower = f"{percent(facts.measured_slowdown)} slower measured (predicted: {percent(facts.slowdown)})"
+        slower = f"{percent(facts.measured_slowdown)} slower measured (predicted: {percent(slowdown)})"
     gap = f", at most {percent(plan.gap)} of a step from the fastest plan there can be" if facts.budget_bytes else ""
     return head, f"{rest}; {slower}{gap}."
 
@@ -208,7 +209,8 @@ def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
 def figures(facts: ReportFacts) -> list[Figure]:
     """Return the numbers of the verdict, each with its source."""
     plan, graph = facts.plan, facts.graph
-    plain = f"{size(facts.plain.peak_bytes)} without a plan"
+    plain_bytes, plain_s, slowdown = facts.undivided
+    plain = f"{size(plain_bytes)} without a plan"
     predicted = size(facts.planned.peak_bytes)
     if facts.measured_peak_bytes is None:
         all_figures = [Figure("Peak", predicted, PREDICTED, plain)]
@@ -222,15 +224,15 @@ def figures(facts: ReportFacts) -> list[Figure]:
             used, source = facts.measured_peak_bytes, MEASURED
         beside = f"{percent(used / facts.budget_bytes)} of it used, {source}"
         all_figures.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
-    step = f"{duration(graph.step_s)} {MEASURED if graph.is_measured else PREDICTED}"
+    step = f"{duration(plain_s)} {MEASURED if graph.is_measured else PREDICTED}"
     if facts.measured_slowdown is not None and facts.measured_step_s is not None:
-        beside = f"{duration(facts.measured_step_s)} after {step}; {percent(facts.slowdown)} predicted"
+        beside = f"{duration(facts.measured_step_s)} after {step}; {percent(slowdown)} predicted"
         all_figures.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
     else:
-        beside = f"{duration(facts.planned.extra_s)} on top of {step}"
+        beside = f"{duration(slowdown * plain_s)} on top of {step}"
         if facts.measured_step_s is not None:
             beside += f"; the planned step took {duration(facts.measured_step_s)}, measured"
-        all_figures.append(Figure("Slower", percent(facts.slowdown), PREDICTED, beside))
+        all_figures.append(Figure("Slower", percent(slowdown), PREDICTED, beside))
     if facts.budget_bytes:
         bound = f"no plan adds less than {duration(plan.lower_bound_s)}"
         all_figures.append(Figure("Gap to the bound", percent(plan.gap), PREDICTED, bound))
@@ -253,7 +255,10 @@ def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
         ("Hardware", _hardware(facts)),
         ("Engine", f"{facts.plan.engine}; {len(graph.ops)} ops, {len(graph.calls)} module calls"),
     ]
-    entries += [("Split", f"{text}. The plain step here is the one in parts.") for text in split_texts(graph.splits)]
+    entries += [
+        ("Split", f"{text}. Alternatives and curves are compared with the step in parts.")
+        for text in split_texts(graph.splits)
+    ]
     if hardware.link_bytes_per_s and facts.planned.copies:
         entries.append(("Copies", "one engine each way beside the compute, at the full bandwidth of the link."))
     entries += [("Note", note) for note in (*graph.notes, *facts.notes)]

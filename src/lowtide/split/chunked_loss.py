@@ -180,7 +180,7 @@ class _HeadPass:
         layout: RowLayout,
         needs: Sequence[bool],
     ) -> None:
-        self._shape, self._layout, self._dtype = hidden.shape, layout, dtype
+        self._shape, self._where, self._dtype = hidden.shape, layout.positions(hidden.device), dtype
         self._dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         self._rows: Tensor = hidden.detach().reshape(-1, hidden.shape[-1])
         self._weight: Tensor = weight.detach().to(dtype)
@@ -198,20 +198,25 @@ class _HeadPass:
 
     def logits(self, start: int, end: int) -> Tensor:
         """The logits of some rows."""
-        return F.linear(self._layout.select(self._rows, start, end).to(self._dtype), self._weight, self._bias)
+        return F.linear(self._part(start, end), self._weight, self._bias)
+
+    def _part(self, start: int, end: int) -> Tensor:
+        """The hidden states of some rows, as a view if possible."""
+        where = self._where
+        if isinstance(where, int):
+            return self._rows[where + start : where + end].to(self._dtype)
+        return self._rows.index_select(0, where[start:end]).to(self._dtype)
 
     def add(self, gradient: Tensor, start: int, end: int) -> None:
         """Take in the gradient of some rows' logits."""
         if self._for_hidden is not None:
-            where = self._layout.positions(start, end, gradient.device)
-            for_part = (gradient @ self._weight).to(self._for_hidden.dtype)
-            if isinstance(where, slice):
-                self._for_hidden[where] = for_part
+            where, for_part = self._where, (gradient @ self._weight).to(self._for_hidden.dtype)
+            if isinstance(where, int):
+                self._for_hidden[where + start : where + end] = for_part
             else:
-                self._for_hidden.index_copy_(0, where, for_part)
+                self._for_hidden.index_copy_(0, where[start:end], for_part)
         if self._for_weight is not None:
-            part = self._layout.select(self._rows, start, end).to(self._dtype)
-            _add_product(self._for_weight, gradient.t(), part, self._is_first)
+            _add_product(self._for_weight, gradient.t(), self._part(start, end), self._is_first)
             self._is_first = False
         if self._for_bias is not None:
             self._for_bias += gradient.sum(0, dtype=self._for_bias.dtype)
@@ -232,7 +237,7 @@ class _HeadPass:
     def release(self) -> None:
         """Drop all but the gradients."""
         self._rows = self._weight = torch.empty(0)
-        self._bias = None
+        self._bias, self._where = None, 0
 
 
 def _add_product(sums: Tensor, one: Tensor, other: Tensor, is_first: bool) -> None:

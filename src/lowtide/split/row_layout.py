@@ -49,14 +49,10 @@ class StridedMap(NamedTuple):
         """Whether the numbers follow each other."""
         return self.strides == (1,)
 
-    def numbers_at(self, positions: Tensor) -> Tensor:
-        """The numbers at these positions."""
-        numbers = torch.full_like(positions, self.offset)
-        below = 1
-        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
-            numbers = numbers + (positions // below) % size * stride
-            below *= size
-        return numbers
+    @property
+    def end(self) -> int:
+        """One more than the largest number."""
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + 1
 
 
 class RowLayout:
@@ -112,20 +108,14 @@ class RowLayout:
         """As `changed`, for an op that copies where no view exists."""
         return self.changed(view) or self.compacted().changed(view)
 
-    def select(self, matrix: Tensor, start: int, end: int) -> Tensor:
-        """Rows `start` to `end` of this layout, from a matrix of all rows: a slice if possible, else a copy."""
-        where = self.positions(start, end, matrix.device)
-        return matrix[where] if isinstance(where, slice) else matrix.index_select(0, where)
-
-    def positions(self, start: int, end: int, device: torch.device) -> slice | Tensor:
-        """Where rows `start` to `end` of this layout are among the rows of the head's output."""
+    def positions(self, device: torch.device) -> int | Tensor:
+        """Where the rows of this layout are among those of the head's output: the first if they follow each other."""
         maps = self.order
         if all(each.is_range for each in maps):
-            offset = sum(each.offset for each in maps)
-            return slice(start + offset, end + offset)
-        numbers = torch.arange(start, end, device=device)
-        for each in reversed(maps):
-            numbers = each.numbers_at(numbers)
+            return sum(each.offset for each in maps)
+        numbers = torch.arange(maps[0].end, device=device)
+        for each in maps:
+            numbers = numbers.as_strided(*each).reshape(-1)
         return numbers
 
     def covers(self, num_rows: int) -> bool:
