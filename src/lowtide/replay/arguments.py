@@ -407,11 +407,10 @@ def is_held_itself(tensor: Tensor) -> bool:
 class LastCall:
     """What the previous call of a module left to be shared by the next: template, versions and metadata."""
 
-    __slots__ = ("arguments", "draws", "input_versions", "metadata", "requires_grad")
+    __slots__ = ("arguments", "input_versions", "metadata", "requires_grad")
 
     def __init__(self) -> None:
         self.arguments = Arguments()
-        self.draws = False  # whether it drew random numbers
         self.input_versions: list[int] = []
         self.requires_grad: list[bool] = []
         self.metadata: list[Any] = []

@@ -34,9 +34,8 @@ from lowtide import _compat
 from lowtide._compat.checkpoint import TorchCheckpointError
 from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import ChangedInPlaceError
-from lowtide.replay import divergence
-from lowtide.replay.arguments import Arguments, Fingerprint, LastCall, alias_of, is_held_itself, same
-from lowtide.replay.environment import Environment
+from lowtide.replay import divergence, environment
+from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself, same
 from lowtide.replay.function_state import FunctionState
 from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.replay.recomputing import (
@@ -163,15 +162,14 @@ class Frame:
             self._state: ModuleSnapshot | FunctionState = snapshot_of(module)
         else:
             self._state = FunctionState(self.name, arguments.callables or ())
-        self._environment = self._environment_now(tensors)
-        self._sequence = _compat.sequence_number()
-
-    def _environment_now(self, tensors: list[Tensor]) -> Environment:
         devices = chain(self._state.devices(), map(_device, tensors))
         generators = self._state.generators()
-        if self._arguments.generators is not None:
-            generators = [*generators, *self._arguments.generators]
-        return Environment(devices, generators, preserve_rng_state=self._options.preserve_rng_state)
+        if arguments.generators is not None:
+            generators = [*generators, *arguments.generators]
+        self._environment = environment.capture(
+            devices, generators, preserve_rng_state=self._options.preserve_rng_state
+        )
+        self._sequence = _compat.sequence_number()
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         self._input_versions = _compat.versions_of(tensors)
@@ -214,17 +212,12 @@ class Frame:
         self._state = state = self._state.forward_done(runs_all=True)
         if isinstance(state, ModuleSnapshot):
             last = state.tree.last_call
-            self._forget_random_states(last)
             self._metadata = last.metadata = same(last.metadata, self._metadata)
             self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
             self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
             if self._arguments.is_like(last.arguments):
                 self._arguments = last.arguments
             last.arguments = self._arguments
-
-    def _forget_random_states(self, last: LastCall) -> None:
-        if not last.draws:  # if the last call drew, this one most likely did
-            last.draws = self._environment.drew()
 
     def _inputs_changed(self, indices: list[int]) -> None:
         """Called if the forward changed these inputs in place: the replay will be refused."""
@@ -302,7 +295,7 @@ class Frame:
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         modes = self._modes(mode)
         _compat.keep_prefetches_useful()
-        undo_environment = self._environment.restore(is_watched=bool(modes))
+        undo_environment = self._environment.restore()
         try:
             with Replaying(collector.pack):
                 return self._run_under(modes, tensors, collector)
