@@ -25,7 +25,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -404,6 +404,9 @@ def is_held_itself(tensor: Tensor) -> bool:
     return is_parameter or tensor.is_inference()
 
 
+_List = TypeVar("_List", bound=list[Any])
+
+
 class LastCall:
     """What the previous call of a module left to be shared by the next: template, versions and metadata."""
 
@@ -413,9 +416,9 @@ class LastCall:
         self.arguments = Arguments()
         self.input_versions: list[int] = []
         self.requires_grad: list[bool] = []
-        self.metadata: list[Any] = []
+        self.metadata: Any = []  # of a region's saves, or of those of the segment that begins with it
 
 
-def same(last: list[Any], now: list[Any]) -> list[Any]:
+def same(last: _List, now: _List) -> _List:
     """Return `last` if the two lists are equal, so that one can be freed, else `now`."""
     return last if last == now else now

@@ -100,8 +100,11 @@ class ModuleTree:
 
     def are_bound_to(self, values: list[Any]) -> bool:
         """Return whether the names are bound to these values and no names were added."""
-        now = map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT))
-        return all(map(operator.is_, now, values)) and list(map(len, self._dicts)) == self._sizes
+        try:
+            now = map(operator.getitem, self._slot_names, self._slot_keys)
+            return all(map(operator.is_, now, values)) and list(map(len, self._dicts)) == self._sizes
+        except KeyError:  # a name is gone
+            return False
 
     def _read_keys(self) -> list[str]:
         return list(chain.from_iterable(self._dicts))
