@@ -160,9 +160,11 @@ def _state_of(generator: torch.Generator) -> State:
 
 
 def _whole_state_of(generator: torch.Generator) -> bytes:
-    with _compat.without_modes():  # a fake tensor is no state
-        state = generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.nbytes)  # half the time of a copy by numpy
+    if _compat.num_dispatch_modes():
+        with _compat.without_modes():  # a fake tensor is no state
+            return _whole_state_of(generator)
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)  # half the time of a copy by numpy
 
 
 _lock = threading.Lock()
@@ -170,7 +172,10 @@ _buffers: dict[int, tuple[bytearray, torch.Tensor]] = {}  # by size: a new tenso
 
 
 def _set_whole_state(generator: torch.Generator, state: bytes) -> None:
-    with _compat.without_modes(), _lock:
+    if _compat.num_dispatch_modes():
+        with _compat.without_modes():
+            return _set_whole_state(generator, state)
+    with _lock:
         if len(state) not in _buffers:
             buffer = bytearray(state)  # no tensor memory is allocated
             _buffers[len(state)] = buffer, torch.frombuffer(buffer, dtype=torch.uint8)

@@ -37,7 +37,7 @@ from lowtide.errors import ChangedInPlaceError
 from lowtide.replay import divergence, environment
 from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself, same
 from lowtide.replay.function_state import FunctionState
-from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
+from lowtide.replay.module_state import ModuleSnapshot, last_arguments, snapshot_of
 from lowtide.replay.recomputing import (
     DEFAULT_OPTIONS,
     METADATA,
@@ -86,7 +86,7 @@ def run(
     - `retained`: the op outputs of this call that are retained.
     - `contexts`: entered around the forward and around each replay.
     """
-    arguments, tensors = Arguments.take(args, kwargs)
+    arguments, tensors = Arguments.take(args, kwargs, last_arguments(module))
     kind = Frame if retained is None else retained.frame
     frame = kind(function, module, replay, options, None if contexts is None else contexts[1], arguments)
     frame.begin(tensors, input_hooks or _compat.current_hooks())
@@ -218,8 +218,6 @@ class Frame:
                 self._metadata = last.metadata = same(last.metadata, self._metadata)
             self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
             self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
-            if self._arguments.is_like(last.arguments):
-                self._arguments = last.arguments
             last.arguments = self._arguments
 
     def _inputs_changed(self, indices: list[int]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
-from lowtide.replay.module_state import ModuleSnapshot
+from lowtide.replay.module_state import ModuleSnapshot, last_arguments
 from lowtide.replay.object_state import nothing
 from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, SavesMetadata, StopAt
 from lowtide.replay.region import Frame, Hooks
@@ -123,7 +123,7 @@ def run(
     `replay` is called in the backward with the scope, the module and the arguments. `retained` returns the retained
     outputs of a segment that begins here. The other arguments are those of `region.run`.
     """
-    arguments, tensors = Arguments.take(args, kwargs)
+    arguments, tensors = Arguments.take(args, kwargs, last_arguments(module))
     hooks = _compat.current_hooks()
     frame, links = (None, {}) if is_first else segment.joined(tensors, hooks)
     if frame is None:
