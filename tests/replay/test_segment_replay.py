@@ -199,6 +199,25 @@ def test_random_states_take_no_memory_of_tensors() -> None:
             assert measured.left_bytes < state_bytes
 
 
+class Forked(Layer):
+    """Draws numbers and puts the state of the generator back."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = torch.tanh(self.norm(self.linear(x)))
+        with torch.random.fork_rng(devices=[]):
+            x = self.dropout(x)
+        return torch.sin(x)
+
+
+@pytest.mark.parametrize("regions", [(segment(0, 3),), tuple(map(Recompute, ("layers.0", "layers.2")))])
+def test_numbers_drawn_with_the_generator_put_back(regions: tuple[Recompute, ...]) -> None:
+    model = nn.Sequential(Loop(4, Forked), nn.Dropout(0.5))
+    x = torch.randn(8, WIDTH)
+    plain = steps(copy.deepcopy(model), x)
+    with lowtide.apply(model[0], Plan(regions=regions)):
+        assert_same(steps(model, x), plain)
+
+
 def test_a_segment_is_replayed_up_to_the_input_of_its_last_region() -> None:
     """Two levels: the segment's replay runs three of four layers, as they are replayed one by one afterwards."""
     model, x = Loop(8, functools.partial(Gelu, 0.1)), torch.randn(8, 64)

@@ -19,13 +19,15 @@ import copy
 import dataclasses
 import enum
 import functools
+import operator
 import random
 import types
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -88,25 +90,35 @@ class Arguments:
         self._kwargs: dict[str, Any] | None = None
 
     @classmethod
-    def take(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Tensor]]:
-        """Return the template of some arguments and the list of their tensors, each once."""
+    def take(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], last: Arguments | None = None
+    ) -> tuple[Arguments, list[Tensor]]:
+        """Return the template of some arguments and the list of their tensors, each once.
+
+        The template is `last`, that of an earlier call, if it is the same.
+        """
         if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             return _ONE_TENSOR, [args[0]]
-        arguments = cls()
         tensors: list[Tensor] = []
+        if last is not None and last._fits(args, kwargs, tensors):
+            return last, tensors
+        arguments = cls()
+        tensors = []
         indices: dict[int, int] = {}  # of tensors, by their id
         arguments._args = tuple([arguments._take(value, 0, tensors, indices) for value in args])
         if kwargs:
             arguments._kwargs = {name: arguments._take(value, 0, tensors, indices) for name, value in kwargs.items()}
         return arguments, tensors
 
-    def is_like(self, other: Arguments) -> bool:
-        """Return whether the two templates are equal, so that one can be shared."""
-        if self is other:
-            return True
+    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
+        """Return whether this is the template of these arguments; if so, add their tensors to the list."""
         if self.callables is not None or self.generators is not None or self.objects is not None:
             return False
-        return _is_same(self._args, other._args) and _is_same(self._kwargs, other._kwargs)
+        names = self._kwargs or _NO_KEYWORDS
+        if len(args) != len(self._args) or list(kwargs) != list(names):
+            return False
+        templates = chain(self._args, names.values())
+        return all(map(_is_from, templates, chain(args, kwargs.values()), repeat(tensors)))
 
     def build(self, tensors: Sequence[Tensor]) -> tuple[Iterable[Any], dict[str, Any]]:
         """Rebuild the arguments from the template and `tensors`."""
@@ -170,14 +182,16 @@ class Arguments:
         return value
 
 
+_NO_KEYWORDS: dict[str, Any] = {}
 _ONE_TENSOR = Arguments()  # what most layers are called with
 _ONE_TENSOR._args = _SLOTS[:1]
 
 
 def _build(template: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(template, _Slot):
+    kind = type(template)
+    if kind is _Slot:
         return tensors[template.index]
-    if isinstance(template, _Container):
+    if kind is _Container:
         return template.rebuild({key: _build(part, tensors) for key, part in template.parts.items()})
     return template
 
@@ -208,18 +222,28 @@ def _find_change(value: Any, template: Any, path: Path, tensors: Sequence[Tensor
     return None
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two templates are the same: containers of the plain kinds, and the very same values in them."""
-    if one is other:
+def _is_from(template: Any, value: Any, tensors: list[Tensor]) -> bool:
+    """Return whether a template is that of a value, whose tensors are then added to those before it.
+
+    Containers must be of the plain kinds, and other values the very same objects.
+    """
+    if template is value:
         return True
-    if type(one) is not type(other):
+    kind = type(template)
+    if kind is _Slot:
+        if not isinstance(value, Tensor):
+            return False
+        if template.index < len(tensors):
+            return tensors[template.index] is value
+        tensors.append(value)
+        return not any(map(operator.is_, tensors[:-1], repeat(value)))
+    if kind is not _Container or type(value) is not template.kind or len(value) != len(template.parts):
         return False
-    if isinstance(one, _Container):
-        is_plain = one.kind is other.kind and one.kind in (tuple, list, dict)
-        return is_plain and _is_same(one.parts, other.parts)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return isinstance(one, dict) and list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
+    parts = template.parts.values()
+    if template.kind is dict:
+        has_same_keys = all(map(operator.is_, value, template.parts))
+        return has_same_keys and all(map(_is_from, parts, value.values(), repeat(tensors)))
+    return template.kind in _SEQUENCES and all(map(_is_from, parts, value, repeat(tensors)))
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
@@ -405,19 +429,21 @@ def is_held_itself(tensor: Tensor) -> bool:
     return is_parameter or tensor.is_inference()
 
 
+_List = TypeVar("_List", bound=list[Any])
+
+
 class LastCall:
     """What the previous call of a module left to be shared by the next: template, versions and metadata."""
 
-    __slots__ = ("arguments", "draws", "input_versions", "metadata", "requires_grad")
+    __slots__ = ("arguments", "input_versions", "metadata", "requires_grad")
 
     def __init__(self) -> None:
         self.arguments = Arguments()
-        self.draws = False  # whether it drew random numbers
         self.input_versions: list[int] = []
         self.requires_grad: list[bool] = []
-        self.metadata: list[Any] = []
+        self.metadata: Any = []  # of a region's saves, or of those of the segment that begins with it
 
 
-def same(last: list[Any], now: list[Any]) -> list[Any]:
+def same(last: _List, now: _List) -> _List:
     """Return `last` if the two lists are equal, so that one can be freed, else `now`."""
     return last if last == now else now

@@ -3,13 +3,14 @@
 A forward depends on state of the process and of its thread: the states of random generators, autocast, the default
 dtype and the default device. `region` captures them in an `Environment` before each forward and restores them for the
 replay; afterwards the values of the backward are set again. A generator that counts an offset (CUDA's) is captured as
-seed and offset, others as the bytes of their state. If the forward drew no random numbers, no states are kept.
+seed and offset, others as the bytes of their state. Regions between which nothing was drawn share one `Environment`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,60 +26,47 @@ State = bytes | tuple[int, int]  # of a generator: all of it, or seed and offset
 
 
 class Environment:
-    """torch's modes and, unless `preserve_rng_state` is False, random states, as they are when this is made.
-
-    The states are those of the CPU, of the current accelerator, of the accelerators in `devices` and of `generators`.
-    """
+    """torch's modes and the states of some generators at one moment. Never changed, so that regions can share one."""
 
     __slots__ = ("_generators", "_modes", "_states")
 
-    def __init__(
-        self, devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool
-    ) -> None:
-        self._modes = modes_now()
-        self._generators = _generators(devices, generators) if preserve_rng_state else ()
-        self._states: list[State] | None = list(map(_state_of, self._generators))
+    def __init__(self, modes: Modes, generators: tuple[torch.Generator, ...]) -> None:
+        self._modes, self._generators = modes, generators
+        self._states = list(map(_state_of, generators))
 
-    def drew(self) -> bool:
-        """Return whether random numbers were drawn since this object was made; if not, drop the captured states.
+    def is_like(self, other: Environment) -> bool:
+        return self._states == other._states and self._modes == other._modes and self._generators == other._generators
 
-        A replay of code that drew no random numbers in the forward draws none either, and needs no states.
-        """
-        if self._states == list(map(_state_of, self._generators)):
-            self._states = None
-        return self._states is not None
+    def follow(self, before: Environment) -> bool:
+        """Go on from `before`, which was restored; its undo function still holds. False if that takes a new restore."""
+        if self._modes != before._modes or self._generators != before._generators:
+            return False
+        _set_states(self._generators, self._states)
+        return True
 
-    def is_current(self, devices: Iterable[torch.device], generators: Sequence[torch.Generator]) -> bool:
-        """Return whether an `Environment` that is made now, with these arguments, would be the same."""
-        return (
-            modes_now() == self._modes
-            and _generators(devices, generators) == self._generators
-            and self._states == list(map(_state_of, self._generators))
-        )
-
-    def restore(self, *, is_watched: bool = False) -> Callable[[], None]:
+    def restore(self) -> Callable[[], None]:
         """Bring back what was around the forward; call the result to have all as it is now.
 
-        A replay that `is_watched` by a dispatch mode may run other kernels, which draw where the forward's do not.
+        Also if the forward left the generators as they were: it may have drawn within `torch.random.fork_rng`.
         """
-        generators, now = self._generators if is_watched or self._states is not None else (), modes_now()
+        now, generators = modes_now(), self._generators
         has_modes = now != self._modes or torch.is_inference_mode_enabled()
         if not has_modes and not generators:
             return nothing
         states = list(map(_state_of, generators))
-        dtype, contexts = now[0], self._contexts(now) if has_modes else ()
+        if states != self._states:
+            _set_states(generators, self._states)
+        if not has_modes:
+            return functools.partial(_set_states, generators, states)
+        contexts = self._contexts(now)
 
         def undo() -> None:
             for context in reversed(contexts):
                 context.__exit__(None, None, None)
             _set_states(generators, states)
-            if has_modes:
-                torch.set_default_dtype(dtype)
+            torch.set_default_dtype(now[0])
 
-        if self._states is not None:
-            _set_states(generators, self._states)
-        if has_modes:
-            torch.set_default_dtype(self._modes[0])
+        torch.set_default_dtype(self._modes[0])
         for context in contexts:
             context.__enter__()
         return undo
@@ -96,6 +84,27 @@ class Environment:
         if now[1] != device:
             found.append(device or torch.device("cpu"))
         return found
+
+
+_last: Environment | None = None  # captured last; shared until something changes
+
+
+def capture(
+    devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool = True
+) -> Environment:
+    """Return the present environment: the one that was captured last, if nothing has changed since.
+
+    The states are those of the CPU, of the current accelerator, of the accelerators in `devices` and of `generators`;
+    none if `preserve_rng_state` is False.
+    """
+    global _last
+    found = Environment(modes_now(), _generators(devices, generators) if preserve_rng_state else ())
+    last = _last
+    if last is not None and found.is_like(last):
+        return last
+    if not generators:  # these may be the user's, and would be kept alive
+        _last = found
+    return found
 
 
 def modes_now() -> Modes:
@@ -151,14 +160,28 @@ def _state_of(generator: torch.Generator) -> State:
 
 
 def _whole_state_of(generator: torch.Generator) -> bytes:
-    with _compat.without_modes():  # a fake tensor is no state
-        state = generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.nbytes)  # half the time of a copy by numpy
+    if _compat.num_dispatch_modes():
+        with _compat.without_modes():  # a fake tensor is no state
+            return _whole_state_of(generator)
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)  # half the time of a copy by numpy
+
+
+_lock = threading.Lock()
+_buffers: dict[int, tuple[bytearray, torch.Tensor]] = {}  # by size: a new tensor takes longer than setting a state
 
 
 def _set_whole_state(generator: torch.Generator, state: bytes) -> None:
-    with _compat.without_modes():
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))  # allocates no tensor memory
+    if _compat.num_dispatch_modes():
+        with _compat.without_modes():
+            return _set_whole_state(generator, state)
+    with _lock:
+        if len(state) not in _buffers:
+            buffer = bytearray(state)  # no tensor memory is allocated
+            _buffers[len(state)] = buffer, torch.frombuffer(buffer, dtype=torch.uint8)
+        buffer, tensor = _buffers[len(state)]
+        buffer[:] = state
+        generator.set_state(tensor)
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) -> None:

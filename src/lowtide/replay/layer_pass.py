@@ -27,9 +27,8 @@ from torch import Tensor
 from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import CapacityError, ChangedInPlaceError, StoreError
 from lowtide.policies import Revolve
-from lowtide.replay import divergence
+from lowtide.replay import divergence, environment
 from lowtide.replay.arguments import Fingerprint
-from lowtide.replay.environment import Environment
 from lowtide.replay.function_state import FunctionState
 from lowtide.replay.recomputing import one_deeper
 from lowtide.store.activation_store import ActivationStore, Missing
@@ -45,9 +44,7 @@ class LayerState:
         self._function = function
         self._state = FunctionState(function)
         devices = [x.device] if isinstance(x, Tensor) else []
-        self._environment = Environment(
-            chain(self._state.devices(), devices), self._state.generators(), preserve_rng_state=True
-        )
+        self._environment = environment.capture(chain(self._state.devices(), devices), self._state.generators())
         self._is_done = False
 
     def done(self) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide._compat.modules import companion_of, set_companion
-from lowtide.replay.arguments import LastCall
+from lowtide.replay.arguments import Arguments, LastCall
 from lowtide.replay.object_state import ABSENT, INTERNAL_NAMES, Containers, Names, Slot, bind, nothing, reachable
 from lowtide.replay.op_facts import code_facts
 
@@ -100,8 +100,11 @@ class ModuleTree:
 
     def are_bound_to(self, values: list[Any]) -> bool:
         """Return whether the names are bound to these values and no names were added."""
-        now = map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT))
-        return all(map(operator.is_, now, values)) and list(map(len, self._dicts)) == self._sizes
+        try:
+            now = map(operator.getitem, self._slot_names, self._slot_keys)
+            return all(map(operator.is_, now, values)) and list(map(len, self._dicts)) == self._sizes
+        except KeyError:  # a name is gone
+            return False
 
     def _read_keys(self) -> list[str]:
         return list(chain.from_iterable(self._dicts))
@@ -415,6 +418,12 @@ def snapshot_of(root: nn.Module) -> ModuleSnapshot:
         snapshot = tree.snapshot()
         assert snapshot is not None
     return snapshot
+
+
+def last_arguments(root: nn.Module | None) -> Arguments | None:
+    """Return the template of the arguments of this module's last call as a region."""
+    tree = None if root is None else companion_of(root)
+    return None if tree is None else tree.last_call.arguments
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:

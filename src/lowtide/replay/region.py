@@ -34,11 +34,10 @@ from lowtide import _compat
 from lowtide._compat.checkpoint import TorchCheckpointError
 from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import ChangedInPlaceError
-from lowtide.replay import divergence
-from lowtide.replay.arguments import Arguments, Fingerprint, LastCall, alias_of, is_held_itself, same
-from lowtide.replay.environment import Environment
+from lowtide.replay import divergence, environment
+from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself, same
 from lowtide.replay.function_state import FunctionState
-from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
+from lowtide.replay.module_state import ModuleSnapshot, last_arguments, snapshot_of
 from lowtide.replay.recomputing import (
     DEFAULT_OPTIONS,
     METADATA,
@@ -46,6 +45,7 @@ from lowtide.replay.recomputing import (
     Collector,
     Options,
     Replaying,
+    SavesMetadata,
     Stop,
     StopAt,
     facts_of,
@@ -86,7 +86,7 @@ def run(
     - `retained`: the op outputs of this call that are retained.
     - `contexts`: entered around the forward and around each replay.
     """
-    arguments, tensors = Arguments.take(args, kwargs)
+    arguments, tensors = Arguments.take(args, kwargs, last_arguments(module))
     kind = Frame if retained is None else retained.frame
     frame = kind(function, module, replay, options, None if contexts is None else contexts[1], arguments)
     frame.begin(tensors, input_hooks or _compat.current_hooks())
@@ -136,7 +136,7 @@ class Frame:
         self._is_done = False
         self._last_node = -1
         self._mutated_path: Any = None
-        self._metadata: list[Any] = []
+        self._metadata = SavesMetadata()
         self._is_default = options.determinism_check == "default"
         self._tokens: list[int] = []
         self._recomputed: list[Tensor | None] = _EMPTY
@@ -163,15 +163,14 @@ class Frame:
             self._state: ModuleSnapshot | FunctionState = snapshot_of(module)
         else:
             self._state = FunctionState(self.name, arguments.callables or ())
-        self._environment = self._environment_now(tensors)
-        self._sequence = _compat.sequence_number()
-
-    def _environment_now(self, tensors: list[Tensor]) -> Environment:
         devices = chain(self._state.devices(), map(_device, tensors))
         generators = self._state.generators()
-        if self._arguments.generators is not None:
-            generators = [*generators, *self._arguments.generators]
-        return Environment(devices, generators, preserve_rng_state=self._options.preserve_rng_state)
+        if arguments.generators is not None:
+            generators = [*generators, *arguments.generators]
+        self._environment = environment.capture(
+            devices, generators, preserve_rng_state=self._options.preserve_rng_state
+        )
+        self._sequence = _compat.sequence_number()
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         self._input_versions = _compat.versions_of(tensors)
@@ -187,8 +186,9 @@ class Frame:
     @_compat.never_compiled
     def __call__(self, saved: Any) -> Any:  # runs twice per saved tensor: every microsecond counts
         if type(saved) is not int:
-            token = len(self._tokens) + FIRST_TOKEN
-            self._tokens.append(token)
+            tokens = self._tokens
+            token = len(tokens) + FIRST_TOKEN
+            tokens.append(token)
             try:
                 self._metadata.append(METADATA[facts_of(saved)] if self._is_default else self._options.facts(saved))
             except (KeyError, TypeError):
@@ -214,17 +214,11 @@ class Frame:
         self._state = state = self._state.forward_done(runs_all=True)
         if isinstance(state, ModuleSnapshot):
             last = state.tree.last_call
-            self._forget_random_states(last)
-            self._metadata = last.metadata = same(last.metadata, self._metadata)
+            if self._metadata:  # else it is a call of a segment, whose frame has the saves
+                self._metadata = last.metadata = same(last.metadata, self._metadata)
             self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
             self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
-            if self._arguments.is_like(last.arguments):
-                self._arguments = last.arguments
             last.arguments = self._arguments
-
-    def _forget_random_states(self, last: LastCall) -> None:
-        if not last.draws:  # if the last call drew, this one most likely did
-            last.draws = self._environment.drew()
 
     def _inputs_changed(self, indices: list[int]) -> None:
         """Called if the forward changed these inputs in place: the replay will be refused."""
@@ -269,7 +263,7 @@ class Frame:
     def _needed(self) -> list[bool]:
         """Return, for each save, whether autograd still holds it."""
         counts = list(map(sys.getrefcount, self._tokens))
-        return [True] * len(counts) if min(counts) > _UNUSED else [count > _UNUSED for count in counts]
+        return [count > _UNUSED for count in counts] if _UNUSED in counts else [True] * len(counts)
 
     def _stop(self, needed: list[bool]) -> StopAt:
         """Return the save at which a replay may stop, with its autograd node.
@@ -302,7 +296,7 @@ class Frame:
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
         modes = self._modes(mode)
         _compat.keep_prefetches_useful()
-        undo_environment = self._environment.restore(is_watched=bool(modes))
+        undo_environment = self._environment.restore()
         try:
             with Replaying(collector.pack):
                 return self._run_under(modes, tensors, collector)
@@ -401,8 +395,11 @@ class Frame:
 
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
         """Raise if the replay saved other tensors than the forward did."""
+        if self._metadata.surely_fits(collector):
+            return
         replayed, expected = self._compared(collector)
         if replayed == expected:
+            self._metadata.fitted(collector)
             return
         is_missing = any(collector.needed[len(collector.tensors) :])
         if self._options.determinism_check != "none" or is_missing:

@@ -19,17 +19,16 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.replay import divergence
-from lowtide.replay.arguments import Arguments, LastCall, is_held_itself, tensors_in
-from lowtide.replay.environment import Environment
+from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
+from lowtide.replay.module_state import ModuleSnapshot, last_arguments
 from lowtide.replay.object_state import nothing
-from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, StopAt
+from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, SavesMetadata, StopAt
 from lowtide.replay.region import Frame, Hooks
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def run(
     `replay` is called in the backward with the scope, the module and the arguments. `retained` returns the retained
     outputs of a segment that begins here. The other arguments are those of `region.run`.
     """
-    arguments, tensors = Arguments.take(args, kwargs)
+    arguments, tensors = Arguments.take(args, kwargs, last_arguments(module))
     hooks = _compat.current_hooks()
     frame, links = (None, {}) if is_first else segment.joined(tensors, hooks)
     if frame is None:
@@ -139,7 +138,6 @@ def run(
         segment.begin(name, frame, hooks)
     call = SegmentCall(function, module, replay, DEFAULT_OPTIONS, None, arguments)
     call.links, call.first_save = links, frame.num_saves
-    call.environment_before = frame.calls[-1]._environment if frame.calls else None
     call.begin(tensors, input_hooks or hooks)
     frame.calls.append(call)
     frame._is_done = False
@@ -160,23 +158,10 @@ def run(
 class SegmentCall(Frame):
     """One call of a segment: its inputs and captured state. Its saved tensors are in the segment's frame."""
 
-    __slots__ = ("_scope", "environment_before", "first_save", "links")
+    __slots__ = ("_scope", "first_save", "links")
 
     links: dict[int, Link]  # by the index of the tensor among its arguments
     first_save: int
-    environment_before: Environment | None  # of the call before
-
-    def _environment_now(self, tensors: list[Tensor]) -> Environment:
-        """Share the environment of the call before if nothing has changed since it began, as in most segments."""
-        before = self.environment_before
-        if before is not None and self._arguments.generators is None:
-            devices = chain(self._state.devices(), (tensor.device for tensor in tensors))
-            if before.is_current(devices, self._state.generators()):
-                return before
-        return super()._environment_now(tensors)
-
-    def _forget_random_states(self, last: LastCall) -> None:
-        """Keep them: the next call compares them, and a segment sets them once."""
 
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         links = self.links
@@ -279,11 +264,12 @@ class SegmentFrame(Frame):
             with Replaying(collector.pack):
                 for number, call in enumerate(calls):
                     modes = call._modes(mode)
-                    if modes or call._environment is not environment:
-                        undo_environment()
-                        undo_environment = nothing
+                    if modes or call._environment is not environment:  # kernels under a mode may draw other numbers
+                        if environment is None or not call._environment.follow(environment):
+                            undo_environment()
+                            undo_environment = nothing
+                            undo_environment = call._environment.restore()
                         environment = call._environment
-                        undo_environment = environment.restore(is_watched=bool(modes))
                     output = call.again(scope, made, collector, modes)
                     for link in call.links.values():
                         if users[link] == number:
@@ -302,11 +288,25 @@ class SegmentFrame(Frame):
             expected = expected[: len(found)]
         return found, expected
 
+    def _shared_metadata(self) -> SavesMetadata:
+        """Return the metadata of the segment as its first module's calls share it. (More calls may join this one.)"""
+        state = self.calls[0]._state
+        if not isinstance(state, ModuleSnapshot):
+            return self._metadata
+        last = state.tree.last_call
+        if last.metadata != self._metadata:
+            last.metadata = SavesMetadata(self._metadata)
+        return last.metadata
+
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
+        shared = self._shared_metadata()
+        if shared.surely_fits(collector):
+            return
         found, expected = self._compared(collector)
         if any(collector.needed[len(found) :]):  # it ended before a needed save
             expected = self._metadata
         if found == expected:
+            shared.fitted(collector)
             return
         wrong = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found) - 1)
         name = self.calls[max(self._call_of(wrong), 0)].name

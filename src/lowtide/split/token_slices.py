@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError, LowtideError
-from lowtide.replay.environment import Environment, RandomStates
+from lowtide.replay.environment import Environment, RandomStates, capture
 from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.split.chunked_loss import LOW_PRECISION, row_ranges
 
@@ -160,10 +160,8 @@ class _Slices(torch.autograd.Function):
         whole: Tensor | None = None
         generators = () if job.state is None else job.state.generators()
         for start, end in job.parts:
-            environment = Environment([tokens.device], generators, preserve_rng_state=True)
+            job.environments.append(capture([tokens.device], generators))
             part = job.forward(sliced(tokens, start, end))
-            environment.drew()
-            job.environments.append(environment)
             if whole is None:
                 whole = part.new_empty(*tokens.shape[:-1], part.shape[-1])
             sliced(whole, start, end).copy_(part)
