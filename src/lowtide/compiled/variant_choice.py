@@ -345,7 +345,8 @@ class VariantChooser:
                 fitting.append((shared, choice))
         if fitting:
             shared, best = min(fitting, key=lambda each: each[1].extra_s)
-            worth_s = WORTH_A_COMPILE * sum(graph.step_s for graph in instances)
+            # As few calls as possible recompute indices, whatever is compiled for it.
+            worth_s = WORTH_A_COMPILE * sum(graph.step_s for graph in instances) if options is None else 0.0
             best = shared.with_fewer_variants(
                 best, budget_bytes, worth_s, lambda index, number: instances[index].is_compiled(given[index][number])
             )
