@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import LowtideError
@@ -335,3 +336,14 @@ def test_a_recomputed_block_drops_the_input_of_its_slices(mode: Any) -> None:
         (given,) = (value for value in call.inputs if graph.values[value].born >= 0)
         assert graph.values[given].dropped <= graph.num_forward
         assert all(save.used > save.read for save in graph.saves if save.value == given and save.call >= 0)
+
+
+def test_the_proof_inside_of_a_checkpoint_is_not_seen_by_it() -> None:
+    module = Gated()
+    runner = SplitForward(Split("mlp", 3, "tokens"))
+    found = []
+    for forward in (module, functools.partial(runner.run, module, module.forward)):
+        output = checkpoint(lambda x, forward=forward: forward(x).sin(), tokens(), use_reentrant=False)
+        found.append(torch.autograd.grad(output.sum(), list(module.parameters())))
+    assert runner.num_calls == 2
+    torch.testing.assert_close(found[0], found[1])

@@ -292,8 +292,12 @@ class SplitSearch:
 
     def _numbers(self, num_rows: int, most: int) -> list[int]:
         """Numbers of parts to try for so many rows: powers of two up to `most`."""
-        fewest = _FEWEST_ROWS_ON_CPU if self._plain.hardware.name == "cpu" else _FEWEST_ROWS
-        return [1 << power for power in range(1, 20) if 1 << power <= min(most, num_rows // fewest)]
+        most = min(most, num_rows // self._fewest_rows)
+        return [1 << power for power in range(1, 20) if 1 << power <= most]
+
+    @property
+    def _fewest_rows(self) -> int:
+        return _FEWEST_ROWS_ON_CPU if self._plain.hardware.name == "cpu" else _FEWEST_ROWS
 
     def _losses(self, number: int) -> Splits:
         return tuple(Split(path, number) for path in self._facts[0])
@@ -357,7 +361,8 @@ class SplitSearch:
                 continue
             key = (type(module), call.structure if call.structure >= 0 else path, facts)
             if key not in proven:
-                proven[key] = not why_not_row_wise(module, module.forward, facts.shape, facts.dtype)
+                given = facts.shape, facts.dtype, self._fewest_rows
+                proven[key] = not why_not_row_wise(module, module.forward, *given)
             if proven[key]:
                 found[path] = facts.num_rows
         return found

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import _compat
 from lowtide.errors import LowtideError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.environment import modes_now
 from lowtide.split.chunked_loss import HeadCall
-from lowtide.split.row_chain import RowChain, autocast_as
+from lowtide.split.row_chain import RowChain, autocast_as, hidden_saves
 from lowtide.split.row_layout import RowLayout
 
 # What a lazy tensor knows without its values.
@@ -170,7 +169,7 @@ class _Recipe:
         hooks = _compat.current_hooks()
         if hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0]):
             return self._computed(why, anew=anew)
-        with saved_tensors_hooks(_same, _same):
+        with hidden_saves():
             return self._computed(why, anew=anew)
 
     def _computed(self, why: str, *, anew: bool) -> Tensor:
@@ -186,10 +185,6 @@ class _Recipe:
         args, kwargs = _swapped((args, kwargs), values)
         with torch.set_grad_enabled(self._grad), autocast_as(self._autocast):
             return function(*args, **kwargs)  # type: ignore[no-any-return]
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class _Revealed(torch.autograd.Function):

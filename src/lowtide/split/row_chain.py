@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError
@@ -143,3 +144,12 @@ def autocast_as(wanted: Autocast) -> AbstractContextManager[Any]:
     for kind in now.keys() - dict(wanted).keys():
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
+
+
+def hidden_saves() -> AbstractContextManager[Any]:
+    """A context whose saved tensors are not seen by hooks around it, such as those of a checkpoint."""
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(value: Any) -> Any:
+    return value

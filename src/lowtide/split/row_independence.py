@@ -29,6 +29,7 @@ from lowtide import _compat
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.module_state import ModuleTree
 from lowtide.replay.op_facts import facts_of
+from lowtide.split.row_chain import hidden_saves
 
 _NUM_TOKENS = 1009  # a prime, so that no reshape can hide it in a product of other sizes
 
@@ -107,7 +108,7 @@ class _MetaRun:
         return self._empty(shape, self._dtype, num_rows is None).clone()  # no leaf: it may be changed in place
 
     def __call__(self, tokens: Tensor, mode: AbstractContextManager[Any]) -> Any:
-        with _compat.without_modes(), torch.random.fork_rng(devices=[]), mode:
+        with _compat.without_modes(), torch.random.fork_rng(devices=[]), hidden_saves(), mode:
             return torch.func.functional_call(self._bare, self.state, (tokens,))
 
     @staticmethod
