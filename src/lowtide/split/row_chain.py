@@ -49,8 +49,8 @@ class RowChain:
         self._autocast: Autocast = modes_now()[2]
         given = [*args, *self._kwargs.values(), *getattr(function, "keywords", {}).values()]
         inner = [each for each in given if isinstance(each, RowChain)]
-        self.tensors = [each for chain in inner for each in chain.tensors]
-        self._versions = [each for chain in inner for each in chain._versions]
+        self.tensors: list[Tensor] = [each for chain in inner for each in chain.tensors]
+        self._versions: list[int] = [each for chain in inner for each in chain._versions]
         own = [each.matrix if isinstance(each, AlignedRows) else each for each in given]
         own = [each for each in own if isinstance(each, Tensor)]
         self.tensors += own
