@@ -105,6 +105,8 @@ def test_an_infeasible_budget_says_what_split_would_reach(model: Language, floor
         lowtide.plan(model, loss_of(model), tokens(), budget=int(0.6 * floor))
     first, *_ = str(caught.value).splitlines()
     assert first.endswith("with split=True") and caught.value.floor_bytes == floor
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="with split=True"):
+        lowtide.max_batch(model, loss_of(model), tokens, budget=int(0.6 * floor), max_samples=1)
     reached = lowtide.estimate(model, loss_of(model), tokens(), split=True)
     assert reached.split_floor_bytes is not None and reached.split_floor_bytes < 0.6 * floor
     assert "with split=True" in str(reached)

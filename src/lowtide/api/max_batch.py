@@ -169,13 +169,9 @@ class _Search:
         self.allowed_bytes = parse_bytes(self._budget, total_bytes=graph.hardware.memory_bytes or None)
         graph = replace(graph, other_bytes=graph.other_bytes + self._excess_bytes)
         try:
-            if self._limits.split:
-                args = self._args(size)
-                plan = SplitSearch(self._model, self._loss_fn, args, self._optimizer, graph, self._limits).solve(
-                    self.allowed_bytes
-                )
-            else:
-                plan = self._limits.solve(graph, self._budget)
+            step = self._model, self._loss_fn, self._args(size), self._optimizer
+            # Only the error for one sample is raised; the others need no floor, which takes traces of its own.
+            plan = SplitSearch(*step, graph, self._limits).solve(self.allowed_bytes, names_floor=size == 1)
         except InfeasibleBudgetError as error:
             return error
         return replace(with_parameters(plan, self._model), input_shapes=shapes)

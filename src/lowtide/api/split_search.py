@@ -122,10 +122,11 @@ class SplitSearch:
                 raise error
         return ranks.first(made, about)  # type: ignore[return-value]
 
-    def solve(self, budget: int | str) -> Plan:
+    def solve(self, budget: int | str, *, names_floor: bool = True) -> Plan:
         """The fastest plan predicted within `budget`, with or without splits.
 
-        Raises `InfeasibleBudgetError` if there is none, with the smallest budget that splits could meet.
+        Raises `InfeasibleBudgetError` if there is none, with the smallest budget that splits could meet if
+        `names_floor`: finding it takes traces.
         """
         allowed = parse_bytes(budget, total_bytes=self._plain.hardware.memory_bytes or None)
         found: list[Plan] = []
@@ -139,7 +140,7 @@ class SplitSearch:
         if found:
             return min(found, key=lambda plan: plan.extra_s)
         assert error is not None
-        raise self.with_floor(error)
+        raise self.with_floor(error) if names_floor else error
 
     def with_floor(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """The error for a budget that the plain step cannot meet, with what the split one could."""

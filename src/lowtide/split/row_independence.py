@@ -47,6 +47,9 @@ _SIZED = {"view", "reshape", "expand", "unflatten", "broadcast_to", "zeros", "on
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "layer_norm", "rms_norm"}
 
 
+_NO_TENSOR: Any = None  # in place of tensors among arguments that are compared
+
+
 class _NotRowWise(Exception):
     """Why the proof ended."""
 
@@ -127,7 +130,7 @@ class _FunctionLog(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
         is_free = getattr(func, "__name__", "") in _SIZED or func is _compat.set_grad_enabled
-        self.calls.append((func, "" if is_free else repr(map_tensors(lambda tensor: None, given))))
+        self.calls.append((func, "" if is_free else repr(map_tensors(lambda tensor: _NO_TENSOR, given))))
         return func(*given[0], **given[1])
 
 
