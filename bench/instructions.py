@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import families
 import torch
 from families import FAMILIES, Size
 from torch import Tensor, nn
@@ -169,6 +168,5 @@ def main() -> None:
         print(flush=True)
 
 
-assert families  # the models
 if __name__ == "__main__":
     main()
