@@ -1,7 +1,7 @@
 """`torch.profiler`: allocations on the CPU, and the names and categories of events in Kineto's trace.
 
 torch's CPU allocator has no counters, so peaks on the CPU are measured from the profiler's allocation events, read from
-its event tree: a trace that is written to a file and parsed takes twice as long. Op times are read from Kineto's trace.
+its event tree: writing a trace to a file and parsing it takes longer. Op times are read from Kineto's trace.
 Both formats are undocumented: each docstring names what it relies on.
 """
 
