@@ -22,7 +22,7 @@ from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.simulator.eager_events import EagerEvents
 from lowtide.simulator.eager_intervals import EagerIntervals
-from lowtide.solvers.baselines import recomputes
+from lowtide.solvers.baselines import all_blocks, baseline_plans, recomputes
 from lowtide.solvers.eager_search import EagerSearch
 from referee import replay
 from sweeps import sweep
@@ -343,3 +343,13 @@ def test_steps_without_runs_have_no_segments() -> None:
     graph = chain([10])
     assert runs(graph) == []
     assert EagerSearch(graph)._segmented == []
+
+
+def test_checkpoints_on_any_number_of_first_or_last_blocks_are_baselines() -> None:
+    """As `checkpoint_sequential` in many parts: 20 single blocks have a baseline for each number of them."""
+    graph = repeated_blocks(0, num_blocks=20)
+    blocks = all_blocks(graph)
+    assert len(blocks) == 20
+    found = {tuple(regions) for _, regions in baseline_plans(graph, EagerSearch(graph)._nesting)}
+    for number in range(1, 21):
+        assert {tuple(blocks[:number]), tuple(blocks[-number:])} <= found
