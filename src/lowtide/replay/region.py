@@ -387,7 +387,8 @@ class Frame:
 
     def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
         """Return the metadata of the replay's and of the forward's saves that are to be compared."""
-        replayed, expected = collector.metadata, self._metadata
+        replayed: list[Any] = collector.metadata
+        expected: list[Any] = self._metadata
         if collector.is_stopped or not self._is_done:  # at least one of the two is incomplete
             shared = min(len(replayed), len(expected))
             replayed, expected = replayed[:shared], expected[:shared]
