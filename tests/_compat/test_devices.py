@@ -40,21 +40,3 @@ def test_ops_that_synchronise_are_listed() -> None:
     with devices.SynchronizingOps(lambda: "here") as mode:
         (x + x).sum().item()
     assert [where for _, where in mode.found] == ["here"], "the error of sync debug mode has another text"
-
-
-@pytest.mark.gpu
-def test_segments_that_grow_are_for_the_block_alone() -> None:
-    def is_expandable(pointer: int) -> bool:
-        segments = torch.cuda.memory_snapshot()
-        return next(
-            each["is_expandable"]
-            for each in segments
-            if each["address"] <= pointer < each["address"] + each["total_size"]
-        )
-
-    torch.cuda.empty_cache()
-    with devices.expandable_segments():
-        inside = torch.empty(64 << 20, device="cuda")
-    outside = torch.empty(96 << 20, device="cuda")
-    assert is_expandable(inside.data_ptr()), "the allocator's settings cannot be changed any more"
-    assert not is_expandable(outside.data_ptr()), "the setting stays"

@@ -54,7 +54,6 @@ from lowtide._compat.devices import (
     current_device_index,
     default_device,
     default_generator,
-    expandable_segments,
     generator_id,
 )
 from lowtide._compat.dispatch import (

@@ -7,16 +7,14 @@ steps look for ops that synchronise. Each docstring ends with the change of torc
 from __future__ import annotations
 
 import functools
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowtide._compat.dispatch import PlainDispatchMode
-from lowtide._compat.internals import optional, required
+from lowtide._compat.internals import required
 
 _DEFAULT = "replays cannot restore the default device of their forward"
 _num_function_modes = required("torch._C._len_torch_function_stack", _DEFAULT)
@@ -92,32 +90,6 @@ class SynchronizingOps(PlainDispatchMode):
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return func(*args, **(kwargs or {}))
-
-
-def _allocator_settings_of_environment() -> str:
-    return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-
-
-@contextmanager
-def expandable_segments() -> Iterator[None]:
-    """Context manager in which the CUDA allocator takes memory in segments that grow, so that few gaps are left.
-
-    Segments that were allocated before stay as they are. Does nothing if torch cannot change the setting, or if it is
-    on already. Obsolete when a single memory pool can be given this setting. torch 2.11 has no function that returns
-    the settings: there they are those of the environment.
-    """
-    read = optional("torch._C._accelerator_getAllocatorSettings", _allocator_settings_of_environment)
-    write = optional("torch._C._accelerator_setAllocatorSettings", None)
-    before = read()
-    if write is None or "expandable_segments:True" in before.replace(" ", ""):
-        yield
-        return
-    others = [part for part in before.split(",") if part and "expandable_segments" not in part]
-    write(",".join([*others, "expandable_segments:True"]))
-    try:
-        yield
-    finally:
-        write(",".join([*others, "expandable_segments:False"]))
 
 
 def allocator_meter(device: torch.device) -> Callable[[], tuple[int, int]] | None:

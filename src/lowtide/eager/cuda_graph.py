@@ -274,8 +274,7 @@ class CapturedGraph:
             torch.cuda.empty_cache()
             failure: BaseException | None = None
             loss: Tensor | None = None
-            # The whole pool counts towards the budget, gaps included.
-            with torch.cuda.stream(stream), _compat.expandable_segments():
+            with torch.cuda.stream(stream):
                 torch.clear_autocast_cache()  # a weight cast before the capture would not be cast again
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
