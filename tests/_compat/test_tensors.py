@@ -20,21 +20,6 @@ def test_kinds_of_tensors() -> None:
     assert tensors.is_own(x) and not tensors.is_own(x[1:]) and not tensors.is_own(torch._efficientzerotensor(2))
 
 
-def test_metadata_is_compared() -> None:
-    x, weight = torch.ones(2, 3), nn.Parameter(torch.ones(3))
-    fits = tensors.metadata_check([x, weight, x, x])
-    assert fits is not None, "Dynamo's TensorGuards are gone: replays are checked by a slower comparison"
-    others = [torch.zeros(2, 3) for _ in range(3)]
-    assert fits([x, weight, x, x]) and fits([x, nn.Parameter(torch.zeros(3)), x, others[0]])
-    for other in (torch.ones(3, 2), torch.ones(3, 2).t(), x.double(), x.to("meta"), x[None]):
-        for position in (0, 2, 3):
-            wrong = [others[0], weight, others[1], others[2]]
-            wrong[position] = other
-            assert not fits(wrong), "TensorGuards do not compare this"
-    assert not fits([x, weight, x]) and not fits([x, weight, x, x, x]) and not fits([weight, x, x, x])
-    assert tensors.metadata_check([x.to_sparse()]) is None
-
-
 def test_storages_are_identified() -> None:
     x, y = torch.ones(4), torch.ones(4)
     assert tensors.storage_id(x) == tensors.storage_id(x[1:]) != tensors.storage_id(y), "UntypedStorage._cdata is no id"

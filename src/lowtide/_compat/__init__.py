@@ -181,7 +181,6 @@ from lowtide._compat.tensors import (
     is_sharded,
     is_uninitialized,
     local_bytes,
-    metadata_check,
     num_dispatch_modes,
     num_storages,
     parts_of,

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor, nn
 
-from lowtide._compat.internals import optional, required
+from lowtide._compat.internals import required
 
 _MODES = "ops cannot be hidden from dispatch modes, as every trace and replay does"
 num_dispatch_modes: Callable[[], int] = required("torch._C._len_torch_dispatch_stack", _MODES)  # of this thread
@@ -162,32 +161,6 @@ def parts_of(tensor: Tensor) -> Sequence[Tensor]:
     if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not _is_functorch_tensor(tensor):
         return (tensor,)
     return inner_tensors(tensor)
-
-
-_TensorGuards = optional("torch._C._dynamo.guards.TensorGuards", None)
-
-
-def metadata_check(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
-    """Return a function that tells whether as many other tensors have the same metadata as `tensors`, in few calls.
-
-    It compares types, shapes, strides, dtypes, devices and `requires_grad`, and keeps no tensor alive. None if there is
-    no such function for these tensors. Relies on Dynamo's guards; obsolete with a public function for it.
-    """
-    if _TensorGuards is None or not all(map(is_plain, tensors)):
-        return None
-    checks, num_tensors, rest = [], len(tensors), list(range(len(tensors)))
-    while rest:  # a guard refuses a tensor that it gets twice
-        first = {id(tensors[index]): index for index in reversed(rest)}.values()
-        chosen = [tensors[index] for index in sorted(first)]
-        sizes, strides = [list(tensor.shape) for tensor in chosen], [list(tensor.stride()) for tensor in chosen]
-        guard = _TensorGuards(*chosen, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        checks.append((guard.check, [index in first for index in range(num_tensors)]))
-        rest = [index for index in rest if index not in first]
-
-    def check(others: Sequence[Tensor]) -> bool:
-        return len(others) == num_tensors and all(same(*compress(others, chosen)) for same, chosen in checks)
-
-    return check
 
 
 class StorageUses:

@@ -27,7 +27,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -429,9 +429,6 @@ def is_held_itself(tensor: Tensor) -> bool:
     return is_parameter or tensor.is_inference()
 
 
-_List = TypeVar("_List", bound=list[Any])
-
-
 class LastCall:
     """What the previous call of a module left to be shared by the next: template, versions and metadata."""
 
@@ -441,9 +438,9 @@ class LastCall:
         self.arguments = Arguments()
         self.input_versions: list[int] = []
         self.requires_grad: list[bool] = []
-        self.metadata: Any = []  # of a region's saves, or of those of the segment that begins with it
+        self.metadata: list[Any] = []
 
 
-def same(last: _List, now: _List) -> _List:
+def same(last: list[Any], now: list[Any]) -> list[Any]:
     """Return `last` if the two lists are equal, so that one can be freed, else `now`."""
     return last if last == now else now

@@ -162,32 +162,9 @@ class Options(NamedTuple):
 DEFAULT_OPTIONS = Options()
 
 
-class SavesMetadata(list[Any]):
-    """The metadata of the saves of a call, in order. Calls with equal ones share one, with a fast check of replays."""
-
-    _check: Callable[[Any], bool] | None = None  # for tensors with this metadata, and the strides of earlier replays
-    _was_compared = False
-
-    def surely_fits(self, collector: Collector) -> bool:
-        """Return whether a replay's saves have this metadata; also False if the fast check cannot tell."""
-        return self._check is not None and collector.has_all and self._check(collector.tensors)
-
-    def fitted(self, collector: Collector) -> None:
-        """Prepare the fast check if this is the second replay whose saves had this metadata."""
-        if collector.has_all and len(collector.tensors) == len(self):
-            if self._was_compared and self._check is None:
-                self._check = _compat.metadata_check(collector.tensors) or _cannot_tell  # type: ignore[arg-type]
-            self._was_compared = True
-
-
-def _cannot_tell(tensors: Any) -> bool:
-    return False
-
-
 class Collector:
     """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored."""
 
-    has_all = False  # whether every save is stored, whether needed or not
     __slots__ = (
         *("_metadata", "_sequence", "_options", "_stop_at", "is_stopped", "needed", "stop", "tensors", "versions"),
     )
@@ -234,7 +211,6 @@ class Collector:
 class CollectorOfAll(Collector):
     """A faster `Collector` for replays in which every save is needed, as in most."""
 
-    has_all = True
     __slots__ = ()
 
     @property

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
-from lowtide.replay.module_state import ModuleSnapshot, last_arguments
+from lowtide.replay.module_state import last_arguments
 from lowtide.replay.object_state import nothing
-from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, SavesMetadata, StopAt
+from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, StopAt
 from lowtide.replay.region import Frame, Hooks
 
 if TYPE_CHECKING:
@@ -288,25 +288,11 @@ class SegmentFrame(Frame):
             expected = expected[: len(found)]
         return found, expected
 
-    def _shared_metadata(self) -> SavesMetadata:
-        """Return the metadata of the segment as its first module's calls share it. (More calls may join this one.)"""
-        state = self.calls[0]._state
-        if not isinstance(state, ModuleSnapshot):
-            return self._metadata
-        last = state.tree.last_call
-        if last.metadata != self._metadata:
-            last.metadata = SavesMetadata(self._metadata)
-        return last.metadata
-
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
-        shared = self._shared_metadata()
-        if shared.surely_fits(collector):
-            return
         found, expected = self._compared(collector)
         if any(collector.needed[len(found) :]):  # it ended before a needed save
             expected = self._metadata
         if found == expected:
-            shared.fitted(collector)
             return
         wrong = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found) - 1)
         name = self.calls[max(self._call_of(wrong), 0)].name
