@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from compiled.test_backend import MLP, Mixed, Routed, Stack, Twice, rows, squared
+from joints import compile_without_kernels
 from kernelless import PLENTY, session_of
 from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
@@ -111,7 +112,7 @@ def as_torch_does(model: nn.Module, fraction: float | None) -> nn.Module:
         def partition(*args: Any, **facts: Any) -> Any:
             return _compat.torch_partition(*args, fraction=fraction, **facts)
 
-        return _compat.compile_without_kernels(module, inputs, partition, {})
+        return compile_without_kernels(module, inputs, partition)
 
     for block in model.blocks:
         if fraction is None:
