@@ -47,7 +47,12 @@ def test_once_for_all_processes(measured: list[int], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '{"region_s": "x"}', json.dumps(COSTS._asdict() | {"save_s": -1})]
+    "content",
+    [
+        *("", "{}", "[1]", '{"region_s": "x"}'),
+        json.dumps(COSTS._asdict() | {"save_s": -1}),
+        json.dumps(COSTS._asdict() | {"region_s": 0, "save_s": 0}),
+    ],
 )
 def test_a_damaged_file_is_measured_again(content: str, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine_costs(CPU)
@@ -55,6 +60,27 @@ def test_a_damaged_file_is_measured_again(content: str, measured: list[int], mon
     path.write_text(content)
     forget(monkeypatch)
     assert engine_costs(CPU) == COSTS and len(measured) == 2
+
+
+def test_a_disturbed_measurement_is_not_kept(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbed = COSTS._replace(region_s=0.0, save_s=0.0)
+    monkeypatch.setattr(devices, "_measures", [lambda device: disturbed])
+    assert engine_costs(CPU) == disturbed
+    assert not cache_folder().exists()
+
+
+def test_other_processes_only_add_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take a second longer now and then change no cost by as much as that."""
+    bench = host_costs._EngineBench(CPU)
+    steps, calls = bench._steps, []
+
+    def disturbed(model: nn.Module, count: int) -> tuple[float, float]:
+        calls.append(count)
+        step_s, forward_s = steps(model, count)
+        return (step_s + 1, forward_s + 1) if len(calls) % 7 == 0 else (step_s, forward_s)
+
+    monkeypatch.setattr(bench, "_steps", disturbed)
+    assert max(bench.costs()) < 0.01
 
 
 def test_without_a_folder_to_write_to(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -183,7 +183,8 @@ def engine_costs(device: torch.device) -> EngineCosts:
         costs = _read(path)
         if costs is None and _measures:
             costs = _measures[0](device)
-            _write(path, costs)
+            if _is_plausible(costs):  # else the next process measures again
+                _write(path, costs)
         _known[key] = costs or EngineCosts()
     return _known[key]
 
@@ -212,7 +213,12 @@ def _read(path: Path) -> EngineCosts | None:
         costs = EngineCosts(**{name: float(content[name]) for name in EngineCosts._fields})
     except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: measure again
         return None
-    return costs if all(0 <= each < math.inf for each in costs) else None
+    return costs if _is_plausible(costs) else None
+
+
+def _is_plausible(costs: EngineCosts) -> bool:
+    """Whether nothing disturbed the measurement so much that a region seems to cost nothing."""
+    return all(0 <= each < math.inf for each in costs) and costs.region_s + costs.save_s > 0
 
 
 def _write(path: Path, costs: EngineCosts) -> None:
