@@ -80,7 +80,7 @@ def test_other_processes_only_add_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return (step_s + 1, forward_s + 1) if len(calls) % 7 < 4 else (step_s, forward_s)
 
     monkeypatch.setattr(bench, "_steps", disturbed)
-    assert max(bench.costs()) < 2e-3
+    assert max(bench._in_turns(bench._small, [None, None, host_costs._recompute(bench._small)])) < 0.5
 
 
 def test_without_a_folder_to_write_to(measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
