@@ -37,7 +37,7 @@ from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
 from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
 from lowtide.compiled.session_ranks import SessionRanks, StepReport, name_of_calls
-from lowtide.compiled.settling import settle_further
+from lowtide.compiled.settling import MeasuredStep, settle_further
 from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
@@ -383,7 +383,7 @@ class Session:
         """Decide by a measured step which choice the sequence runs next."""
         before, budget = sequence.choice, self.budget_bytes
         with self.watch.planning():
-            settle_further(sequence, self.chooser, self._instances(sequence), budget, measured, profile)
+            settle_further(sequence, self.chooser, MeasuredStep(self._instances(sequence), budget, measured, profile))
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),

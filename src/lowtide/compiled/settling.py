@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from statistics import median
 
@@ -27,54 +28,54 @@ _MOST_TRIALS = 20  # measured steps in all, after which the best so far is kept
 _CLEARLY_SLOWER, _CLEARLY_FASTER = 0.05, 0.01
 
 
-def settle_further(
-    sequence: CallSequence,
-    chooser: VariantChooser,
-    instances: list[PlannedGraph],
-    budget_bytes: int,
-    measured_bytes: int,
-    profile: StepProfile | None,
-) -> None:
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that ran a choice of variants of `instances`: its peak, and its times if it was profiled."""
+
+    instances: list[PlannedGraph]
+    budget_bytes: int
+    peak_bytes: int
+    profile: StepProfile | None
+
+    @property
+    def is_over(self) -> bool:
+        return self.peak_bytes > self.budget_bytes
+
+
+def settle_further(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> None:
     """Set the next choice of a sequence, or settle it, after a step that ran its present choice."""
-    sequence.measured.append((sequence.choice, measured_bytes))
-    if profile is not None and profile.seconds is not None:
-        sequence.timed.append((sequence.choice, profile.seconds))
+    sequence.measured.append((sequence.choice, step.peak_bytes))
+    if step.profile is not None and step.profile.seconds is not None:
+        sequence.timed.append((sequence.choice, step.profile.seconds))
     if sequence.trials is None:
-        _correct(sequence, chooser, instances, budget_bytes, measured_bytes, profile)
+        _correct(sequence, chooser, step)
     else:
-        _try_next(sequence, chooser, instances, budget_bytes, measured_bytes, profile)
+        _try_next(sequence, chooser, step)
 
 
-def _correct(
-    sequence: CallSequence,
-    chooser: VariantChooser,
-    instances: list[PlannedGraph],
-    budget_bytes: int,
-    measured_bytes: int,
-    profile: StepProfile | None,
-) -> None:
+def _correct(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> None:
     before = sequence.choice
-    chooser.learn(instances, before, measured_bytes, profile, is_over=measured_bytes > budget_bytes)
-    now = chooser.choose(instances, budget_bytes, is_measured=True)
-    is_worth_it = before.extra_s - now.extra_s >= WORTH_A_COMPILE * sum(graph.step_s for graph in instances)
+    chooser.learn(step.instances, before, step.peak_bytes, step.profile, is_over=step.is_over)
+    now = chooser.choose(step.instances, step.budget_bytes, is_measured=True)
+    is_worth_it = before.extra_s - now.extra_s >= WORTH_A_COMPILE * sum(graph.step_s for graph in step.instances)
     is_worth_it |= before.replays_indices and not now.replays_indices
-    if measured_bytes <= budget_bytes and (sequence.held_sizes or not is_worth_it):
+    if not step.is_over and (sequence.held_sizes or not is_worth_it):
         now = before  # a faster choice may not hold for the sizes before this one
     is_last = len(sequence.measured) >= _MOST_CORRECTIONS
-    if not is_last and any(now.is_like(choice) for choice, peak in sequence.measured if peak > budget_bytes):
-        others = chooser.last_resorts(instances)
+    if not is_last and any(now.is_like(choice) for choice, peak in sequence.measured if peak > step.budget_bytes):
+        others = chooser.last_resorts(step.instances)
         now = next((each for each in others if not _has_run(sequence, each)), now)
     sequence.choice = now
     if not is_last and not _has_run(sequence, now):
         return
-    held = [choice for choice, peak in sequence.measured if peak <= budget_bytes]
+    held = [choice for choice, peak in sequence.measured if peak <= step.budget_bytes]
     if not held:
         sequence.choice, floor = min(sequence.measured, key=lambda each: each[1])
         sequence.over, sequence.is_settled = OverBudget(floor, "measured"), True
         return
     sequence.choice = min(held, key=lambda choice: (choice.replays_indices, choice.extra_s))
     is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
-    others = chooser.alternatives(instances, sequence.choice, budget_bytes) if is_timed else []
+    others = chooser.alternatives(step.instances, sequence.choice, step.budget_bytes) if is_timed else []
     if not others or sequence.held_sizes:
         sequence.settle()
     else:
@@ -82,25 +83,18 @@ def _correct(
         _take_turns(sequence)
 
 
-def _try_next(
-    sequence: CallSequence,
-    chooser: VariantChooser,
-    instances: list[PlannedGraph],
-    budget_bytes: int,
-    measured_bytes: int,
-    profile: StepProfile | None,
-) -> None:
+def _try_next(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> None:
     assert sequence.trials is not None
     ran = sequence.choice
-    if measured_bytes > budget_bytes:
+    if step.is_over:
         sequence.trials = [each for each in sequence.trials if not each.is_like(ran)]
         if not sequence.trials:  # it held before: correct it again
             sequence.trials, sequence.measured = None, sequence.measured[-1:]
-            _correct(sequence, chooser, instances, budget_bytes, measured_bytes, profile)
+            _correct(sequence, chooser, step)
             return
-        chooser.learn(instances, ran, measured_bytes, profile, is_over=True)
+        chooser.learn(step.instances, ran, step.peak_bytes, step.profile, is_over=True)
         if len(sequence.measured) < _MOST_TRIALS:  # the same with a smaller peak
-            again = chooser.alternatives(instances, sequence.trials[0], budget_bytes)
+            again = chooser.alternatives(step.instances, sequence.trials[0], step.budget_bytes)
             sequence.trials += [each for each in again if not _has_run(sequence, each)]
     _take_turns(sequence)
 
