@@ -6,6 +6,7 @@ import functools
 import random
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +225,8 @@ def test_a_graph_has_a_plan_of_its_own_with_a_smaller_peak_if_need_be() -> None:
         with pytest.raises(lowtide.InfeasibleBudgetError), handle.plan_for_graph(loss_fn, (batch,), peak):
             pass
         assert handle.plan is fitted and handle.decisions is decisions
+        assert handle.plans_for_graphs
+        handle.ranks = SimpleNamespace(is_alone=False)  # type: ignore[assignment]
+        assert not handle.plans_for_graphs
+        with handle.plan_for_graph(loss_fn, (batch,), peak) as plan:
+            assert plan is fitted

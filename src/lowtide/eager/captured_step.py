@@ -61,6 +61,11 @@ class Capturable(ABC):
     def reapply(self) -> None:
         """Patch all modules again."""
 
+    @property
+    def plans_for_graphs(self) -> bool:
+        """Whether `plan_for_graph` makes a plan for the graph; otherwise it is captured under the handle's own."""
+        return False
+
     @contextmanager
     def plan_for_graph(
         self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], missing_bytes: int
@@ -208,7 +213,8 @@ class CapturedStep:
         if stepper is not None and handle.enabled:
             stepper.plan_for_larger(self._loss_fn, args)
         missing, error = 0, None
-        for _ in range(1 if self._graphs else _MAX_PLANS):  # a pool that other graphs use does not shrink
+        # A pool that other graphs use does not shrink.
+        for _ in range(_MAX_PLANS if handle.plans_for_graphs and not self._graphs else 1):
             if not self._graphs:
                 self._pool = torch.cuda.graph_pool_handle()  # torch may not have freed that of the plan before
             try:
@@ -347,7 +353,7 @@ def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:
 def _refuse_handle(handle: Capturable, modules: list[nn.Module]) -> None:
     if not handle.enabled:
         raise CaptureError("the plan is switched off or removed: there is nothing to capture under it")
-    if handle.moves_activations and getattr(handle, "watch", None) is None:  # `fit` plans without moves
+    if handle.moves_activations and not handle.plans_for_graphs:
         raise CaptureError(
             "this plan moves or compresses activations, and copies to the host cannot be captured: plan with "
             "recomputation alone (no host=, lossy= or store=), or run the step eagerly"

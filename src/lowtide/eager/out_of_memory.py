@@ -44,7 +44,6 @@ from lowtide.eager.replanning import (
     recorded_input_shapes,
     rounded_up,
     shapes_of,
-    with_parameters,
 )
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
@@ -269,9 +268,7 @@ class Stepper:
     def _tightened(self, planner: Planner, planned: PlannedInputs) -> PlannedInputs:
         if planned.graph is None or planned.plan.peak_bytes <= planner.budget_bytes:
             return planned
-        plan = with_parameters(planner.solve_or_tightest(planned.graph, planner.budget_bytes), self._handle.model)
-        plan = replace(plan, input_shapes=planned.plan.input_shapes)
-        return replace(planned, plan=plan, decisions=self._handle.take_in(plan))
+        return self._handle.replanned(planned, planner.solve_or_tightest(planned.graph, planner.budget_bytes))
 
     def planned_with_graph(self, loss_fn: Any, args: tuple[Any, ...]) -> tuple[Planner, PlannedInputs]:
         """The plan for this batch and its graph. Without a graph, the step is traced on fake tensors."""

@@ -135,6 +135,11 @@ class AppliedPlan(Applied):
             self._patched("", self.model)
             self.note_on_model()
 
+    def replanned(self, planned: PlannedInputs, plan: Plan) -> PlannedInputs:
+        """Return `planned` with another plan for the same inputs, whose modules are patched."""
+        plan = replace(with_parameters(plan, self.model), input_shapes=planned.plan.input_shapes)
+        return replace(planned, plan=plan, decisions=self.take_in(plan))
+
     def use(self, planned: PlannedInputs) -> None:
         """Use another plan where the model's input shapes do not select one."""
         self.plan, self.decisions = planned.plan, planned.decisions
@@ -173,24 +178,27 @@ class AppliedPlan(Applied):
             raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
         self.refitter.refit(self, loss_fn, args, optimizer)
 
+    @property
+    def plans_for_graphs(self) -> bool:
+        return self.watch is not None and self.ranks.is_alone
+
     @contextmanager
     def plan_for_graph(
         self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], missing_bytes: int
     ) -> Iterator[Plan]:
-        if self.watch is None or not self.ranks.is_alone or (self.plan.is_plain and not missing_bytes):
+        if not self.plans_for_graphs or (self.plan.is_plain and not missing_bytes):
             yield self.plan
             return
         planner, planned = self.stepper.planned_with_graph(loss_fn, args)
-        assert planned.graph is not None
+        assert planned.graph is not None and self.watch is not None
         budget = max(1, self.watch.budget_bytes - missing_bytes)
         plan = solve(line_of(planned.graph, 0.0), budget, time_limit_s=planner.limits.time_limit_s)
-        plan = replace(with_parameters(plan, self.model), input_shapes=planned.plan.input_shapes)
         before, eager = self.shapes.all, (self.plan, self.decisions)
-        used = replace(planned, plan=plan, decisions=self.take_in(plan))
+        used = self.replanned(planned, plan)
         self.shapes.become([used])
         self.use(used)
         try:
-            yield plan
+            yield used.plan
         finally:
             self.shapes.become(before)
             self.plan, self.decisions = eager
