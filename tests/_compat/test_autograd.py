@@ -31,6 +31,44 @@ def test_tensors_are_overwritten_with_their_versions() -> None:
     assert autograd.versions_of(tensors) == [3, 4], "_unsafe_set_version_counter no longer sets several counters"
 
 
+def test_tensors_are_overwritten_whatever_became_of_their_memory() -> None:
+    """Bytes fit only a tensor that is laid out as when it was copied."""
+    matrix, strided = torch.arange(9.0).view(3, 3), torch.arange(6.0)[::2]
+    resized, cast = torch.arange(4), torch.ones(3)
+    tensors = [matrix, strided, resized, cast, torch.zeros(0), torch.ones(2, dtype=torch.complex64)]
+    expected = [tensor.clone() for tensor in tensors]
+    copies = autograd.clone_all(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    matrix.t_()
+    resized.resize_(7)
+    cast.data = torch.zeros(3, dtype=torch.float64)
+    autograd.overwrite_all(tensors, copies, [5] * len(tensors))
+    assert all(map(torch.equal, tensors, [*expected[:3], expected[3].double(), *expected[4:]]))
+    assert autograd.versions_of(tensors) == [5] * len(tensors)
+    assert all(map(torch.equal, map(autograd.as_tensor, copies), expected))
+
+
+def test_tensors_without_memory_of_their_own_are_copied_by_torch() -> None:
+    def with_a_copy(x: Tensor) -> Tensor:
+        (copied,) = autograd.clone_all([x])
+        return x.sum() * autograd.as_tensor(copied).sum()
+
+    assert torch.func.grad(with_a_copy)(torch.ones(3)).tolist() == [3, 3, 3]  # no gradient through the copy
+
+
+def test_tensors_that_share_memory_are_exchanged_and_back() -> None:
+    for strided in (False, True):  # bytes, or copies by torch
+        whole = torch.arange(4.0)
+        tensors = [whole, whole[::2] if strided else whole[:2]]
+        before = autograd.clone_all(tensors)
+        whole.add_(1)
+        present, versions = autograd.exchange_all(tensors, before, [0, 0])
+        assert whole.tolist() == [0, 1, 2, 3]
+        autograd.overwrite_all(tensors, present, versions)
+        assert whole.tolist() == [1, 2, 3, 4] and autograd.version_of(whole) == 1
+
+
 def test_a_watch_sees_changes_of_aliases() -> None:
     x = torch.zeros(4)
     watch = autograd.VersionWatch(x)

@@ -1,4 +1,4 @@
-"""Canaries for `_compat/fx_graphs.py`: the metadata that Dynamo and AOTAutograd put on nodes."""
+"""Canaries for `_compat/fx_graphs.py`: the metadata on nodes, and the partitioner that follows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from joints import compile_without_kernels
-from lowtide._compat import fx_graphs, partitioner
+from lowtide._compat import fx_graphs
 
 
 class Block(nn.Module):
@@ -39,14 +39,14 @@ class Seen:
 
     def partition(self, joint: Any, inputs: Any, **facts: Any) -> tuple[Any, Any]:
         self.joint, self.facts = fx_graphs.copied_module(joint), facts
-        partitioner.simplify_joint(joint)
+        fx_graphs.simplify_joint(joint)
 
-        def is_accepted(partition: partitioner.Partition) -> bool:
+        def is_accepted(partition: fx_graphs.Partition) -> bool:
             self.saved.append(partition.saved_names(None) if not self.saved else partition.saved_names(0.01))
             return len(self.saved) > 1
 
-        self.stopped = partitioner.watched_partition(joint, inputs, is_accepted, **facts)
-        parts = partitioner.watched_partition(joint, inputs, is_accepted, **facts)
+        self.stopped = fx_graphs.watched_partition(joint, inputs, is_accepted, **facts)
+        parts = fx_graphs.watched_partition(joint, inputs, is_accepted, **facts)
         assert parts is not None
         self.forward, backward = parts
         return self.forward, backward
@@ -79,7 +79,7 @@ def test_inputs_of_dynamos_graph(seen: Seen) -> None:
 
 def test_values_and_modules_of_nodes(seen: Seen) -> None:
     node = node_of(seen.joint.graph, "addmm")
-    assert fx_graphs.is_tensor_value(fx_graphs.value_of(node)), "meta['val'] is gone from nodes of joint graphs"
+    assert isinstance(fx_graphs.value_of(node), Tensor), "meta['val'] is gone from nodes of joint graphs"
     assert fx_graphs.hinted_numel(fx_graphs.value_of(node)) == 12
     assert fx_graphs.node_flops(node) == 2 * 4 * 2 * 3, "FLOPs of addmm are counted otherwise"
     assert fx_graphs.node_argument(node, "beta") == 1 and fx_graphs.node_argument(node, "nothing") is None

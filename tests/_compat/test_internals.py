@@ -93,7 +93,7 @@ def test_what_a_name_needs_besides_is_named() -> None:
 # Runs in a process that has imported torch and not lowtide: makes `find` fail for some paths.
 HIDING = """
 import importlib.machinery, importlib.util, os, sys
-import torch
+import scipy.sparse.csgraph, torch  # once for all forks
 
 def hide(paths):
     class Loader(importlib.machinery.SourceFileLoader):

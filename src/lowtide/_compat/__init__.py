@@ -5,15 +5,19 @@ function says which private API it relies on or what would make it obsolete, and
 tests/_compat/test_<area>.py. A name that torch has removed is replaced by a placeholder that raises `LowtideError` when
 the feature that needs it is used (see `internals`), so that `import lowtide` and all other features keep working.
 
-The other packages use the names that are imported here, as `_compat.version_of(tensor)`.
+The other packages use the names that are imported here, as `_compat.version_of(tensor)`. A few names that one module
+needs are imported from their file.
 """
 
 from lowtide._compat.autograd import (
     BackwardReturn,
+    Values,
     VersionWatch,
+    as_tensor,
     autograd_nodes_since,
     clone_all,
     current_hooks,
+    exchange_all,
     fills_later,
     has_gradient_hooks,
     has_marked_version,
@@ -21,6 +25,7 @@ from lowtide._compat.autograd import (
     is_parameter_or_view_of_one,
     is_replayed,
     leaves_of,
+    memory_of,
     no_hooks_in_force,
     overwrite_all,
     pop_hooks,
@@ -43,7 +48,6 @@ from lowtide._compat.checkpoint import (
     checkpoint_debug,
     checkpoint_in_force,
     early_stop,
-    find_torch_checkpoint,
     selective_ops,
     torch_checkpoint,
 )
@@ -107,6 +111,7 @@ from lowtide._compat.dynamo import (
     LimitWatch,
     TracingContext,
     active_data_parallel,
+    compile_lock,
     compile_module,
     compile_with_inductor,
     compiler_is_imported,
@@ -118,9 +123,9 @@ from lowtide._compat.dynamo import (
     uncompile,
     without_bucket_graphs,
 )
-from lowtide._compat.fake_kernels import FakeKernels
 from lowtide._compat.fake_tensors import (
     FakeAlias,
+    FakeKernels,
     fake_errors,
     fake_mode,
     fake_type,
@@ -131,20 +136,23 @@ from lowtide._compat.fake_tensors import (
 from lowtide._compat.fx_graphs import (
     PARTITIONER_TAG,
     FakeInputs,
+    Partition,
     clean_path,
     copied_module,
     hint,
     hinted_numel,
     is_tagged_recomputed,
-    is_tensor_value,
     module_stack,
     node_argument,
     node_arguments,
     node_flops,
     restored_tags,
     set_tag,
+    simplify_joint,
     static_inputs,
+    torch_partition,
     value_of,
+    watched_partition,
     written_inputs,
 )
 from lowtide._compat.modules import (
@@ -164,11 +172,7 @@ from lowtide._compat.modules import (
     submodules,
     unwrapped,
 )
-from lowtide._compat.partitioner import Partition, simplify_joint, torch_partition, watched_partition
-from lowtide._compat.profiler import (
-    AllocationTrace,
-    profiler_is_active,
-)
+from lowtide._compat.profiler import AllocationTrace, profiler_is_active
 from lowtide._compat.tensors import (
     PLAIN_TYPES,
     StorageReference,

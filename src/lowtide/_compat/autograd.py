@@ -7,6 +7,8 @@ on, or with the change of torch that would make it obsolete.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,34 +51,121 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-def clone_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy many small tensors, in few kernels on an accelerator. The copies are hidden from dispatch modes.
+Values = Tensor | tuple[bytes, torch.Size, torch.dtype]  # of a tensor, copied
+_MOST_RAW_BYTES = 1 << 16  # larger tensors are copied by torch, which counts their memory
 
-    Obsolete with public `foreach` functions.
+
+def clone_all(tensors: Sequence[Tensor]) -> list[Values]:
+    """Copy the values of many small tensors, for `overwrite_all`. The copies are hidden from dispatch modes.
+
+    On the CPU as bytes, in a third of the instructions of torch's ops; on an accelerator in few kernels. Obsolete with
+    public `foreach` functions that take no longer.
     """
-    if not tensors:
-        return []
-    with torch.no_grad(), without_modes():
-        copies = [torch.empty_like(tensor) for tensor in tensors]
-        _foreach_copy(copies, list(tensors))
+    copies: list[Any] = list(map(_raw_values, tensors))
+    others = [index for index, values in enumerate(copies) if values is None]
+    if others:
+        with torch.no_grad(), without_modes():
+            cloned = [torch.empty_like(tensors[index]) for index in others]
+            _foreach_copy(cloned, [tensors[index] for index in others])
+        for index, values in zip(others, cloned, strict=True):
+            copies[index] = values
     return copies
 
 
-def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Tensor], versions: Sequence[int]) -> None:
+def overwrite_all(tensors: Sequence[Tensor], values: Sequence[Values], versions: Sequence[int]) -> None:
     """Overwrite tensors with earlier values, and set the version counts that they had then.
 
     Obsolete with public `foreach` functions and a public `preserve_version_counter`.
     """
-    if not tensors:
+    others = []
+    for tensor, value in zip(tensors, values, strict=True):
+        memory = _memory_like(tensor, value)
+        if memory is None:
+            others.append((tensor, value))
+        else:
+            memory.raw = value[0]
+    _overwrite(others)
+    _set_versions(tensors, versions)
+
+
+def exchange_all(
+    tensors: Sequence[Tensor], values: Sequence[Values], versions: Sequence[int]
+) -> tuple[list[Values], list[int]]:
+    """As `overwrite_all`; return the present values and version counts, for another one. Obsolete likewise."""
+    now = versions_of(tensors)
+    memories: list[Any] = list(map(_memory_like, tensors, values))
+    if any(memory is None for memory in memories):
+        present = clone_all(tensors)
+        overwrite_all(tensors, values, versions)
+        return present, now
+    present = [(memory.raw, *value[1:]) for memory, value in zip(memories, values, strict=True)]
+    for memory, value in zip(memories, values, strict=True):  # only now, as tensors may share memory
+        memory.raw = value[0]
+    _set_versions(tensors, versions)
+    return present, now
+
+
+def _overwrite(pairs: Sequence[tuple[Tensor, Values]]) -> None:
+    if not pairs:
         return
     with torch.no_grad(), without_modes():
+        tensors, values = [tensor for tensor, _ in pairs], [as_tensor(each) for _, each in pairs]
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
-        _foreach_copy(list(tensors), list(values))
-    counted = [(tensor, v) for tensor, v in zip(tensors, versions, strict=True) if not tensor.is_inference()]
-    if counted:
-        _set_version_counters(tuple(t for t, _ in counted), tuple(v for _, v in counted))
+        _foreach_copy(tensors, values)
+
+
+def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    now = versions_of(tensors)
+    if now != versions:
+        changed = [(t, then) for t, v, then in zip(tensors, now, versions, strict=True) if v != then]
+        _set_version_counters(tuple(t for t, _ in changed), tuple(v for _, v in changed))
+
+
+def as_tensor(values: Values) -> Tensor:
+    """Return copied values as a tensor. Obsolete like `clone_all`."""
+    if isinstance(values, Tensor):
+        return values
+    raw, shape, dtype = values
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _raw_values(tensor: Tensor) -> Values | None:
+    memory = _memory(tensor)
+    if memory is None or tensor.dtype.is_complex:  # it may hold conjugates
+        return None
+    return memory.raw, tensor.shape, tensor.dtype
+
+
+def _memory_like(tensor: Tensor, values: Values) -> Any | None:
+    """Return the bytes of a tensor that is laid out as when these bytes were copied, else None."""
+    is_like = type(values) is tuple and tensor.shape == values[1] and tensor.dtype == values[2]
+    return _memory(tensor) if is_like else None
+
+
+def _memory(tensor: Tensor) -> Any | None:
+    """Return the bytes of a small tensor, if they are in one piece of the CPU's memory."""
+    try:
+        address = tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+    except RuntimeError:  # wrapped by a transform of torch.func
+        return None
+    size = tensor.nbytes
+    return _array_type(size).from_address(address) if address and 0 < size <= _MOST_RAW_BYTES else None
+
+
+def memory_of(address: int, size: int) -> Any:
+    """Return the bytes at an address: read or write its `raw`.
+
+    A quarter of the time of `ctypes.string_at`, which takes half as long as a copy by numpy. Obsolete when small
+    tensors are copied as fast by torch.
+    """
+    return _array_type(size).from_address(address)
+
+
+@functools.lru_cache(maxsize=1024)
+def _array_type(size: int) -> Any:
+    return ctypes.c_char * size
 
 
 def set_version(tensor: Tensor, version: int) -> None:

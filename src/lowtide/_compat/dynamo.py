@@ -12,6 +12,7 @@ import copy
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -173,6 +174,19 @@ class TracingContext:
     def __exit__(self, *exception: Any) -> None:
         if self._entered is not None:
             self._entered.__exit__(*exception)
+
+
+def compile_lock() -> contextlib.AbstractContextManager[Any]:
+    """Return the lock that Dynamo holds while it compiles; a thread may take it again.
+
+    Compiling the same graph again, and running a model under hooks on all modules, must not overlap with it. Obsolete
+    when a backend can recompile its graph through public API.
+    """
+    found: Any = optional("torch._dynamo.convert_frame.compile_lock", _own_lock)
+    return cast(contextlib.AbstractContextManager[Any], found)
+
+
+_own_lock = threading.RLock()
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
