@@ -124,7 +124,7 @@ MODELS = {
     "mixtral batched_mm": lambda: text_model("Mixtral", "batched_mm"),
 }
 
-NAMES = sweep(MODELS, keep=6)
+NAMES = sweep(MODELS, keep=4)
 SOME = [(0.5, "looped"), (0.0, "dense"), (0.0, "grouped"), (0.0, "mixtral looped"), (0.5, "mixtral grouped_mm")]
 CASES = sweep([*SOME, *(case for case in product((0.0, 0.5), MODELS) if case not in SOME)], keep=len(SOME))
 

@@ -132,7 +132,7 @@ class Tanh(nn.Module):
         return x.tanh().tanh()
 
 
-@pytest.mark.parametrize(("num_layers", "by_hand"), [(16, 13), (64, 25), (144, 37)])
+@pytest.mark.parametrize(("num_layers", "by_hand"), sweep([(16, 13), (64, 25), (144, 37)], keep=2))
 def test_memory_grows_with_the_square_root_of_the_depth(num_layers: int, by_hand: int) -> None:
     model, x = Loop(num_layers, Tanh), torch.randn(64, 1024, requires_grad=True)
     with lowtide.apply(model, lowtide.SqrtN(), regions="layers.*"):
@@ -246,8 +246,11 @@ def runs_of_a_step(model: nn.Module, x: Tensor, handle: Any) -> tuple[int, int]:
     return Counting.runs, handle.stats().num_replays - before
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 16, 64])
-@pytest.mark.parametrize("slots", [1, 2, 4, 10])
+DEPTHS_AND_SLOTS = [(depth, slots) for slots in (1, 2, 4, 10) for depth in (1, 2, 16)] + [(64, 4), (64, 10)]
+DEPTHS_AND_SLOTS += [(64, 2), (64, 1)]  # many replays: with one slot, half the square of the depth
+
+
+@pytest.mark.parametrize(("num_layers", "slots"), sweep(DEPTHS_AND_SLOTS, keep=14))
 def test_revolve_takes_the_memory_and_the_replays_of_its_formula(num_layers: int, slots: int) -> None:
     """Slots, one layer's saves and a gradient, and replays of the last part beside the schedule's runs."""
     policy, model = lowtide.Revolve(slots), Loop(num_layers, Counting)
@@ -740,7 +743,7 @@ def test_a_segment_with_ops_between_its_calls_retains_nothing() -> None:
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize(("loop", "layer"), [(Loop, Layer), (Loop, Routed), (Skipping, Layer)])
+@pytest.mark.parametrize(("loop", "layer"), sweep([(Loop, Routed), (Skipping, Layer), (Loop, Layer)], keep=2))
 def test_found_plans_hold_and_are_the_plain_model(loop: type[Loop], layer: Callable[[], nn.Module]) -> None:
     plain, x = loop(12, layer), torch.randn(1024, WIDTH)
     model = copy.deepcopy(plain)
@@ -798,6 +801,7 @@ def test_found_segments_retain_small_outputs_that_take_long() -> None:
         assert runs.count < 3
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("num_parts", sweep([4, 2, 8], keep=1))
 def test_what_checkpoint_sequential_holds_is_feasible(num_parts: int) -> None:
     """Within the measured peak of torch's cut, that cut is a candidate of `fit`, or a faster plan fits."""

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide._compat.modules import companion_of
 
 _MAX_DEPTH = 32
 # Values that are passed on as they are: they cannot change, and nothing is reached through them.
@@ -79,27 +80,29 @@ class Arguments:
     modules, `generators` the random generators. Each is None if there are none.
     """
 
-    __slots__ = ("_args", "_has_containers", "_kwargs", "callables", "generators", "objects")
+    __slots__ = ("_args", "_kwargs", "callables", "generators", "has_containers", "objects")
 
     def __init__(self) -> None:
         self.generators: list[torch.Generator] | None = None
         self.objects: list[Any] | None = None
         self.callables: list[Any] | None = None
-        self._has_containers = False
+        self.has_containers = False
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] | None = None
 
     @classmethod
     def take(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any], last: Arguments | None = None
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
     ) -> tuple[Arguments, list[Tensor]]:
         """Return the template of some arguments and the list of their tensors, each once.
 
-        The template is `last`, that of an earlier call, if it is the same.
+        The template is that of the last call of `module` as a region, if it is the same.
         """
         if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             return _ONE_TENSOR, [args[0]]
         tensors: list[Tensor] = []
+        tree = None if module is None else companion_of(module)
+        last = None if tree is None else tree.last_call.arguments
         if last is not None and last._fits(args, kwargs, tensors):
             return last, tensors
         arguments = cls()
@@ -122,6 +125,8 @@ class Arguments:
 
     def build(self, tensors: Sequence[Tensor]) -> tuple[Iterable[Any], dict[str, Any]]:
         """Rebuild the arguments from the template and `tensors`."""
+        if self is _ONE_TENSOR:
+            return tensors, {}
         args = [_build(template, tensors) for template in self._args]
         if self._kwargs is None:
             return args, {}
@@ -131,8 +136,6 @@ class Arguments:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Path | None:
         """Return the path of a container among the arguments that has changed since `take`, or None."""
-        if not self._has_containers:
-            return None
         for path, template in self._named():
             value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
             changed = _find_change(value, template, path, tensors)
@@ -169,7 +172,7 @@ class Arguments:
         parts = _parts(value) if depth < _MAX_DEPTH else None
         rebuild = None if parts is None else _rebuilder(value, parts)
         if parts is not None and rebuild is not None:
-            self._has_containers |= kind is not tuple  # which only its parts can change
+            self.has_containers |= kind is not tuple  # which only its parts can change
             taken = {key: self._take(part, depth + 1, tensors, indices) for key, part in parts.items()}
             return _Container(kind, taken, rebuild)
         if isinstance(value, torch.Generator):

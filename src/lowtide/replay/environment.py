@@ -8,7 +8,6 @@ seed and offset, others as the bytes of their state. Regions between which nothi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,12 +29,8 @@ class Environment:
 
     __slots__ = ("_generators", "_modes", "_states")
 
-    def __init__(self, modes: Modes, generators: tuple[torch.Generator, ...]) -> None:
-        self._modes, self._generators = modes, generators
-        self._states = list(map(_state_of, generators))
-
-    def is_like(self, other: Environment) -> bool:
-        return self._states == other._states and self._modes == other._modes and self._generators == other._generators
+    def __init__(self, modes: Modes, generators: tuple[torch.Generator, ...], states: list[State]) -> None:
+        self._modes, self._generators, self._states = modes, generators, states
 
     def follow(self, before: Environment) -> bool:
         """Go on from `before`, which was restored; its undo function still holds. False if that takes a new restore."""
@@ -98,10 +93,13 @@ def capture(
     none if `preserve_rng_state` is False.
     """
     global _last
-    found = Environment(modes_now(), _generators(devices, generators) if preserve_rng_state else ())
+    modes = modes_now()
+    drawn_from = _generators(devices, generators) if preserve_rng_state else ()
+    states = [_state_of(generator) for generator in drawn_from]
     last = _last
-    if last is not None and found.is_like(last):
+    if last is not None and last._states == states and last._modes == modes and last._generators == drawn_from:
         return last
+    found = Environment(modes, drawn_from, states)
     if not generators:  # these may be the user's, and would be kept alive
         _last = found
     return found
@@ -164,7 +162,7 @@ def _whole_state_of(generator: torch.Generator) -> bytes:
         with _compat.without_modes():  # a fake tensor is no state
             return _whole_state_of(generator)
     state = generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.nbytes)  # half the time of a copy by numpy
+    return _compat.memory_of(state.data_ptr(), state.nbytes).raw
 
 
 _lock = threading.Lock()

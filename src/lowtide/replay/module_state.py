@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide._compat.modules import companion_of, set_companion
-from lowtide.replay.arguments import Arguments, LastCall
+from lowtide.graph.arrays import ALWAYS_COPIED_BYTES
+from lowtide.replay.arguments import LastCall
 from lowtide.replay.object_state import ABSENT, INTERNAL_NAMES, Containers, Names, Slot, bind, nothing, reachable
 from lowtide.replay.op_facts import code_facts
 
-_ALWAYS_COPIED_BYTES = 256 * 1024  # larger tensors are copied only if a forward was seen to write them
 _LOST = -1  # a version that no tensor has
 _COUNTER = "num_batches_tracked"
 # Written by kernels that do not raise the version. Where there is a counter, its version shows such a write.
@@ -123,26 +123,26 @@ class ModuleTree:
     def snapshot(self) -> ModuleSnapshot | None:
         """Return a snapshot of the present state, that of the last call if nothing changed; None if names changed."""
         last = self.last
-        if last is not None and self.are_bound_to(last.values):
+        if last is not None and self.are_bound_to(last.parts.values):
             if last.holds_same_contents():
                 return last.as_of_now()
-            if last.has_same_parts():
-                return last.with_new_copies()
+            if last.parts.are_current():
+                return ModuleSnapshot.of(last.parts)
         values = self.read()
         if self._read_keys() != self._keys or _ids_of_modules(values) != self._children:
             return None
-        snapshot = ModuleSnapshot(self, values)
-        return snapshot if snapshot.modules <= self._known_modules else None
+        parts = StateParts(self, values)
+        return ModuleSnapshot.of(parts) if parts.modules <= self._known_modules else None
 
     def is_copied(self, slot: Slot, tensor: Tensor) -> bool:
         """Return whether a snapshot copies this tensor, as a replay may need its value from before the forward."""
         if isinstance(tensor, nn.Parameter):  # may be large: copied only if a forward writes it or may write it
             is_written = self.is_written(slot)
-            is_candidate = is_written is None and not tensor.requires_grad and tensor.nbytes <= _ALWAYS_COPIED_BYTES
+            is_candidate = is_written is None and not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES
             return (is_written or is_candidate) and _compat.is_copyable(tensor)
         if not _is_copyable_state(tensor):
             return False
-        return tensor.nbytes <= _ALWAYS_COPIED_BYTES or self.is_written(slot) is not False
+        return tensor.nbytes <= ALWAYS_COPIED_BYTES or self.is_written(slot) is not False
 
     def is_written(self, slot: Slot) -> bool | None:
         """Return whether forwards write the tensor of this name; None before the first forward."""
@@ -169,6 +169,10 @@ class ModuleTree:
         """Return what is known of which forwards write which tensors."""
         return dict(self._is_written)
 
+    def knows_only(self, writes: dict[tuple[int, str, bool], bool]) -> bool:
+        """Return whether nothing was learned since `known_writes` returned this."""
+        return self._is_written == writes
+
     def record_writes(self, slot: Slot, *, is_written: bool) -> None:
         self._is_written[_habit(slot)] = is_written
 
@@ -190,14 +194,17 @@ def _habit(slot: Slot) -> tuple[int, str, bool]:
     return id(slot.names), slot.key, slot.owner.training
 
 
-class ModuleSnapshot:
-    """The values that a tree's names are bound to, the contents of containers, and copies of small tensors."""
+class StateParts:
+    """What a snapshot of a tree consists of: values of names, containers, tensors that are copied and that are not.
+
+    Shared by the snapshots of calls between which none of this changed, such as those of a BatchNorm.
+    """
 
     # fmt: off
     __slots__ = (
-        "_containers", "_copied", "_copied_versions", "_copies", "_generators", "_holds_others", "_is_passing",
-        "_is_volatile", "_known_writes", "_may_hide_writes", "_tracked_tensors", "modules", "tree", "uncopied",
-        "values", "versions",
+        "_known_writes", "always_overwritten", "containers", "copied", "copied_tensors", "generators", "holds_others",
+        "is_learning", "is_passing", "is_rebound", "is_volatile", "may_hide_writes", "modules", "tracked", "tree",
+        "uncopied", "values",
     )
     # fmt: on
 
@@ -206,131 +213,146 @@ class ModuleSnapshot:
         state = reachable(
             value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in INTERNAL_NAMES
         )
-        self._generators, self.modules = state.generators, set(map(id, state.modules))
+        self.generators, self.modules = state.generators, set(map(id, state.modules))
         containers = [*state.containers, *tree.outside]
-        self._containers = Containers(containers) if containers else None
+        self.containers = Containers(containers) if containers else None
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
         uncopied: dict[int, tuple[Slot | None, Tensor]] = {}  # must not change until the replay
         for slot, value in zip(tree.slots, values, strict=True):
             if isinstance(value, Tensor) and not _compat.is_uninitialized(value):
                 (copied if tree.is_copied(slot, value) else uncopied).setdefault(id(value), (slot, value))
         for value in state.tensors:
-            is_small = _is_copyable_state(value) and value.nbytes <= _ALWAYS_COPIED_BYTES
+            is_small = _is_copyable_state(value) and value.nbytes <= ALWAYS_COPIED_BYTES
             (copied if is_small else uncopied).setdefault(id(value), (None, value))
         self._known_writes = tree.known_writes()
-        self._copied = list(copied.values())
-        self._may_hide_writes = [tree.may_hide_writes(slot, tensor) for slot, tensor in self._copied]
-        self._copies = _compat.clone_all([tensor for _, tensor in self._copied])
-        self._copied_versions = _compat.versions_of([tensor for _, tensor in self._copied])
-        self._track([each for each in uncopied.values() if not each[1].is_inference()])
-        self._is_volatile = any(self._may_hide_writes)
+        self._divide(list(copied.values()), [each for each in uncopied.values() if not each[1].is_inference()])
         others = [
-            (slot, value) for slot, value in (*self._copied, *self.uncopied) if not isinstance(value, nn.Parameter)
+            (slot, value) for slot, value in (*self.copied, *self.uncopied) if not isinstance(value, nn.Parameter)
         ]
-        self._holds_others = bool(others)
+        self.holds_others = bool(others)
+        self.is_rebound = any(slot is None or not _is_plain_layer(slot.owner) for slot, _ in others)  # by a forward
         # Bound for one forward, as by `functional_call`.
-        self._is_passing = any(s is not None and _compat.module_tensors(s.owner)[0] is s.names for s, _ in others)
+        self.is_passing = any(s is not None and _compat.module_tensors(s.owner)[0] is s.names for s, _ in others)
 
-    def _track(self, uncopied: list[tuple[Slot | None, Tensor]]) -> None:
-        self.uncopied, self._tracked_tensors = uncopied, [tensor for _, tensor in uncopied]
-        self.versions = self._versions()
+    def _divide(self, copied: list[tuple[Slot | None, Tensor]], uncopied: list[tuple[Slot | None, Tensor]]) -> None:
+        self.copied, self.copied_tensors = copied, [tensor for _, tensor in copied]
+        self.uncopied, self.tracked = uncopied, [tensor for _, tensor in uncopied]
+        self.may_hide_writes = [self.tree.may_hide_writes(slot, tensor) for slot, tensor in copied]
+        self.is_volatile, self.always_overwritten = any(self.may_hide_writes), all(self.may_hide_writes)
+        # Statistics are known to be written in training, and only there.
+        self.is_learning = any(slot is not None and slot.key not in _STATISTICS for slot, _ in copied)
+
+    def without_copies_of(self, is_dropped: list[bool]) -> StateParts:
+        """Return this with some of the copied tensors among those that are not copied."""
+        parts = copy.copy(self)
+        kept = list(itertools.compress(self.copied, (not each for each in is_dropped)))
+        parts._divide(kept, [*self.uncopied, *itertools.compress(self.copied, is_dropped)])
+        return parts
+
+    def has_same_containers(self) -> bool:
+        return self.containers is None or self.containers.are_unchanged()
+
+    def are_current(self) -> bool:
+        """Return whether the same tensors are to be copied now, if the names are bound as before."""
+        return self.has_same_containers() and self.tree.knows_only(self._known_writes)
+
+
+class ModuleSnapshot:
+    """The values that a tree's names are bound to, the contents of containers, and copies of small tensors."""
+
+    __slots__ = ("_copied_versions", "_copies", "parts", "versions")
+
+    def __init__(
+        self, parts: StateParts, versions: list[int], copies: list[_compat.Values], copied_versions: list[int]
+    ) -> None:
+        self.parts, self.versions = parts, versions
+        self._copies, self._copied_versions = copies, copied_versions
+
+    @classmethod
+    def of(cls, parts: StateParts) -> ModuleSnapshot:
+        """Take a snapshot: copies and versions as they are now."""
+        tensors = parts.copied_tensors
+        copies = _compat.clone_all(tensors) if tensors else []
+        return cls(parts, _versions(parts.tracked), copies, _compat.versions_of(tensors))
+
+    @property
+    def tree(self) -> ModuleTree:
+        return self.parts.tree
 
     def holds_same_contents(self) -> bool:
         """Return whether containers and copied tensors have the same contents, if the names are bound as before."""
+        parts = self.parts
         return (
-            not self._is_volatile
-            and len(self._copies) == len(self._copied)  # else they were dropped, for the next call to make new ones
-            and (self._containers is None or self._containers.are_unchanged())
-            and (not self._copied or _compat.versions_of([t for _, t in self._copied]) == self._copied_versions)
+            not parts.is_volatile
+            and len(self._copies) == len(parts.copied)  # else they were dropped, for the next call to make new ones
+            and parts.has_same_containers()
+            and (not parts.copied or _compat.versions_of(parts.copied_tensors) == self._copied_versions)
         )
 
     def binds_same_objects(self) -> bool:
         """Return whether all names are bound as before, and containers have the same contents."""
-        has_same_contents = self._containers is None or self._containers.are_unchanged()
-        return self.tree.are_bound_to(self.values) and has_same_contents
-
-    def has_same_parts(self) -> bool:
-        """Return whether the same tensors are to be copied as for this, if the names are bound as before."""
-        is_unchanged = self._containers is None or self._containers.are_unchanged()
-        return is_unchanged and self._known_writes == self.tree.known_writes()
-
-    def with_new_copies(self) -> ModuleSnapshot:
-        """Return this with copies of the present values: all that changes from call to call of a BatchNorm."""
-        state = copy.copy(self)
-        tensors = [tensor for _, tensor in self._copied]
-        state._copies, state._copied_versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
-        state.versions = self._versions()
-        return state
-
-    def _without_copies(self) -> ModuleSnapshot:
-        state = copy.copy(self)
-        state._copies = []
-        return state
+        return self.tree.are_bound_to(self.parts.values) and self.parts.has_same_containers()
 
     def as_of_now(self) -> ModuleSnapshot:
         """Return this with the present versions of tensors that have no copy: optimizer steps change parameters."""
-        versions = self._versions()
+        versions = _versions(self.parts.tracked)
         return self if versions == self.versions else self._with_versions(versions)
 
     def _with_versions(self, versions: list[int]) -> ModuleSnapshot:
-        state = copy.copy(self)  # calls before this one may share it
-        state.versions = versions
-        return state
-
-    def _versions(self) -> list[int]:
-        return list(map(_compat.version_of_saved, self._tracked_tensors))
+        return ModuleSnapshot(self.parts, versions, self._copies, self._copied_versions)
 
     def forward_done(self, *, runs_all: bool) -> ModuleSnapshot:
         """Record what the forward wrote; return this with the versions that tensors must have in a replay.
 
         `runs_all`: the forward surely ran the whole root, so that tensors it left alone are known not to be written.
         """
-        tree, state = self.tree, self
-        if self._copied:
+        state = self
+        if self.parts.is_learning:
             self._learn_writes(runs_all)
             state = self._without_unwritten_parameters()
-        versions = state._versions()
-        if versions != state.versions:
-            for index, (slot, _) in enumerate(state.uncopied):
-                if versions[index] != state.versions[index]:
-                    versions[index] = _LOST
-                    if slot is not None:  # the next forward has a copy
-                        tree.record_writes(slot, is_written=True)
-            state = state._with_versions(versions)
-            tree.last = None
-        else:
+        parts, tree = state.parts, state.parts.tree
+        versions = _versions(parts.tracked)
+        if versions == state.versions:
             tree.last = state._for_next_call()
-        return state
+            return state
+        for index, (slot, _) in enumerate(parts.uncopied):
+            if versions[index] != state.versions[index]:
+                versions[index] = _LOST
+                if slot is not None:  # the next forward has a copy
+                    tree.record_writes(slot, is_written=True)
+        tree.last = None
+        return state._with_versions(versions)
 
     def _for_next_call(self) -> ModuleSnapshot | None:
         """Return what the next call may share; nothing that keeps tensors alive."""
-        if not self._holds_others:
+        parts = self.parts
+        if not parts.holds_others:
             return self
-        if self._is_passing or not self.tree.are_bound_to(self.values):
+        if parts.is_passing or (parts.is_rebound and not parts.tree.are_bound_to(parts.values)):
             return None
-        return self if self.holds_same_contents() else self._without_copies()
+        return self if self.holds_same_contents() else ModuleSnapshot(parts, self.versions, [], [])
 
     def _without_unwritten_parameters(self) -> ModuleSnapshot:
         """Return this without the copies of parameters that the forward might have written and did not write."""
-        versions = _compat.versions_of([tensor for _, tensor in self._copied])
+        parts, before = self.parts, self._copied_versions
+        versions = _compat.versions_of(parts.copied_tensors)
         is_dropped = [
-            isinstance(tensor, nn.Parameter) and now == before
-            for (_, tensor), now, before in zip(self._copied, versions, self._copied_versions, strict=True)
+            isinstance(tensor, nn.Parameter) and now == then
+            for tensor, now, then in zip(parts.copied_tensors, versions, before, strict=True)
         ]
         if not any(is_dropped):
             return self
-        state, is_kept = copy.copy(self), [not each for each in is_dropped]
-        state._track([*self.uncopied, *itertools.compress(self._copied, is_dropped)])
-        state.versions = [*self.versions, *itertools.compress(versions, is_dropped)]
-        state._copied = list(itertools.compress(self._copied, is_kept))
-        state._copies = list(itertools.compress(self._copies, is_kept))
-        state._copied_versions = list(itertools.compress(self._copied_versions, is_kept))
-        state._may_hide_writes = list(itertools.compress(self._may_hide_writes, is_kept))
-        return state
+        is_kept = [not each for each in is_dropped]
+        return ModuleSnapshot(
+            parts.without_copies_of(is_dropped),
+            [*self.versions, *itertools.compress(versions, is_dropped)],
+            list(itertools.compress(self._copies, is_kept)),
+            list(itertools.compress(before, is_kept)),
+        )
 
     def _learn_writes(self, runs_all: bool) -> None:
         tree = self.tree
-        for (slot, tensor), copied, version in zip(self._copied, self._copies, self._copied_versions, strict=True):
+        for (slot, tensor), copied, version in zip(self.parts.copied, self._copies, self._copied_versions, strict=True):
             if slot is None or tree.is_written(slot):
                 continue
             is_changed = _compat.version_of(tensor) != version
@@ -339,26 +361,26 @@ class ModuleSnapshot:
                     tree.record_writes(slot, is_written=is_changed)
             elif is_changed:
                 # The version shows such writes, so a small tensor needs no copy in every call.
-                if tensor.nbytes > _ALWAYS_COPIED_BYTES:
+                if tensor.nbytes > ALWAYS_COPIED_BYTES:
                     tree.record_writes(slot, is_written=True)
             elif runs_all and tree.is_written(slot) is None and _compat.has_values(tensor):
                 with _compat.without_modes():
-                    tree.record_writes(slot, is_written=not torch.equal(copied, tensor))
+                    tree.record_writes(slot, is_written=not torch.equal(_compat.as_tensor(copied), tensor))
 
     def devices(self) -> set[torch.device]:
         return self.tree.devices
 
     def generators(self) -> list[torch.Generator]:
-        return self._generators
+        return self.parts.generators
 
     def lost(self) -> list[tuple[str, Tensor]]:
         """List tensors that were changed in place since the forward and have no copy, each after its description."""
-        now = self._versions()
+        now = _versions(self.parts.tracked)
         if now == self.versions:
             return []
         return [
             ("a tensor in an attribute" if slot is None else slot.describe(tensor), tensor)
-            for (slot, tensor), before, after in zip(self.uncopied, self.versions, now, strict=True)
+            for (slot, tensor), before, after in zip(self.parts.uncopied, self.versions, now, strict=True)
             if before != after
         ]
 
@@ -367,10 +389,11 @@ class ModuleSnapshot:
 
         `is_done`: the forward has ended, so that a replay writes only what the forward has written.
         """
-        undo_names = bind(self.tree, self.values)
-        if self._containers is None and not self._copied:
+        parts = self.parts
+        undo_names = bind(parts.tree, parts.values)
+        if parts.containers is None and not parts.copied:
             return undo_names
-        undo_containers = nothing if self._containers is None else self._containers.restore()
+        undo_containers = nothing if parts.containers is None else parts.containers.restore()
         undo_tensors = self._overwrite(is_done)
 
         def undo() -> None:
@@ -382,28 +405,36 @@ class ModuleSnapshot:
 
     def _overwrite(self, is_done: bool) -> Callable[[], None]:
         """Restore the values of tensors that were written since."""
-        if not self._copied:
+        tensors, copies, versions = self.parts.copied_tensors, self._copies, self._copied_versions
+        if is_done and not self.parts.always_overwritten:
+            changed = self._changed()
+            tensors, copies = [tensors[index] for index in changed], [copies[index] for index in changed]
+            versions = [versions[index] for index in changed]
+        if not tensors:
             return nothing
-        now = _compat.versions_of([tensor for _, tensor in self._copied])
+        return functools.partial(_compat.overwrite_all, tensors, *_compat.exchange_all(tensors, copies, versions))
+
+    def _changed(self) -> list[int]:
+        """Return the indices of copied tensors that the forward wrote, or may have written."""
+        parts = self.parts
+        now = _compat.versions_of(parts.copied_tensors)
         is_changed = [one != other for one, other in zip(now, self._copied_versions, strict=True)]
         counted = {
             id(slot.names)
-            for (slot, _), is_new in zip(self._copied, is_changed, strict=True)
+            for (slot, _), is_new in zip(parts.copied, is_changed, strict=True)
             if is_new and slot is not None and slot.key == _COUNTER
         }
-        changed = [
+        return [
             index
-            for index, (slot, _) in enumerate(self._copied)
-            if not is_done
-            or is_changed[index]
-            or self._may_hide_writes[index]
+            for index, (slot, _) in enumerate(parts.copied)
+            if is_changed[index]
+            or parts.may_hide_writes[index]
             or (slot is not None and slot.key in _STATISTICS and id(slot.names) in counted)
         ]
-        tensors = [self._copied[index][1] for index in changed]
-        values, versions = _compat.clone_all(tensors), _compat.versions_of(tensors)
-        copies, copied_versions = [self._copies[i] for i in changed], [self._copied_versions[i] for i in changed]
-        _compat.overwrite_all(tensors, copies, copied_versions)
-        return functools.partial(_compat.overwrite_all, tensors, values, versions)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return list(map(_compat.version_of_saved, tensors))
 
 
 def snapshot_of(root: nn.Module) -> ModuleSnapshot:
@@ -418,12 +449,6 @@ def snapshot_of(root: nn.Module) -> ModuleSnapshot:
         snapshot = tree.snapshot()
         assert snapshot is not None
     return snapshot
-
-
-def last_arguments(root: nn.Module | None) -> Arguments | None:
-    """Return the template of the arguments of this module's last call as a region."""
-    tree = None if root is None else companion_of(root)
-    return None if tree is None else tree.last_call.arguments
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:

@@ -35,9 +35,9 @@ from lowtide._compat.checkpoint import TorchCheckpointError
 from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import ChangedInPlaceError
 from lowtide.replay import divergence, environment
-from lowtide.replay.arguments import Arguments, Fingerprint, alias_of, is_held_itself, same
+from lowtide.replay.arguments import Arguments, Fingerprint, LastCall, alias_of, is_held_itself, same
 from lowtide.replay.function_state import FunctionState
-from lowtide.replay.module_state import ModuleSnapshot, last_arguments, snapshot_of
+from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.replay.recomputing import (
     DEFAULT_OPTIONS,
     METADATA,
@@ -85,7 +85,7 @@ def run(
     - `retained`: the op outputs of this call that are retained.
     - `contexts`: entered around the forward and around each replay.
     """
-    arguments, tensors = Arguments.take(args, kwargs, last_arguments(module))
+    arguments, tensors = Arguments.take(args, kwargs, module)
     kind = Frame if retained is None else retained.frame
     frame = kind(function, module, replay, options, None if contexts is None else contexts[1], arguments)
     frame.begin(tensors, input_hooks or _compat.current_hooks())
@@ -105,18 +105,14 @@ def run(
 _EMPTY: list[Any] = []  # shared by all frames before their first replay; never written to
 
 
-class Frame:
-    """One call of a region, from its forward to its last replay. Kept alive as the hook of the tensors saved in it.
-
-    It is pack and unpack hook in one, to save objects: called with a tensor it drops it and returns a token, called
-    with a token it returns the recomputed tensor.
-    """
+class ReplayableCall:
+    """One call that may run again: its inputs, and the state, random numbers and modes that it read."""
 
     # fmt: off
     __slots__ = (
-        "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions",
-        "_is_default", "_is_done", "_last_node", "_metadata", "_module", "_mutated_path", "_options", "_recomputed",
-        "_replay_function", "_requires_grad", "_sequence", "_state", "_tokens", "_unpack_input", "_versions",
+        "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions", "_is_done",
+        "_last_node", "_module", "_mutated_path", "_options", "_replay_function", "_requires_grad", "_sequence",
+        "_state", "_unpack_input",
     )
     # fmt: on
 
@@ -135,23 +131,11 @@ class Frame:
         self._is_done = False
         self._last_node = -1
         self._mutated_path: Any = None
-        self._metadata: list[Any] = []
-        self._is_default = options.determinism_check == "default"
-        self._tokens: list[int] = []
-        self._recomputed: list[Tensor | None] = _EMPTY
-        self._versions: list[int] = _EMPTY
 
     @property
     def name(self) -> Any:
         """The module or function that error messages name."""
         return self._module if self._module is not None else self._function
-
-    @property
-    def num_own_saves(self) -> int:
-        """The number of tensors saved so far; -1 if other calls follow, which replays run too."""
-        return len(self._tokens)
-
-    # The forward.
 
     def begin(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         """Capture the state that the forward will read."""
@@ -182,124 +166,28 @@ class Frame:
             with torch.enable_grad():  # see `Collector._may_stop`
                 self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
 
-    @_compat.never_compiled
-    def __call__(self, saved: Any) -> Any:  # runs twice per saved tensor: every microsecond counts
-        if type(saved) is not int:
-            tokens = self._tokens
-            token = len(tokens) + FIRST_TOKEN
-            tokens.append(token)
-            try:
-                self._metadata.append(METADATA[facts_of(saved)] if self._is_default else self._options.facts(saved))
-            except (KeyError, TypeError):
-                self._metadata.append(new_metadata(saved))
-            return token
-        index = saved - FIRST_TOKEN
-        if index < len(self._recomputed):
-            tensor = self._recomputed[index]
-            if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
-                self._recomputed[index] = None  # autograd holds it from now on
-                return tensor
-        # Compiled autograd traces this hook, and must not trace the replay.
-        return _unpack(self, index) if torch.compiler.is_compiling() else self.unpack(index)
-
-    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Record what the forward changed, and share equal metadata with the module's last call."""
+    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> LastCall | None:
+        """Record what the forward changed; return what the module's next call may share, None for a function."""
         self._is_done = True
         self._last_node = _compat.sequence_number() - 1
-        self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
+        if self._arguments.has_containers:
+            self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
+        self._check_inputs(tensors)
+        self._state = state = self._state.forward_done(runs_all=True)
+        if not isinstance(state, ModuleSnapshot):
+            return None
+        last = state.tree.last_call
+        last.arguments = self._arguments
+        return last
+
+    def _check_inputs(self, tensors: list[Tensor]) -> None:
+        """Record whether the forward changed its inputs in place: a replay is then refused."""
         versions = _compat.versions_of(tensors)
         if versions != self._input_versions:
             self._inputs_changed([i for i, version in enumerate(versions) if version != self._input_versions[i]])
-        self._state = state = self._state.forward_done(runs_all=True)
-        if isinstance(state, ModuleSnapshot):
-            last = state.tree.last_call
-            self._metadata = last.metadata = same(last.metadata, self._metadata)
-            self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
-            self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
-            last.arguments = self._arguments
 
     def _inputs_changed(self, indices: list[int]) -> None:
-        """Called if the forward changed these inputs in place: the replay will be refused."""
         self._mutated_path = self._arguments.path_of_tensor(indices[0])
-
-    # The backward.
-
-    def unpack(self, index: int) -> Tensor:
-        """Return the saved tensor with this index, replaying the region if it is not available."""
-        tensor = self._take(index)
-        if tensor is None:
-            # Backwards of several devices run in threads of their own, and may unpack saves of one region at once.
-            me = threading.get_ident()
-            while _replaying.setdefault(id(self), me) != me:
-                time.sleep(0)
-            try:
-                tensor = self._take(index)  # another thread may have replayed meanwhile
-                if tensor is None:
-                    self.replay()
-                    tensor = self._take(index)
-            finally:
-                _replaying.pop(id(self), None)
-            assert tensor is not None
-        if _compat.version_of_saved(tensor) != self._versions[index]:
-            raise divergence.overwritten_activation(self.name, index, self._metadata[index])
-        return tensor
-
-    def _take(self, index: int) -> Tensor | None:
-        if index >= len(self._recomputed):
-            return None
-        tensor, self._recomputed[index] = self._recomputed[index], None
-        return tensor
-
-    def replay(self) -> None:
-        """Run the region again and store its saves."""
-        self._check_arguments()
-        tensors, needed = self._input_tensors(), self._needed()
-        collector = self._options.collector(needed, self._stop(needed))
-        self._run_again(tensors, collector)
-        self._finish(collector, tensors)
-
-    def _needed(self) -> list[bool]:
-        """Return, for each save, whether autograd still holds it."""
-        counts = list(map(sys.getrefcount, self._tokens))
-        return [count > _UNUSED for count in counts] if _UNUSED in counts else [True] * len(counts)
-
-    def _stop(self, needed: list[bool]) -> StopAt:
-        """Return the save at which a replay may stop, with its autograd node.
-
-        That is the last needed save, if the running node made it. Usually it did, as the last node of the region is the
-        first that unpacks. Of the running node it is known whether its op fills a tensor before saving it.
-        """
-        last = len(needed) - 1
-        while last >= 0 and not needed[last]:
-            last -= 1
-        node = _compat.running_node()
-        if last < 0 or not self._options.early_stop or node is None or _compat.fills_later(node):
-            return NO_STOP
-        number = _compat.sequence_of(node)
-        return StopAt(last, number - self._sequence, self._is_end(last, number, node))
-
-    def _is_end(self, save: int, number: int, node: Any) -> bool:
-        """Return whether nothing is left of the region after this save, which the running node made.
-
-        (Letting one more op run would be faster on small tensors, but its output would add to the peak.) With a process
-        group a replay always stops: collectives may follow that autograd does not see.
-        """
-        is_last = save == len(self._metadata) - 1 and number == self._last_node
-        return is_last and _compat.saves_results(node) and not _is_distributed()
-
-    def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
-        self._check(collector, tensors)
-        self._recomputed, self._versions = collector.tensors, collector.versions
-
-    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
-        modes = self._modes(mode)
-        _compat.keep_prefetches_useful()
-        undo_environment = self._environment.restore()
-        try:
-            with Replaying(collector.pack):
-                return self._run_under(modes, tensors, collector)
-        finally:
-            undo_environment()
 
     def _modes(self, mode: Any) -> list[AbstractContextManager[Any]]:
         """Return the contexts for a replay, given a dispatch mode or None."""
@@ -382,6 +270,143 @@ class Frame:
             if is_ours and _compat.version_of(held) != self._input_versions[index]:
                 path = self._arguments.path_of_tensor(index)
                 raise divergence.mutated_argument(self.name, path, "was changed in place")
+
+
+class Frame(ReplayableCall):
+    """One call of a region, from its forward to its last replay. Kept alive as the hook of the tensors saved in it.
+
+    It is pack and unpack hook in one, to save objects: called with a tensor it drops it and returns a token, called
+    with a token it returns the recomputed tensor.
+    """
+
+    __slots__ = ("_is_default", "_metadata", "_recomputed", "_tokens", "_versions")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module | None,
+        replay: Callable[..., Any] | None,
+        options: Options,
+        context: AbstractContextManager[Any] | None,
+        arguments: Arguments,
+    ) -> None:
+        super().__init__(function, module, replay, options, context, arguments)
+        self._metadata: list[Any] = []
+        self._is_default = options.determinism_check == "default"
+        self._tokens: list[int] = []
+        self._recomputed: list[Tensor | None] = _EMPTY
+        self._versions: list[int] = _EMPTY
+
+    @property
+    def num_own_saves(self) -> int:
+        """The number of tensors saved so far; -1 if other calls follow, which replays run too."""
+        return len(self._tokens)
+
+    @_compat.never_compiled
+    def __call__(self, saved: Any) -> Any:  # runs twice per saved tensor: every microsecond counts
+        if type(saved) is not int:
+            tokens = self._tokens
+            token = len(tokens) + FIRST_TOKEN
+            tokens.append(token)
+            try:
+                self._metadata.append(METADATA[facts_of(saved)] if self._is_default else self._options.facts(saved))
+            except (KeyError, TypeError):
+                self._metadata.append(new_metadata(saved))
+            return token
+        index = saved - FIRST_TOKEN
+        if index < len(self._recomputed):
+            tensor = self._recomputed[index]
+            if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
+                self._recomputed[index] = None  # autograd holds it from now on
+                return tensor
+        # Compiled autograd traces this hook, and must not trace the replay.
+        return _unpack(self, index) if torch.compiler.is_compiling() else self.unpack(index)
+
+    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> LastCall | None:
+        """Also share equal metadata with the module's last call."""
+        last = super().forward_done(args, kwargs, tensors)
+        if last is not None:
+            self._metadata = last.metadata = same(last.metadata, self._metadata)
+            self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
+            self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
+        return last
+
+    def unpack(self, index: int) -> Tensor:
+        """Return the saved tensor with this index, replaying the region if it is not available."""
+        tensor = self._take(index)
+        if tensor is None:
+            # Backwards of several devices run in threads of their own, and may unpack saves of one region at once.
+            me = threading.get_ident()
+            while _replaying.setdefault(id(self), me) != me:
+                time.sleep(0)
+            try:
+                tensor = self._take(index)  # another thread may have replayed meanwhile
+                if tensor is None:
+                    self.replay()
+                    tensor = self._take(index)
+            finally:
+                _replaying.pop(id(self), None)
+            assert tensor is not None
+        if _compat.version_of_saved(tensor) != self._versions[index]:
+            raise divergence.overwritten_activation(self.name, index, self._metadata[index])
+        return tensor
+
+    def _take(self, index: int) -> Tensor | None:
+        if index >= len(self._recomputed):
+            return None
+        tensor, self._recomputed[index] = self._recomputed[index], None
+        return tensor
+
+    def replay(self) -> None:
+        """Run the region again and store its saves."""
+        self._check_arguments()
+        tensors, needed = self._input_tensors(), self._needed()
+        collector = self._options.collector(needed, self._stop(needed))
+        self._run_again(tensors, collector)
+        self._finish(collector, tensors)
+
+    def _needed(self) -> list[bool]:
+        """Return, for each save, whether autograd still holds it."""
+        counts = list(map(sys.getrefcount, self._tokens))
+        return [count > _UNUSED for count in counts] if _UNUSED in counts else [True] * len(counts)
+
+    def _stop(self, needed: list[bool]) -> StopAt:
+        """Return the save at which a replay may stop, with its autograd node.
+
+        That is the last needed save, if the running node made it. Usually it did, as the last node of the region is the
+        first that unpacks. Of the running node it is known whether its op fills a tensor before saving it.
+        """
+        last = len(needed) - 1
+        while last >= 0 and not needed[last]:
+            last -= 1
+        node = _compat.running_node()
+        if last < 0 or not self._options.early_stop or node is None or _compat.fills_later(node):
+            return NO_STOP
+        number = _compat.sequence_of(node)
+        return StopAt(last, number - self._sequence, self._is_end(last, number, node))
+
+    def _is_end(self, save: int, number: int, node: Any) -> bool:
+        """Return whether nothing is left of the region after this save, which the running node made.
+
+        (Letting one more op run would be faster on small tensors, but its output would add to the peak.) With a process
+        group a replay always stops: collectives may follow that autograd does not see.
+        """
+        is_last = save == len(self._metadata) - 1 and number == self._last_node
+        return is_last and _compat.saves_results(node) and not _is_distributed()
+
+    def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
+        self._check(collector, tensors)
+        self._recomputed, self._versions = collector.tensors, collector.versions
+
+    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
+        modes = self._modes(mode)
+        _compat.keep_prefetches_useful()
+        undo_environment = self._environment.restore()
+        try:
+            with Replaying(collector.pack):
+                return self._run_under(modes, tensors, collector)
+        finally:
+            undo_environment()
 
     def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
         """Return the metadata of the replay's and of the forward's saves that are to be compared."""

@@ -19,27 +19,24 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, is_held_itself, tensors_in
-from lowtide.replay.module_state import last_arguments
 from lowtide.replay.object_state import nothing
 from lowtide.replay.recomputing import DEFAULT_OPTIONS, Collector, Replaying, StopAt
-from lowtide.replay.region import Frame, Hooks
+from lowtide.replay.region import Frame, Hooks, ReplayableCall
 
 if TYPE_CHECKING:
     from lowtide.replay.retained import RetainedCall
 
 
-class Link(NamedTuple):
-    """An input that is an output of an earlier call of the segment: the number of that call, and of the output."""
-
-    call: int
-    output: int
+# An input that is an output of an earlier call of the segment: the number of that call, and of the output. (A tuple, as
+# one is made per call.)
+Link = tuple[int, int]
 
 
 class OpenSegment:
@@ -62,9 +59,9 @@ class OpenSegment:
         frame = None if self._frame is None or self._hooks != _id_of(hooks) else self._frame()
         links: dict[int, Link] = {}
         for index, tensor in enumerate(tensors) if frame is not None else ():
-            reference, version, link = self._outputs.get(id(tensor), _NO_OUTPUT)
-            if reference() is tensor and _compat.version_of(tensor) == version:
-                links[index] = link
+            known = self._outputs.get(id(tensor))
+            if known is not None and known[0]() is tensor and _compat.version_of_saved(tensor) == known[1]:
+                links[index] = known[2]
         return (frame if links else None), links
 
     def is_continued_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,15 +76,17 @@ class OpenSegment:
         self._frame = None
 
     def call_done(self, frame: SegmentFrame, output: Any) -> None:
-        number = len(frame.calls) - 1
+        number, outputs = len(frame.calls) - 1, self._outputs
         for index, tensor in enumerate(_tensors_of(output)):
-            version = _compat.version_of(tensor)
-            reference, before, _ = self._outputs.get(id(tensor), _NO_OUTPUT)
-            if (reference() is not tensor or before != version) and not is_held_itself(tensor):
+            if is_held_itself(tensor):
+                continue
+            version = _compat.version_of_saved(tensor)
+            known = outputs.get(id(tensor))
+            if known is None or known[0]() is not tensor or known[1] != version:
                 # Autograd keeps a frame alive by its saves. Where there are none yet, as after frozen layers, its
                 # outputs do: through the callback, which a weak reference holds until its tensor is freed.
                 callback = None if frame.num_saves else functools.partial(_ignore, frame)
-                self._outputs[id(tensor)] = weakref.ref(tensor, callback), version, Link(number, index)
+                outputs[id(tensor)] = weakref.ref(tensor, callback), version, (number, index)
 
 
 def _tensors_of(output: Any) -> Sequence[Tensor]:
@@ -101,13 +100,6 @@ def _ignore(*_: object) -> None:
 def _id_of(hooks: Hooks | None) -> int:
     """Return the id of the object that the pack hook is bound to: a bound method is a new object each time."""
     return 0 if hooks is None else id(getattr(hooks[0], "__self__", hooks[0]))
-
-
-def _no_tensor() -> None:
-    return None
-
-
-_NO_OUTPUT: Any = (_no_tensor, -1, None)
 
 
 @_compat.never_compiled
@@ -129,7 +121,7 @@ def run(
     `replay` is called in the backward with the scope, the module and the arguments. `retained` returns the retained
     outputs of a segment that begins here. The other arguments are those of `region.run`.
     """
-    arguments, tensors = Arguments.take(args, kwargs, last_arguments(module))
+    arguments, tensors = Arguments.take(args, kwargs, module)
     hooks = _compat.current_hooks()
     frame, links = (None, {}) if is_first else segment.joined(tensors, hooks)
     if frame is None:
@@ -155,8 +147,8 @@ def run(
     return output
 
 
-class SegmentCall(Frame):
-    """One call of a segment: its inputs and captured state. Its saved tensors are in the segment's frame."""
+class SegmentCall(ReplayableCall):
+    """One call of a segment. Its saved tensors are in the segment's frame."""
 
     __slots__ = ("_scope", "first_save", "links")
 
@@ -167,12 +159,16 @@ class SegmentCall(Frame):
         links = self.links
         if len(links) == len(tensors):  # the usual case
             self._held, self._unpack_input = [None] * len(tensors), None
-        else:
-            super()._hold([tensor for index, tensor in enumerate(tensors) if index not in links], hooks)
-            held = iter(self._held)
-            self._held = [None if index in links else next(held) for index in range(len(tensors))]
+            return
+        super()._hold([tensor for index, tensor in enumerate(tensors) if index not in links], hooks)
+        held = iter(self._held)
+        self._held = [None if index in links else next(held) for index in range(len(tensors))]
         self._input_versions = _compat.versions_of(tensors)
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
+
+    def _check_inputs(self, tensors: list[Tensor]) -> None:
+        if len(self.links) < len(tensors):
+            super()._check_inputs(tensors)
 
     def _inputs_changed(self, indices: list[int]) -> None:
         """Allow changes of links: the replay makes them again, like any in-place change within a region."""
@@ -198,8 +194,11 @@ class SegmentCall(Frame):
             self._scope = None
 
     def _inputs(self, made: dict[Link, Tensor]) -> list[Tensor]:
-        inputs = [None if index in self.links else self._input_tensor(index) for index in range(len(self._held))]
-        for index, link in self.links.items():
+        links = self.links
+        if len(links) == len(self._held):
+            return [made[link] for link in links.values()]
+        inputs = [None if index in links else self._input_tensor(index) for index in range(len(self._held))]
+        for index, link in links.items():
             inputs[index] = made[link]  # the same object: inner segments recognise links by identity
         return inputs  # type: ignore[return-value]
 
@@ -278,7 +277,7 @@ class SegmentFrame(Frame):
                         return
                     for index, tensor in enumerate(_tensors_of(output)):
                         if (number, index) in users:
-                            made[Link(number, index)] = tensor
+                            made[number, index] = tensor
         finally:
             undo_environment()
 
