@@ -43,7 +43,7 @@ def job() -> Any:
 
 def tight(job: Any, optimizer: Any = None, share: float = 0.3) -> int:
     graph = lowtide.trace(job.model, job.loss_fn, job.batch, optimizer=optimizer)
-    floor, plain = lowtide.sweep(graph, time_limit_s=1).floor_bytes, simulate(graph).peak_bytes
+    floor, plain = lowtide.sweep(graph, [], time_limit_s=1).floor_bytes, simulate(graph).peak_bytes
     return int(floor + share * (plain - floor))
 
 
@@ -263,6 +263,69 @@ def test_the_counter_is_read_seldom(job: Any, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(1000):
         watch.forward_begins()
     assert len(reads) == 1 + 8 + 6  # 1, 2, ... 128, then every 128
+
+
+def backward_twice(job: Any) -> None:
+    """Two backwards per update: the second begins with the gradients of the first."""
+    job.model.zero_grad()
+    for _ in range(2):
+        job.loss_fn(job.batch).backward()
+
+
+def test_gradients_of_an_earlier_backward(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    num_bytes = sum(p.nbytes for p in job.model.parameters())
+    handle = fitted(job, budget := tight(job, share=0.6))
+    train(job, 4)
+    assert not said(caplog)
+    for _ in range(8):
+        backward_twice(job)
+    (message,) = said(caplog)
+    assert f"{lowtide.units.format_bytes(num_bytes)} of gradients of an earlier backward" in message
+    handle.refit()  # they are still there, so the plan is for a step that begins with them
+    job.batch.mul_(2)  # so that gradients are new
+    measured = lowtide.measure(lambda: job.loss_fn(job.batch).backward(), device="cpu")
+    static = sum(size for kind, size in handle.plan.graph.static_bytes.items() if kind != "gradients")
+    assert static + num_bytes + measured.peak_bytes <= budget
+    for _ in range(40):
+        backward_twice(job)
+    assert len(said(caplog)) == 1
+    handle.remove()
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_gradients_of_an_earlier_backward_count_as_they_add_to_the_peak(
+    job: Any, caplog: pytest.LogCaptureFixture, missing_bytes: int
+) -> None:
+    """At the end of a step all gradients exist anyway."""
+    with fitted(job, tight(job)) as handle:
+        handle.watch.budget_bytes = 1 << 40  # nothing is said before the peak is known
+        train(job, 1)
+        num_bytes = sum(p.nbytes for p in job.model.parameters())
+        measured = lowtide.measure(lambda: job.loss_fn(job.batch).backward(), device="cpu")
+        static = sum(size for kind, size in handle.plan.graph.static_bytes.items() if kind != "gradients")
+        peak = static + num_bytes + measured.peak_bytes
+        assert handle.measured_peak_bytes < peak < handle.measured_peak_bytes + num_bytes
+        handle.watch.budget_bytes = peak - missing_bytes
+        for _ in range(8):
+            backward_twice(job)
+    assert len(said(caplog)) == missing_bytes
+
+
+def test_a_step_with_gradients_of_an_earlier_backward(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with fitted(job, tight(job)) as handle:
+        for _ in range(2):
+            handle.step(job.loss_fn, job.batch)
+    (message,) = said(caplog)
+    assert "gradients of an earlier backward" in message and "other experts" not in message
+
+
+def test_two_numbers_that_are_almost_the_same(job: Any, counter: Counter, caplog: pytest.LogCaptureFixture) -> None:
+    watch = counter.watch(job, 10 << 20)
+    counter.peak = (10 << 20) + 4096
+    for _ in range(2):
+        watch.forward_begins()
+    (message,) = said(caplog)
+    assert "the budget of 10.000 MiB" in message and "a peak of 10.004 MiB" in message
 
 
 @pytest.mark.gpu

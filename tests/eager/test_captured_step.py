@@ -198,6 +198,7 @@ def test_the_users_line_is_the_innermost_outside_of_torch() -> None:
         assert "# this line" in text.readlines()[line - 1]
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_a_graph_has_a_plan_of_its_own_with_a_smaller_peak_if_need_be() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)))

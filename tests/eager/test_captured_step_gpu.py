@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
+from lowtide.eager.captured_step import CapturedStep
 from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.tracing.devices import EngineCosts
@@ -201,6 +202,34 @@ def test_fitted_steps_are_within_their_budget_or_refused() -> None:
             outside = torch.cuda.memory_allocated()
             assert outside + step.pool_bytes - sum(p.nbytes for p in model.parameters()) <= budget
     assert {0.8, 1.2, 2.0} <= set(held)
+
+
+def test_a_graph_over_its_budget_is_captured_again_in_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here only the first graph is said to be over. The second pool begins with the room that the budget leaves."""
+    model, batches = gpt(), [tokens(number) for number in range(3)]
+    reference = copy.deepcopy(model)
+    expected = trained(reference, eagerly(loss_of(reference)), batches, "AdamW")
+    measure, peaks = CapturedStep._measure, []
+
+    def over_at_first(step: CapturedStep) -> None:
+        measure(step)
+        peaks.append(step.peak_bytes)
+        if len(peaks) == 1:
+            raise lowtide.InfeasibleBudgetError("over", step.peak_bytes)
+
+    monkeypatch.setattr(CapturedStep, "_measure", over_at_first)
+    budget = 2 * lowtide.estimate(model, loss_of(model), batches[0]).peak_bytes + (96 << 20)
+    with lowtide.fit(model, loss_of(model), batches[0], budget=budget) as handle:
+        step = handle.capture(loss_of(model), batches[0])
+        assert len(peaks) == 2 and peaks[0] < peaks[1] <= budget
+        sizes = [each["total_size"] for each in step._segments() if each["segment_type"] == "large"]
+        assert len(sizes) == 1 and peaks[1] > budget - (8 << 20)
+        assert all(map(same, trained(model, step, batches, "AdamW"), expected))
+        allocated = torch.cuda.memory_reserved()
+        step.release()
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= allocated - sizes[0]
 
 
 def test_a_fitted_step_with_host_memory_is_captured_without_moves() -> None:

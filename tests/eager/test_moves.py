@@ -28,6 +28,7 @@ from lowtide.store import transfer
 from lowtide.store.storage_units import Unit
 from lowtide.store.tiers import Prefetch
 from stepping import RunsOf
+from sweeps import sweep
 
 NEVER = 1 << 40  # a save that no call makes: saves are counted, and nothing is moved
 
@@ -590,7 +591,7 @@ def step_of(job: zoo.Job) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("quick_search")
-@pytest.mark.parametrize("name", ["gpt_dropout", "block_called_again"])
+@pytest.mark.parametrize("name", sweep(["gpt_dropout", "block_called_again"], keep=1))
 def test_solved_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     """With a disk as fast as memory, all that is simulated happens on the CPU too, but for fetching ahead."""
     job = zoo.make(name)

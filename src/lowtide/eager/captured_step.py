@@ -5,16 +5,20 @@ runs the recorded kernels one after the other. `Capturable` adds `capture` to th
 `CapturedStep` holds one graph for each form of batch (shapes, dtypes, Python values), checks before every run that the
 graph still applies, and runs the step eagerly where it cannot be captured. `eager.cuda_graph` makes the single graphs.
 
-The memory pool of the graphs counts as a whole in the peak, as nothing else can use it. See docs/cuda-graphs.md.
+The memory pool of the graphs counts as a whole in the peak, as nothing else can use it. The allocator adds a segment to
+a pool for each large tensor that fits into no free block, and blocks of different segments never merge, so a pool has
+gaps. If a graph exceeds its budget, the step is captured again in a pool that begins with one segment of all bytes that
+the budget leaves: the allocator splits it, and merges free neighbours. See docs/cuda-graphs.md.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +42,10 @@ _MAX_PLANS = 4
 # Share of the budget by which each further plan is smaller than the excess of the last one asks for: another plan may
 # leave more gaps in the pool. Without it a ConvNeXt was 5 MiB over in its fourth plan.
 _POOL_MARGIN = 0.01
+_SEGMENT_UNIT = 2 << 20  # bytes that the allocator rounds large segments up to
+# Pools in which a capture failed: torch 2.11 does not release the capture's reference (pytorch #190308), and freeing
+# such a pool ends the process.
+_NEVER_FREED: list[torch.cuda.MemPool] = []
 
 
 class Capturable(ABC):
@@ -129,11 +137,14 @@ class CapturedStep:
         self.pool_bytes = 0  # held by the graphs, also between steps
         self.plan: Plan | None = None  # of the graph captured last
         self._handle, self._loss_fn = handle, loss_fn
+        self._graphs: dict[Any, CapturedGraph] = {}
+        self._small_bytes: int | None = None  # of the pool's segments for small tensors; known if a graph had gaps
         self._accumulate, self._max_graphs, self._ignore_host_draws = accumulate, max_graphs, ignore_host_draws
         self._plans = getattr(handle, "shapes", None)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device = checks.device_of(handle.model, args)
+        self._filled: torch.cuda.MemPool | None = None  # the pool, if it begins with one segment
+        self._pool: Any = torch.cuda.graph_pool_handle()
         self._facts = facts
-        self._graphs: dict[Any, CapturedGraph] = {}
         self._eager: set[Any] = set()  # forms of batches that run eagerly
         self._has_warned = False
         self._is_released = False
@@ -174,9 +185,9 @@ class CapturedStep:
     def release(self) -> None:
         """Free the graphs and their memory. Gradients in `.grad` become copies."""
         self._copy_gradients_of_other_graphs(None)
-        self._graphs.clear()
         self._is_released = True
-        torch.cuda.empty_cache()
+        self._small_bytes = None
+        self._renew_pool()
 
     # Graphs.
 
@@ -215,12 +226,9 @@ class CapturedStep:
         missing, error = 0, None
         # A pool that other graphs use does not shrink.
         for _ in range(_MAX_PLANS if handle.plans_for_graphs and not self._graphs else 1):
-            if not self._graphs:
-                self._pool = torch.cuda.graph_pool_handle()  # torch may not have freed that of the plan before
             try:
                 with handle.plan_for_graph(self._loss_fn, args, missing) as plan:
-                    self._graphs[key] = self._captured(args)
-                self._measure()
+                    self._capture_within_budget(key, args)
             except InfeasibleBudgetError as infeasible:
                 if self._graphs.pop(key, None) is None:  # the solver has no smaller plan
                     raise error or infeasible from None
@@ -235,15 +243,63 @@ class CapturedStep:
         assert error is not None
         raise error
 
+    def _capture_within_budget(self, key: Any, args: tuple[Any, ...]) -> None:
+        """Capture a graph; if its pool has gaps that exceed the budget, again in a pool that begins as one segment."""
+        is_first = not self._graphs
+        for _ in range(2 if is_first and self._small_bytes is None else 1):
+            if is_first:
+                self._renew_pool()
+            self._graphs[key] = self._captured(args)
+            try:
+                self._measure()
+                return
+            except InfeasibleBudgetError as infeasible:
+                error = infeasible
+                if is_first:
+                    self._small_bytes = sum(each["total_size"] for each in self._segments() if _is_small(each))
+        raise error
+
+    def _renew_pool(self) -> None:
+        """Free all graphs with their pool, and begin another: empty, or one that can be filled before a capture."""
+        self._graphs.clear()
+        gc.collect()
+        self._filled = None
+        if self._small_bytes is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        else:
+            with torch.cuda.device(self._device):
+                self._filled = torch.cuda.MemPool()
+            self._pool = self._filled.id
+        torch.cuda.empty_cache()
+
     def _captured(self, args: tuple[Any, ...]) -> CapturedGraph:
         handle, regions = self._handle, self._handle.num_patched
+        fill = None if self._filled is None or self._graphs else functools.partial(self._fill, self._replaced_bytes())
         try:
             return CapturedGraph(
-                handle.model, self._loss_fn, args, self._pool, ignore_host_draws=self._ignore_host_draws
+                *(handle.model, self._loss_fn, args, self._pool, fill),
+                ignore_host_draws=self._ignore_host_draws,
             )
+        except BaseException:
+            if self._filled is not None:
+                _NEVER_FREED.append(self._filled)
+            raise
         finally:
             if handle.num_patched != regions and not handle.is_removed:
                 handle.reapply()  # the warm-up made a plan, whose patches were restored away
+
+    def _fill(self, replaced: int) -> None:
+        """Let the pool begin with one segment of the bytes that the budget leaves for large tensors.
+
+        Called on the stream of the capture, which alone may use it. If there is not that much memory, the pool begins
+        empty and grows as needed.
+        """
+        assert self._filled is not None and self._small_bytes is not None
+        budget: int = self._handle.watch.budget_bytes  # type: ignore[attr-defined]
+        size = (budget - self._outside_bytes(replaced) - self._small_bytes) // _SEGMENT_UNIT * _SEGMENT_UNIT
+        if size > 0:
+            with suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(self._filled):
+                torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @one_at_a_time
     def _can_add(self, key: Any, graph: CapturedGraph) -> bool:
@@ -299,19 +355,10 @@ class CapturedStep:
         The pool counts as a whole, free blocks included, as nothing else can use it.
         """
         torch.cuda.synchronize()
-        segments = [
-            each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(self._pool)
-        ]
-        self.pool_bytes = sum(each["total_size"] for each in segments)
-        live = sum(each["allocated_size"] for each in segments)
-        leaves = {id(leaf): leaf for graph in self._graphs.values() for leaf in graph.leaves.values()}
-        owned = {id(gradient) for graph in self._graphs.values() for gradient in graph.gradients.values()}
-        present = [leaf.grad for leaf in leaves.values() if leaf.grad is not None and id(leaf.grad) not in owned]
-        watch = getattr(self._handle, "watch", None)
-        to_come = 0 if watch is None else watch.missing_state_bytes()
-        # The next step replaces the present gradients by its own, which are in the pool.
-        outside = torch.cuda.memory_allocated() - live - sum(gradient.nbytes for gradient in present) + to_come
+        self.pool_bytes = sum(each["total_size"] for each in self._segments())
+        outside = self._outside_bytes(self._replaced_bytes())
         self.peak_bytes = outside + self.pool_bytes
+        watch = getattr(self._handle, "watch", None)
         if watch is not None and self.peak_bytes > watch.budget_bytes:
             allowed, taken = format_apart(watch.budget_bytes, self.peak_bytes)
             raise InfeasibleBudgetError(
@@ -323,6 +370,26 @@ class CapturedStep:
                 self.peak_bytes,
             )
 
+    def _segments(self) -> list[dict[str, Any]]:
+        """The segments of the graphs' memory pool."""
+        return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(self._pool)]
+
+    def _replaced_bytes(self) -> int:
+        """Bytes of present gradients that the next step replaces by its own, which are in the pool."""
+        graphs = self._graphs.values()
+        leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves.values()}
+        leaves |= {id(leaf): leaf for leaf in self._facts.parameters}
+        owned = {id(gradient) for graph in graphs for gradient in graph.gradients.values()}
+        present = [leaf.grad for leaf in leaves.values() if leaf.grad is not None and id(leaf.grad) not in owned]
+        return sum(gradient.nbytes for gradient in present)
+
+    def _outside_bytes(self, replaced: int) -> int:
+        """Bytes of the step outside of the pool: allocated now, less `replaced`, with optimizer state still to come."""
+        watch = getattr(self._handle, "watch", None)
+        to_come = 0 if watch is None else watch.missing_state_bytes()
+        live = sum(each["allocated_size"] for each in self._segments())
+        return torch.cuda.memory_allocated(self._device) - live - replaced + to_come
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise CaptureError("a captured step cannot be copied, as its graph writes to one model: capture the copy's own")
 
@@ -332,6 +399,11 @@ class CapturedStep:
     def __str__(self) -> str:
         graphs = f"{self.num_graphs} CUDA graph{'s' * (self.num_graphs != 1)}"
         return f"captured step: {graphs}, {format_bytes(self.pool_bytes)} kept; peak {format_bytes(self.peak_bytes)}"
+
+
+def _is_small(segment: dict[str, Any]) -> bool:
+    """Whether a segment is for tensors of less than 1 MiB, which the allocator keeps apart."""
+    return bool(segment["segment_type"] == "small")
 
 
 def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:

@@ -176,7 +176,10 @@ _SHIFT = 4 << 20  # added to generator offsets in warm-ups, to detect a step tha
 
 
 class CapturedGraph:
-    """A captured step for batches of one form. `run` copies a batch in, runs the graph and sets `.grad`."""
+    """A captured step for batches of one form. `run` copies a batch in, runs the graph and sets `.grad`.
+
+    The graph's memory is in `pool`. `fill` is called before the capture, on its stream, and may put segments into it.
+    """
 
     def __init__(
         self,
@@ -184,6 +187,7 @@ class CapturedGraph:
         loss_fn: Callable[..., Any],
         args: tuple[Any, ...],
         pool: Any,
+        fill: Callable[[], None] | None,
         *,
         ignore_host_draws: bool,
     ) -> None:
@@ -196,7 +200,7 @@ class CapturedGraph:
         self._ignore_host_draws = ignore_host_draws
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
         self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
-        self._fresh = self._captured(adds=False)
+        self._fresh = self._captured(fill, adds=False)
         self._adding: _Graph | None = None
 
     @property
@@ -205,7 +209,7 @@ class CapturedGraph:
 
     def prepare_to_add(self) -> None:
         """Capture the graph that adds to gradients."""
-        self._adding = self._captured(adds=True)
+        self._adding = self._captured(None, adds=True)
 
     def drop_adding(self) -> None:
         self._adding = None
@@ -237,10 +241,10 @@ class CapturedGraph:
 
     # Capturing.
 
-    def _captured(self, *, adds: bool) -> _Graph:
+    def _captured(self, fill: Callable[[], None] | None, *, adds: bool) -> _Graph:
         with torch.cuda.device(self._device):
             draws = self._warm_up()
-            return self._capture(draws, adds)
+            return self._capture(draws, fill, adds)
 
     def _warm_up(self) -> list[int]:
         """Run the step eagerly. Returns by how much one step advances each generator's offset."""
@@ -263,7 +267,7 @@ class CapturedGraph:
             current.wait_stream(stream)
             return draws
 
-    def _capture(self, draws: list[int], adds: bool) -> _Graph:
+    def _capture(self, draws: list[int], fill: Callable[[], None] | None, adds: bool) -> _Graph:
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device.index)
         self._register(graph)
         with self._nothing_left(), self._gradients_kept() if adds else nullcontext():
@@ -275,6 +279,8 @@ class CapturedGraph:
             failure: BaseException | None = None
             loss: Tensor | None = None
             with torch.cuda.stream(stream):
+                if fill is not None:
+                    fill()
                 torch.clear_autocast_cache()  # a weight cast before the capture would not be cast again
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:

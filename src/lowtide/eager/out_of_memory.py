@@ -5,9 +5,10 @@ part of it, so a planned step can still run out of memory. `Stepper`, behind `Ap
 gradients, buffers and random states, makes a plan with a smaller peak, and runs the same batch again. The smaller plan
 stays.
 
-A plan also counts only what was there when it was made. Parameters unfrozen later, an optimizer that `fit` was not
-given or experts that the trace did not use add memory. `BudgetWatch`, which `fit` puts on its handle, checks the memory
-at the start of a forward: after 1, 2, 4, ... forwards, and from 128 on after every 128th. It warns once.
+A plan also counts only what was there when it was made. Parameters unfrozen later, gradients that accumulate over
+several backwards, an optimizer that `fit` was not given or experts that the trace did not use add memory.
+`BudgetWatch`, which `fit` puts on its handle, checks the memory at the start of a forward: after 1, 2, 4, ... forwards,
+and from 128 on after every 128th. It warns once.
 
 - On an accelerator it reads the allocator's peak, without resetting it. A peak above the budget counts only if it
   changed since the last check, so that a peak from before the handle does not.
@@ -45,12 +46,13 @@ from lowtide.eager.replanning import (
     rounded_up,
     shapes_of,
 )
+from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import tensors_in
-from lowtide.simulator.timeline import simulate
+from lowtide.simulator.timeline import KINDS, simulate
 from lowtide.snapshot import SnapshotBuffers, StepUndo
 from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import trace
-from lowtide.units import format_bytes
+from lowtide.units import format_apart, format_bytes
 
 if TYPE_CHECKING:
     from lowtide.eager.plan_handle import AppliedPlan
@@ -177,7 +179,7 @@ class Stepper:
         """Why this step cannot run again, on this or another rank; None if it can."""
         reason = undo.what_cannot_be_restored()
         if self._handle.ranks.is_alone:
-            return reason or why_not_single_process()
+            return reason or _why_not_in_job()
         if reason is None and self._in_backward and wrappers_of(self._handle.model):
             reason = "DistributedDataParallel cannot start over after a backward that failed"
         return next(filter(None, self._handle.ranks.gathered(reason, "whether the step can run again")), None)
@@ -297,7 +299,7 @@ class Stepper:
         return shapes.planner, planned
 
 
-def why_not_single_process() -> str | None:
+def _why_not_in_job() -> str | None:
     """Why a step cannot run again in a distributed job: other processes would wait in collectives. None otherwise."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -340,6 +342,8 @@ class BudgetWatch:
         self._handle, self._device, self.budget_bytes = handle, device, budget_bytes
         self._planned_states, self._static = planned_state_bytes, static_bytes
         self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
+        self._planned_existing = _existing_gradient_bytes(handle.model, device)
+        self._existing = 0  # gradients that a checked forward began with, beyond those planned for
         self._has_warned = False
         self._num_forwards = 0
         self._next = 1
@@ -356,7 +360,10 @@ class BudgetWatch:
         if self._ran_without:
             self._ran_without, self._last_peak = False, self._read_peak()
         self._num_forwards += 1
-        if self._num_forwards <= self._next or self._has_warned:
+        if self._num_forwards < self._next or self._has_warned:
+            return
+        self._note_existing_gradients()  # in two forwards in a row: every second one may follow a zero_grad()
+        if self._num_forwards == self._next:
             return
         self._next = min(2 * self._next, self._next + _LONGEST_PAUSE)
         if self._device.type == "cpu":
@@ -365,7 +372,7 @@ class BudgetWatch:
         peak, before = self._read_peak(), self._last_peak
         self._last_peak = peak
         if peak > self._limit and peak != before:
-            self._warn(f"a peak of {format_bytes(peak)} was reached", self._growth())
+            self._warn("a peak of {} was reached", peak, self._growth())
 
     def missing_state_bytes(self) -> int:
         """Planned bytes of optimizer state that are not allocated yet, before the optimizer's first step."""
@@ -378,14 +385,14 @@ class BudgetWatch:
             return step()
         self._next_profiled = _PROFILED_EVERY * (number + 1)
         losses: list[Tensor] = []
-        gradients = (p.grad for p in self._handle.model.parameters())
-        present = sum(_compat.local_bytes(gradient) for gradient in gradients if gradient is not None)
+        self._note_existing_gradients()
+        present = _existing_gradient_bytes(self._handle.model, self._device)
         totals = cpu_allocation_totals(lambda: losses.append(step()))
         growth = self._growth()
-        there = sum(size for name, size in growth.items() if name != _TRAINABLE)  # gradients are in `present`
+        there = sum(size for name, size in growth.items() if name not in _GRADIENTS)  # those are in `present`
         peak = max([0, *totals]) + self._static + present + there
         if peak > self._limit:
-            self._warn(f"a peak of {format_bytes(peak)} was measured", growth)
+            self._warn("a peak of {} was measured", peak, growth)
         return losses[0]
 
     @property
@@ -399,11 +406,18 @@ class BudgetWatch:
     def _count(self) -> None:
         """On the CPU: warn if new memory exceeds the budget, or if parameters were unfrozen."""
         growth = self._growth()
-        expected = (self._handle.measured_peak_bytes or self._handle.plan.peak_bytes) + sum(growth.values())
+        plan = self._handle.plan
+        expected = (self._handle.measured_peak_bytes or plan.peak_bytes) + sum(growth.values())
+        if _EXISTING in growth:  # at the end of a step all gradients exist anyway
+            expected += _added_by_existing_gradients(plan, growth[_EXISTING]) - growth[_EXISTING]
         if growth and expected > self._limit:
-            self._warn(f"the step needs {format_bytes(expected)} or more", growth)
+            self._warn("the step needs {} or more", expected, growth)
         elif _TRAINABLE in growth:  # their gradients need activations that the plan does not count
-            self._warn(f"the step needs {format_bytes(expected)} and more activations than planned for", growth)
+            self._warn("the step needs {} and more activations than planned for", expected, growth)
+
+    def _note_existing_gradients(self) -> None:
+        existing = _existing_gradient_bytes(self._handle.model, self._device)
+        self._existing = max(self._existing, existing - self._planned_existing)
 
     def _growth(self) -> dict[str, int]:
         """Bytes on the device that were not planned for, by kind."""
@@ -412,28 +426,36 @@ class BudgetWatch:
         growth = {
             "new parameters": parameters - self._planned_parameters,
             _TRAINABLE: gradients - self._planned_gradients,
+            _EXISTING: self._existing,
             "optimizer state": states - self._planned_states,
         }
         return {name: size for name, size in growth.items() if size > 0}
 
-    def _warn(self, observed: str, growth: dict[str, int]) -> None:
+    def _warn(self, observed: str, num_bytes: int, growth: dict[str, int]) -> None:
+        if self._has_warned:  # by the forward of this step
+            return
         self._has_warned = True
+        budget, needed = format_apart(self.budget_bytes, num_bytes)
         grown = ", ".join(f"{format_bytes(size)} of {name}" for name, size in growth.items())
         why = f"not planned for: {grown}" if grown else (
             "no parameter, gradient or optimizer state is new: the step takes another path than the one traced (other "
             "experts, longer loops), or the process holds other tensors"
         )  # fmt: skip
         cure = "handle.refit(optimizer=...)" if "optimizer state" in growth else "handle.refit()"
+        if _EXISTING in growth:
+            cure += ", called while these gradients exist,"
         logger.warning(
             "the budget of %s may no longer hold: %s (%s). %s plans anew.",
-            format_bytes(self.budget_bytes),
-            observed,
+            budget,
+            observed.format(needed),
             why,
             cure,
         )
 
 
 _TRAINABLE = "gradients of parameters that were frozen"
+_EXISTING = "gradients of an earlier backward, which exist throughout the step"
+_GRADIENTS = (_TRAINABLE, _EXISTING)
 
 
 def _model_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
@@ -442,6 +464,21 @@ def _model_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
     if _compat.gathered_units(model):  # some may be gathered now
         here = [parameter for parameter in here if _compat.is_sharded(parameter)]
     return sum(map(_compat.local_bytes, here)), sum(_compat.local_bytes(p) for p in here if p.requires_grad)
+
+
+def _existing_gradient_bytes(model: nn.Module, device: torch.device) -> int:
+    gradients = (parameter.grad for parameter in model.parameters())
+    return sum(_compat.local_bytes(each) for each in gradients if each is not None and each.device == device)
+
+
+def _added_by_existing_gradients(plan: Plan, num_bytes: int) -> int:
+    """By how many bytes the peak rises if gradients of this size exist from the start of the step on."""
+    if plan.graph is None:
+        return num_bytes
+    timeline = simulate(plan.graph, plan)
+    gradients = timeline.live_bytes[:, KINDS.index("gradients")]
+    added = (gradients.max() - gradients).clip(max=num_bytes)
+    return int((timeline.total_bytes + added).max()) - timeline.peak_bytes
 
 
 def _state_bytes(model: nn.Module, device: torch.device) -> int:

@@ -270,7 +270,8 @@ class AppliedPlan(Applied):
         if run.is_in_other_checkpoint():
             levels = self._anywhere.get(region.name, ()) if self.enabled else ()
         forward = self._measured(region, forward, args) if levels else forward
-        forward = run.decisions.in_parts(region.name, module, forward)
+        if run.decisions.splits:
+            forward = run.decisions.in_parts(region.name, module, forward)
         return self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
 
     def _hooks_for_inputs(

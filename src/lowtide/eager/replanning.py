@@ -401,15 +401,13 @@ class Limits:
             raise TypeError(f"split is True or False, not {self.split!r:.80}: how many parts there are is planned")
 
     def solve(self, graph: StepGraph, budget: int | str) -> Plan:
-        limit_s = self.time_limit_s
-        return solve(graph, budget, host=self.host, lossy=self.lossy, time_limit_s=limit_s)
+        return solve(graph, budget, host=self.host, lossy=self.lossy, time_limit_s=self.time_limit_s)
 
     def candidates(
         self, graph: StepGraph, budget_bytes: int
     ) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
         """See `lowtide.solvers.solve`."""
-        limit_s = self.time_limit_s
-        return shortlist(graph, budget_bytes, host=self.host, lossy=self.lossy, time_limit_s=limit_s)
+        return shortlist(graph, budget_bytes, host=self.host, lossy=self.lossy, time_limit_s=self.time_limit_s)
 
     def tightest(self, graph: StepGraph) -> Plan:
         """The plan of the smallest peak."""
