@@ -105,3 +105,11 @@ def test_what_retaining_costs(regions: dict[str, tuple[int, ...]], num_replayed:
     assert played.columns()["engine_s"] == expected_s
     assert replay(graph, plan).engine_s == expected_s
     assert told.extra_s == told.replayed_s + expected_s
+
+
+def test_the_replay_of_a_region_enters_those_inside_it_once_more() -> None:
+    graph = nested()
+    plan = Plan((Recompute(""), Recompute("block"), Recompute("block.inner")))
+    expected_s = (3 + 3 / 2) / 64  # the replay of the model enters both others, that of the block the inner one
+    assert simulate(graph, plan).engine_s == EagerEvents(graph, plan).columns()["engine_s"] == expected_s
+    assert replay(graph, plan).engine_s == expected_s

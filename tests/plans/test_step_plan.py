@@ -206,7 +206,7 @@ _ANYTHING = st.recursive(
 
 
 @given(data=st.data(), thing=_ANYTHING)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_content_is_read_or_refused(data: st.DataObject, thing: Any) -> None:
     content: Any = json.loads(FULL.to_json())
     place, key = content, data.draw(st.sampled_from(sorted(content)))
@@ -218,7 +218,7 @@ def test_any_content_is_read_or_refused(data: st.DataObject, thing: Any) -> None
 
 
 @given(start=st.integers(0, 2000), length=st.integers(0, 5), instead=st.text(alphabet='{}[]",:-0e9nul\\', max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_slip_of_the_pen_is_read_or_refused(start: int, length: int, instead: str) -> None:
     text = FULL.to_json()
     start %= len(text)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from lowtide.tracing.op_times import matched
+import lowtide
+from lowtide.tracing.op_times import matched, profiled
 
 NAMES = ("aten.t.default", "aten.addmm.default", "aten.add.Tensor", "aten._local_scalar_dense.default")
 
@@ -64,6 +67,38 @@ def test_what_runs_inside_an_op_is_not_taken_for_the_next() -> None:
     trace.span("aten::add", "cpu_op", 20.0, 10.0)
     found = matched(trace.events, ("aten.add.Tensor", "aten.add.Tensor"))
     assert found is not None and found.host_s == pytest.approx([10e-6, 40e-6])
+
+
+class _Reshaping(nn.Module):
+    """Ops that a profile names otherwise than a recording: views of strided tensors, and casts by autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv2d(4, 4, 1), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            rows = self.linear(x.reshape(2, 4, -1).transpose(1, 2)).transpose(1, 2)
+            x = self.convolution(rows.reshape(x.shape)).flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape)
+        return x
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_real_profile_is_matched(is_autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
+    model, x = _Reshaping(), torch.randn(2, 4, 3, 3)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            return model(x).float().square().mean()
+
+    names = [op.name for op in lowtide.trace(model, loss_fn, x, mode="real").ops]
+    events = profiled(lambda: loss_fn(x).backward(), torch.device("cpu"))
+    found = matched(events, names)
+    assert found is not None
+    views = {"aten.t.default", "aten.view.default", "aten.transpose.int"}
+    assert all(seconds > 0 for seconds, name in zip(found.host_s, names, strict=True) if name not in views)
+    assert found.host_s[names.index("aten.view.default")] > 0
 
 
 def test_an_op_more_or_less_is_passed_over() -> None:

@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 
 # On the CPU these take memory that depends on how oneDNN cuts them up: the less, the larger they are.
 SCRATCH_USERS = {"lstm": 2, "hf_resnet": 3, "unet": 1}
-LIKE_OTHERS = ["hf_bert", "hf_gpt2", "hf_vit"]
+LIKE_OTHERS = ["hf_bert", "hf_gpt2", "hf_llama", "hf_resnet", "hf_t5", "hf_vit", "gpt_tied", "lora"]
 UNLIKE = [name for name in zoo.ZOO if name not in (*LIKE_OTHERS, "hf_mixtral")]  # whose fake trace differs
 NAMES = sweep([*UNLIKE, *LIKE_OTHERS], keep=len(UNLIKE))
 

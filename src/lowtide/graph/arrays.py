@@ -30,8 +30,9 @@ from lowtide.graph.time_lines import device_starts, step_seconds
 if TYPE_CHECKING:
     from lowtide.graph.step_graph import StepGraph
 
-# Regions copy buffers up to this size before each forward, larger ones only if the forward writes them.
-_ALWAYS_COPIED_BYTES = 256 * 1024
+# Regions copy buffers up to this size before each forward, larger ones only if a forward was seen to write them
+# (`replay.module_state`).
+ALWAYS_COPIED_BYTES = 256 * 1024
 
 
 class StepArrays:
@@ -199,7 +200,7 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
     for index in range(len(graph.calls) - 1, -1, -1):
         call = graph.calls[index]
         own = {value for value in buffers if not call.path or graph.values[value].name.startswith(f"{call.path}.")}
-        small = {value for value in own | read[index] if graph.values[value].bytes <= _ALWAYS_COPIED_BYTES}
+        small = {value for value in own | read[index] if graph.values[value].bytes <= ALWAYS_COPIED_BYTES}
         captured[index] += sum(graph.values[value].bytes for value in small | written[index])
         changed[index] += sum(graph.values[value].bytes for value in written[index])
         if call.parent >= 0:

@@ -4,7 +4,7 @@ Ops, values, saves and calls are stored as columns, and each name once, which ke
 Reading checks the type and range of every field, and `StepGraph` checks their consistency; damage raises `GraphError`.
 No code is executed. Fields that were added within a version get defaults, so its older files can be read.
 
-`parse_object` and `checked_object`, which check format and version, are shared with `plans.plan_json`.
+`parse_object`, which checks format and version, and the readers of parts are shared with `plans.plan_json`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
 # Fields of `Hardware` in older files; ignored.
 _DROPPED = {"disk_bytes_per_s", "forward_dispatch_factor", "region_bytes"}
 
-_LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
+LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 
 _RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
 _SCALARS: dict[str, type[Any]] = {
@@ -75,15 +75,12 @@ def decode(content: Any) -> StepGraph:
         parts: dict[str, Any] = {p: tuple(_rows(content[p], record, names)) for p, record in _RECORDS.items()}
         scalars: dict[str, Any] = {name: _number(content[name], kind, name) for name, kind in _SCALARS.items()}
         hardware = decode_hardware(content["hardware"])
-        versions = content["versions"]
-        if not isinstance(versions, dict):
-            raise ValueError("versions is not an object of names and versions")
         return StepGraph(
             **parts,
             **scalars,
             hardware=hardware,
             notes=tuple(_strings(content["notes"])),
-            versions=dict(zip(versions, _strings(list(versions.values())), strict=True)),
+            versions=decode_versions(content["versions"]),
             splits=tuple(_split(each) for each in content.get("splits", [])),
         )
     except GraphError:
@@ -164,7 +161,7 @@ def _number(item: Any, kind: type[Any], label: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if type(item) not in accepted:
         raise ValueError(f"{label} is {item!r}, not {kind.__name__}")
-    if type(item) is int and not -_LARGEST <= item < _LARGEST:
+    if type(item) is int and not -LARGEST <= item < LARGEST:
         raise ValueError(f"{label} is a number of {len(str(item))} digits")
     number = kind(item)
     if kind is float and not (0 <= number < float("inf")):
@@ -186,6 +183,13 @@ def _split(content: Any) -> Split:
         raise ValueError("a split does not have the fields of a Split")
     path, kind = _strings([content["path"], content["kind"]])
     return Split(path, _number(content["num_parts"], int, "num_parts"), kind)
+
+
+def decode_versions(content: Any) -> dict[str, str]:
+    """Return the versions of libraries by name. Raises `ValueError` if the content is anything else."""
+    if not isinstance(content, dict) or not all(isinstance(version, str) for version in content.values()):
+        raise ValueError("versions is not an object of names and versions")
+    return content
 
 
 def decode_hardware(content: Any) -> Hardware:

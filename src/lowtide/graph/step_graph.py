@@ -202,7 +202,7 @@ class StepGraph:
     - `notes` are sentences on what the trace could not record.
     - `splits` are modules that ran in parts when the step was traced: the parts are among the ops.
 
-    `print(graph)` is a summary; `to_json` and `from_json` are in `lowtide.StepGraph` too.
+    `print(graph)` is a summary; `to_json` and `from_json` write and read graphs.
     """
 
     ops: tuple[Op, ...]

@@ -96,7 +96,8 @@ class EngineHostCosts:
 
     `kept` are the regions' retained ops, `stops` where the replay of each region with saves ends, and `num_saves` the
     number of saves directly in each region. Half of a region's cost is in its forward, the rest in its replay; all of
-    it is in the forward if the region is not among those `replayed`.
+    it is in the forward if the region is not among those `replayed`. The replay of a region around it runs its forward
+    once more, if it does not end before.
     """
 
     def __init__(
@@ -117,11 +118,21 @@ class EngineHostCosts:
         self.total_s += int(num_modules[sorted(stops)].sum()) * hardware.region_s
         self.total_s += sum(num_saves.values()) * hardware.save_s
         self.forward_s, self.replay_s = dict[int, float](), dict[int, float]()
-        for call in stops if graph.has_host_line else ():
+        again_s: dict[int, float] = {}  # for the regions inside of each, in its replay
+        for call in stops:
             half_s = (int(num_modules[call]) * hardware.region_s + num_saves.get(call, 0) * hardware.save_s) / 2
-            later_s = half_s + retaining_s.get(call, 0.0)
-            self.replay_s[call] = later_s if call in replayed else 0.0
-            self.forward_s[call] = half_s if call in replayed else half_s + later_s
+            around = graph.calls[call].parent
+            while around >= 0:
+                if around in replayed and graph.calls[call].first < stops.get(around, 0):
+                    again_s[around] = again_s.get(around, 0.0) + half_s
+                around = graph.calls[around].parent
+            if graph.has_host_line:
+                later_s = half_s + retaining_s.get(call, 0.0)
+                self.replay_s[call] = later_s if call in replayed else 0.0
+                self.forward_s[call] = half_s if call in replayed else half_s + later_s
+        self.total_s += sum(again_s.values(), 0.0)
+        for call, seconds in again_s.items() if graph.has_host_line else ():
+            self.replay_s[call] += seconds
 
 
 def line_of(graph: StepGraph, host_share: float) -> StepGraph:

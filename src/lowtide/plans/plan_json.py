@@ -12,13 +12,12 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from lowtide.errors import GraphError, PlanError
-from lowtide.graph.graph_json import decode, decode_hardware, encode, parse_object
+from lowtide.graph.graph_json import LARGEST, decode, decode_hardware, decode_versions, encode, parse_object
 from lowtide.graph.step_graph import Split
 from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
 
 FORMAT = "lowtide plan"
 VERSION = 4
-_LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 _LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack, with their defaults
     Recompute: {"more": ()},
     Plan: {
@@ -65,11 +64,7 @@ def read_plan(text: str) -> Plan:
             for shape in _list(content["input_shapes"], "input_shapes")
         )
         content["hardware"] = decode_hardware(content["hardware"])
-        versions = content["versions"]
-        if not isinstance(versions, dict) or not all(
-            isinstance(item, str) for pair in versions.items() for item in pair
-        ):
-            raise ValueError("versions is not an object of names and versions")
+        content["versions"] = decode_versions(content["versions"])
         for name, kind in known.items():
             if kind.removesuffix(" | None") in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
                 content[name] = _scalar(content[name], kind, name)
@@ -107,7 +102,7 @@ def _scalar(item: Any, kind: str, name: str) -> Any:
         return tuple(_scalar(each, kind[6:9], name) for each in _list(item, name))
     if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
         return float(item)
-    if kind == "int" and type(item) is int and 0 <= item < _LARGEST:
+    if kind == "int" and type(item) is int and 0 <= item < LARGEST:
         return item
     if kind.endswith("| None"):
         return None if item is None else _scalar(item, kind.removesuffix(" | None"), name)

@@ -87,6 +87,7 @@ def call_named(graph: StepGraph, path: str, nth: int) -> int:
 
 
 ENGINES = ("eager", "compiled")
+ACTIONS = ("keep", "recompute", "host", "disk", "compress")  # on a saved value, as rows of a plan name them
 MOVE_TARGETS = ("device", "host", "disk")  # where moved values are held; on the device they are compressed
 
 
@@ -291,7 +292,7 @@ class Plan:
 
     def bytes_by_action(self) -> dict[str, int]:
         """Bytes of saved activations by action, in their size before compression."""
-        sizes = dict.fromkeys(("keep", "recompute", "host", "disk", "compress"), 0)
+        sizes = dict.fromkeys(ACTIONS, 0)
         for row in self.rows:
             sizes[row.action] = sizes.get(row.action, 0) + row.bytes
         return sizes

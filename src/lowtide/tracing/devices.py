@@ -22,6 +22,7 @@ import platform
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,14 +99,9 @@ def present_device(device: torch.device) -> Hardware:
         name, memory = properties.name, properties.total_memory
         words = name.replace("-", " ").lower().split()
         known = [item for item in DEVICES.values() if all(word in words for word in item.name.lower().split())]
-        kin = max(known, key=lambda item: len(item.name), default=DEVICES["A100"])
-        return Hardware(
-            name, memory, kin.half_flops_per_s, kin.single_flops_per_s, kin.memory_bytes_per_s, kin.link_bytes_per_s
-        )
-    kin = DEVICES["A100"]
-    return Hardware(
-        str(device), 0, kin.half_flops_per_s, kin.single_flops_per_s, kin.memory_bytes_per_s, kin.link_bytes_per_s
-    )
+        similar = max(known, key=lambda item: len(item.name), default=DEVICES["A100"])
+        return replace(similar, name=name, memory_bytes=memory)
+    return replace(DEVICES["A100"], name=str(device), memory_bytes=0)
 
 
 def free_bytes(device: torch.device) -> int:

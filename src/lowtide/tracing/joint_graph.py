@@ -160,7 +160,7 @@ class _Reader:
     def step(self) -> JointStep:
         """Read all nodes and return the step."""
         for node in self._inputs:
-            if _compat.is_tensor_value(_compat.value_of(node)):
+            if isinstance(_compat.value_of(node), Tensor):
                 self._new_value(node, None, -1, "elsewhere")
         self._written_values = {self._value_of[node, None] for node in self._written}
         num_forward = -1
@@ -224,7 +224,7 @@ class _Reader:
         flags = _flags(node)
         if not is_forward:
             return flags
-        sources = [each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each))]
+        sources = [each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor)]
         if sources and all(each in self._weights for each in sources):
             gathers = "collective" in flags and any(name in str(node.target) for name in _GATHERS)
             is_fused = not is_own_kernel(str(node.target), _compat.node_flops(node), flags)
@@ -238,7 +238,7 @@ class _Reader:
         return flags
 
     def _first_tensor(self, node: fx.Node) -> fx.Node:
-        return next(each for each in node.all_input_nodes if _compat.is_tensor_value(_compat.value_of(each)))
+        return next(each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor))
 
     def _share(self, node: fx.Node, source: tuple[Any, Any]) -> None:
         """Let a node that is a view, or picks one output of an op, have the value of its source."""
@@ -361,7 +361,7 @@ def _tensor_values(node: fx.Node) -> Iterator[Any]:
     """Yield the fake tensors that a node returns."""
     value = _compat.value_of(node)
     for item in value if isinstance(value, tuple | list) else (value,):
-        if _compat.is_tensor_value(item):
+        if isinstance(item, Tensor):
             yield item
 
 
@@ -371,7 +371,7 @@ def _parts_of(node: fx.Node) -> Iterator[int | None]:
         yield None
         return
     for index, item in enumerate(value):
-        if _compat.is_tensor_value(item):
+        if isinstance(item, Tensor):
             yield index
 
 

@@ -124,21 +124,40 @@ def _add_runtime(costs: ProfiledStep, spans: list[dict[str, Any]], ends: list[fl
 
 
 def _as_recorded(name: str) -> str:
-    """Return an op's name without the `_` of in-place ops.
+    """Return the name that an op of the profile has in a recording: without the `_` of in-place ops, and of a view.
 
     Autograd accumulates gradients in place if it holds the only reference; while recording, the recorder has one too.
+    `reshape` makes its view by another op if no dispatch mode is active.
     """
-    return name.rstrip("_")
+    return "aten::view" if name == "aten::_reshape_alias" else name.rstrip("_")
 
 
 def _outermost(events: list[dict[str, Any]], wanted: set[str]) -> list[dict[str, Any]]:
-    """Return the events with these names, in order of their start, without events nested in one of them."""
+    """Return the events with these names, in order of their start, without events nested in one of them.
+
+    Autocast puts an event around its casts and the op itself, with the name of the op. The casts and the inner event
+    count in place of that, and the inner one ends with it.
+    """
+    ordered = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    ordered = [event for event in ordered if _as_recorded(event["name"]) in wanted]
+    end_of = {id(event): event["ts"] + event["dur"] for event in ordered}
+    around: set[int] = set()
+    nested: dict[Any, list[dict[str, Any]]] = {}  # by thread: events that have not ended
+    for event in ordered:
+        begun = nested.setdefault(event["tid"], [])
+        while begun and end_of[id(begun[-1])] <= event["ts"]:
+            begun.pop()
+        for outer in begun:
+            if outer["name"] == event["name"]:
+                around.add(id(outer))
+                end_of[id(event)] = max(end_of[id(event)], end_of[id(outer)])
+        begun.append(event)
     outermost: list[dict[str, Any]] = []
     ends: dict[Any, float] = {}  # by thread
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        if _as_recorded(event["name"]) in wanted and event["ts"] >= ends.get(event["tid"], 0.0):
-            ends[event["tid"]] = event["ts"] + event["dur"]
-            outermost.append(event)
+    for event in ordered:
+        if id(event) not in around and event["ts"] >= ends.get(event["tid"], 0.0):
+            ends[event["tid"]] = end_of[id(event)]
+            outermost.append({**event, "dur": end_of[id(event)] - event["ts"]})
     return outermost
 
 

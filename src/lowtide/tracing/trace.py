@@ -8,7 +8,8 @@ makes a fake trace first, and a real one if a plain step fits in free memory.
 `Restorer` restores everything that the steps changed. `build` converts the recording to a graph. `output_sum_loss` is
 a loss for tracing a model whose `loss_fn` is not at hand, as when a plan for larger inputs is needed.
 
-Cost: a real trace takes five to ten plain steps and, once per machine, the measurement of the engine's host costs.
+Cost: a real trace takes as long as 5 to 26 plain steps, 64 at worst (bench/results/accuracy-cuda.md), and once per
+machine the measurement of the engine's host costs.
 """
 
 from __future__ import annotations
