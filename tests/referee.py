@@ -232,13 +232,22 @@ class _Regions:
 
         Those ops that are not computed cost something too.
         """
-        return sum(self.entering_s(call) + self.retaining_s(call) for call in self.kept_ops)
+        return sum(
+            self.entering_s(call) + self.retaining_s(call) + self.entering_again_s(call) for call in self.kept_ops
+        )
 
     def entering_s(self, call: int) -> float:
         """For a region itself, its forward and its replay, and for what is saved in it and in no region inside."""
         hardware = self.graph.hardware
         own = [save for save in self.graph.saves if self.of(save.call) == call]
         return hardware.region_s * len(self._members(call)) + hardware.save_s * len(own)
+
+    def entering_again_s(self, region: int) -> float:
+        """For the forwards of regions inside, which its replay runs up to where it ends."""
+        stop = self.stop(region) if self.is_replayed(region) else 0
+        return sum(
+            self.entering_s(inner) / 2 for inner in self.all_inside(region) if self.graph.calls[inner].first < stop
+        )
 
     def retaining_s(self, call: int) -> float:
         hardware, kept = self.graph.hardware, self.kept_ops[call]
@@ -586,7 +595,11 @@ class _Step:
                     self.decode(value, region)
         first, stop = self.graph.calls[region].first, self.regions.stop(region)
         self.capturing["replay", region] = self.regions.put_back_bytes(region)
-        self.issue(self.regions.entering_s(region) / 2 + self.regions.retaining_s(region))
+        self.issue(
+            self.regions.entering_s(region) / 2
+            + self.regions.retaining_s(region)
+            + self.regions.entering_again_s(region)
+        )
         for position in range(first, stop + 1):
             self.make_saves(region, position)
             self.enter_regions(region, position)

@@ -81,8 +81,14 @@ def traced() -> StepGraph:
     return replace(graph, ops=ops, hardware=hardware, step_s=sum(op.seconds for op in ops))
 
 
+@cache
+def searched(*codecs: str) -> EagerSearch:
+    """The search on `stack`; what it has found for one test it need not find for the next."""
+    return EagerSearch(stack(), time_limit_s=1e6, lossy=codecs)
+
+
 def lossy_plan() -> Plan:
-    search = EagerSearch(stack(), lossy=("int8",))
+    search = searched("int8")
     plan = search.plan(budgets_of(search, 5)[2])
     assert plan.is_lossy
     return plan
@@ -91,7 +97,7 @@ def lossy_plan() -> Plan:
 # Against brute force
 
 
-@pytest.mark.parametrize("batch", sweep(range(5), keep=1))
+@pytest.mark.parametrize("batch", sweep([1, 0, 2, 3, 4], keep=1))
 def test_the_certificate_against_brute_force(batch: int) -> None:
     """No plan is faster than the bound, nor any that was found faster than the best; most that were are the best."""
     num_lossy = num_plans = num_best = num_floors = num_graphs = 0
@@ -161,7 +167,7 @@ def test_plans_are_monotone_and_refereed(seed: int, codecs: tuple[str, ...], mov
 @pytest.mark.parametrize("host", sweep([1 << 20, 0], keep=1))
 def test_monotone_on_a_model(host: int) -> None:
     search = EagerSearch(traced(), host=host, time_limit_s=1000, lossy=CODECS)
-    plans = [search.plan(budget) for budget in budgets_of(search, 6)]
+    plans = [search.plan(budget) for budget in budgets_of(search, 4)]
     for smaller, larger_one in pairwise(plans):
         assert smaller.peak_bytes <= larger_one.peak_bytes and smaller.extra_s >= larger_one.extra_s
     for plan in plans[::2]:
@@ -173,7 +179,7 @@ def test_monotone_on_a_model(host: int) -> None:
 
 
 def test_compression_is_used_where_it_is_cheap() -> None:
-    search, without = EagerSearch(stack(), lossy=("int8",)), EagerSearch(stack())
+    search, without = searched("int8"), searched()
     assert search.floor.peak_bytes <= without.floor.peak_bytes  # segments leave nothing behind to encode
     budget = budgets_of(without, 5)[3]
     plan = search.plan(budget)
@@ -190,7 +196,7 @@ def test_compression_is_not_used_where_it_is_dear() -> None:
 
 def test_of_several_codecs_each_value_has_the_one_that_pays() -> None:
     """The quick one while there is room enough, the small one when there is not."""
-    search = EagerSearch(stack(), lossy=("float16", "int4"))
+    search = searched("float16", "int4")
     used = [{move.codec for move in search.plan(budget).moves} for budget in budgets_of(search, 8)]
     assert {"int4"} in used and used[-2] == {"float16"}
 
@@ -232,11 +238,10 @@ def test_statistics_are_left_alone() -> None:
 
 
 def test_nothing_is_compressed_unless_asked_for() -> None:
-    graph = stack()
-    for budget in budgets_of(EagerSearch(graph), 2):
-        plan = lowtide.solve(graph, budget)
-        assert not plan.is_lossy and plan.moves == ()
-        assert plan == lowtide.solve(graph, budget, lossy=None)
+    budget = budgets_of(searched(), 2)[0]
+    plan = lowtide.solve(stack(), budget)
+    assert not plan.is_lossy and plan.moves == ()
+    assert plan == lowtide.solve(stack(), budget, lossy=None) == searched().plan(budget)
 
 
 _ELSEWHERE = """
@@ -250,7 +255,7 @@ print(lowtide.solve(graph, int(sys.argv[1]), lossy=("int8", "float16")).to_json(
 @pytest.mark.slow  # test_two_line_search compares plans of two processes too
 def test_the_same_plan_in_another_process() -> None:
     graph = stack()
-    budget = budgets_of(EagerSearch(graph, lossy=CODECS), 5)[2]
+    budget = budgets_of(searched(*CODECS), 5)[2]
     first = lowtide.solve(graph, budget, lossy=CODECS)
     assert first.is_lossy and first == lowtide.solve(graph, budget, lossy=list(CODECS))  # type: ignore[arg-type]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
@@ -263,7 +268,7 @@ def test_the_same_plan_in_another_process() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_tiny_time_limit_gives_a_plan_all_the_same(share: float) -> None:
-    search = EagerSearch(stack(), lossy=CODECS)
+    search = searched(*CODECS)
     floor, plain = search.floor.peak_bytes, search.plain.peak_bytes
     budget = int(floor + share * (plain - floor))
     plan = lowtide.solve(search.graph, budget, lossy=CODECS, time_limit_s=1e-9)
@@ -273,7 +278,7 @@ def test_a_tiny_time_limit_gives_a_plan_all_the_same(share: float) -> None:
 
 def test_sweep() -> None:
     frontier = lowtide.sweep(stack(), lossy="int8")
-    assert frontier.floor_bytes <= lowtide.sweep(stack(), []).floor_bytes
+    assert frontier.floor_bytes <= searched().floor.peak_bytes
     assert any(plan.is_lossy for plan in frontier.plans)
 
 
@@ -292,7 +297,7 @@ def test_a_lossy_plan_says_so() -> None:
     assert f"{lowtide.units.format_bytes(sizes['compress'])} compressed" in text
     assert "lossy      by int8" in text and "gradients are approximate" in text
     assert Plan.from_json(plan.to_json()) == plan
-    assert "gradients are approximate" not in str(lowtide.solve(stack(), plan.budget_bytes))
+    assert "gradients are approximate" not in str(searched().plan(plan.budget_bytes))
 
 
 def test_explain_what_is_compressed() -> None:

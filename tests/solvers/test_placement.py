@@ -145,6 +145,7 @@ def test_outputs_that_are_not_saved_in_a_block_are_not_held() -> None:
     assert not any(op - calls.first in held for op in unsaved)
 
 
+@pytest.mark.slow  # a search over eight large layers
 def test_at_the_peak_of_a_checkpoint_per_block_the_link_saves_much(quick_search: None) -> None:
     """Of what is recomputed; and values of every layer move."""
     graph = gpt()

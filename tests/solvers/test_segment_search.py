@@ -264,9 +264,10 @@ def test_chains_are_cut_nearly_as_well_as_can_be(num_layers: int) -> None:
         assert plan.extra_s <= 1.03 * rotor(num_layers, room), f"room for {room}"
 
 
-def test_segments_are_nested_eight_deep_at_most() -> None:
+@pytest.mark.parametrize("num_layers", sweep([64, 144], keep=1))
+def test_segments_are_nested_eight_deep_at_most(num_layers: int) -> None:
     """Each is replayed from inside the replay of the one around it: the host's stack is not without end."""
-    segmented = searched(144).floor.plan.segmented(searched(144).graph)
+    segmented = searched(num_layers).floor.plan.segmented(searched(num_layers).graph)
     assert 2 < max(segmented.depths) <= 8 + 2  # below the model, and a layer inside
 
 

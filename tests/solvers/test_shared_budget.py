@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 
@@ -241,3 +241,21 @@ def test_only_what_is_worth_a_copy_is_movable(monkeypatch: pytest.MonkeyPatch) -
         assert all(size >= 12 for size in variant.movable)
         assert list(variant.movable) == sorted(variant.movable, reverse=True)
         assert sum(variant.movable) <= variant.saved_bytes
+
+
+@pytest.mark.parametrize("seed", sweep(range(60), keep=20))
+def test_the_floor_is_that_of_all_choices_though_small_variants_need_more_at_once(seed: int) -> None:
+    """A variant that saves little may recompute so much at once that one with more saved needs less in all."""
+    rng = random.Random(seed)
+    kinds = []
+    for _ in range(2):
+        sizes, extra_s, found = sorted(rng.sample(range(5, 100), 4), reverse=True), 0.0, []
+        for number, size in enumerate(sizes):
+            extra_s += number * (sizes[max(0, number - 1)] - size)
+            most = rng.choice([size + rng.randint(10, 60), sizes[0] + rng.randint(5, 30)])
+            found.append(Variant((number,), size, (), rng.randint(0, 10), most - size, extra_s))
+        kinds.append(tuple(found))
+    forward = tuple(accumulate((rng.randrange(10) for _ in range(3)), initial=100))
+    around = OtherMemory(forward, forward[-1] + rng.randrange(60), forward)
+    shared = SharedBudget([rng.choice(kinds) for _ in forward], around)
+    assert shared.floor.peak_bytes == min(map(shared.peak_bytes, all_choices(shared)))

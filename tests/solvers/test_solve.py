@@ -118,9 +118,10 @@ def test_the_certificate_against_brute_force(batch: int) -> None:
     assert num_tried >= 8
 
 
-def test_most_tiny_steps_are_solved_to_the_optimum() -> None:
+@pytest.mark.parametrize("first", sweep([200, 220, 240], keep=1))
+def test_most_tiny_steps_are_solved_to_the_optimum(first: int) -> None:
     num_best = num_plans = num_floors = num_graphs = 0
-    for seed in range(200, 260):
+    for seed in range(first, first + 20):
         graph = tiny(seed)
         costs = all_costs(graph, most=500)
         if costs is None:
@@ -195,7 +196,7 @@ def assert_monotone(search: EagerSearch | TwoLineSearch, count: int = 24) -> Non
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
 
 
-@pytest.mark.parametrize("seed", sweep(range(40), keep=4))
+@pytest.mark.parametrize("seed", sweep(range(40), keep=2))
 def test_monotone_on_random_steps(seed: int) -> None:
     assert_monotone(EagerSearch(larger(seed)))
 
@@ -211,7 +212,7 @@ def test_monotone_with_host_memory() -> None:
 
 def test_a_search_for_many_budgets_finds_what_one_for_each_does() -> None:
     search = searched("unet")
-    for budget in budgets_of(search, 4)[:3]:
+    for budget in budgets_of(search, 4)[:2]:
         assert search.plan(budget) == lowtide.solve(search.graph, budget, time_limit_s=1e6)
 
 
@@ -240,9 +241,10 @@ def test_below_the_floor(host: int | str) -> None:
     assert "parameters, gradients, optimizer state" in message
     assert "runs its" in message and "Raise the budget" in message
     assert ("allow offload" in message) == (not host)
-    assert lowtide.solve(graph, floor, host=host).peak_bytes == floor
+    search = searched("gpt_dropout", lowtide.units.parse_bytes(host))
+    assert search.plan(floor).peak_bytes == floor
     with pytest.raises(InfeasibleBudgetError):
-        lowtide.solve(graph, floor - 1, host=host)
+        search.plan(floor - 1)
 
 
 def test_a_step_that_nothing_can_be_done_about() -> None:
@@ -312,13 +314,14 @@ def test_no_time_at_all(seconds: float) -> None:
 @pytest.mark.parametrize("host", sweep(["64KiB", "1GiB"], keep=1))
 def test_host_memory_is_kept_to_and_makes_nothing_slower(host: str) -> None:
     graph, without, most = traced("gpt_dropout"), searched("gpt_dropout"), lowtide.units.parse_bytes(host)
-    for budget in budgets_of(without, 5):
+    for budget in budgets_of(without, 4):
         plan = searched("gpt_dropout", most).plan(budget)
         assert plan.host_bytes <= most
         assert plan.extra_s <= without.plan(budget).extra_s
         assert_plan_refereed(graph, plan)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_host_memory_is_used() -> None:
     """A link that carries a layer's values in no time: moving beats recomputing."""
     graph = traced("gpt_dropout")
@@ -365,6 +368,7 @@ def test_choices_are_in_regions_like_any_other_op_and_changed_values_never_held(
 # The whole curve
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_sweep() -> None:
     graph = traced("gpt_dropout")
     frontier = lowtide.sweep(graph)
@@ -385,6 +389,7 @@ def test_never_slower_than_what_people_do_by_hand(name: str) -> None:
         assert plan.extra_s <= reference.extra_s, reference.name
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_sweep_of_given_budgets() -> None:
     graph = traced("gpt_dropout")
     plain = simulate(graph).peak_bytes

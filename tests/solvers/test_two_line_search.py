@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from brute import all_costs
 from graphs import hidden_wide_narrow, random_graph, repeated_blocks, with_host_line
 from lowtide import InfeasibleBudgetError, StepGraph
 from lowtide.simulator import simulate
+from lowtide.solvers import candidate
 from lowtide.solvers.candidate import Effort
 from lowtide.solvers.eager_search import TwoLineSearch
 from lowtide.solvers.solve import search_for
@@ -34,9 +35,10 @@ def search_of(graph: StepGraph, host: int = 0) -> TwoLineSearch:
     return search
 
 
-def test_no_plan_beats_the_bound_and_most_are_the_best() -> None:
+@pytest.mark.parametrize("first", sweep([0, 20, 40], keep=1))
+def test_no_plan_beats_the_bound_and_most_are_the_best(first: int) -> None:
     num_plans = num_best = num_graphs = 0
-    for seed in range(60):
+    for seed in range(first, first + 20):
         graph = tiny(seed)
         costs = all_costs(graph, most=500) if graph.has_host_line else None
         if costs is None:
@@ -56,7 +58,7 @@ def test_no_plan_beats_the_bound_and_most_are_the_best() -> None:
             assert (plan.peak_bytes, plan.extra_s) in costs
             num_plans += 1
             num_best += plan.extra_s <= best + 1e-9
-    assert num_graphs >= 20 and num_best >= 0.95 * num_plans, (num_graphs, num_best, num_plans)
+    assert num_graphs >= 7 and num_best >= 0.95 * num_plans, (num_graphs, num_best, num_plans)
 
 
 @pytest.mark.parametrize("seed", sweep(range(12), keep=3))
@@ -106,7 +108,7 @@ for host in (0, 1 << 40):
 
 
 @pytest.mark.parametrize("has_host_line", sweep([True, False], keep=1))
-def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> None:
+def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is more to try than a search may do: what it does is counted, not timed."""
     graph = repeated_blocks(2, num_blocks=8)
     graph = replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=64.0))
@@ -114,16 +116,14 @@ def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool) -> Non
     search = search_for(graph, "eager", 0, 1e6)
     budget = (search.floor.peak_bytes + search.plain.peak_bytes) // 2
     source = str(Path(lowtide.__file__).parents[1])
-    told = []
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": source}
-        command = [sys.executable, "-c", _ELSEWHERE, str(budget)]
-        run = subprocess.run(
-            command, input=graph.to_json(), capture_output=True, text=True, check=True, env=environment
-        )
-        told.append(run.stdout.splitlines())
-    assert told[0] == told[1] and len(told[0]) == 6
-    short, _, long = (lowtide.Plan.from_json(line) for line in told[0][:3])
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": source}
+    command = [sys.executable, "-c", _ELSEWHERE, str(budget)]
+    run = subprocess.run(command, input=graph.to_json(), capture_output=True, text=True, check=True, env=environment)
+    monkeypatch.setattr(candidate, "_PATIENCE", 1e9)
+    limits = product((0, 1 << 40), (0.02, 0.2, 10.0))
+    here = [lowtide.solve(graph, budget, host=host, time_limit_s=limit_s) for host, limit_s in limits]
+    assert run.stdout.splitlines() == [plan.to_json() for plan in here]
+    short, _, long = here[:3]
     assert long.extra_s <= short.extra_s
 
 

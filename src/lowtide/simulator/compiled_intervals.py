@@ -62,7 +62,7 @@ class CompiledIntervals:
     def columns(self) -> dict[str, Any]:
         """Return the fields of a `Timeline`."""
         events = {"live_bytes": self.live_bytes(), "ops": self.ops, "phases": self.phases, "starts_s": self.starts_s}
-        nothing = dict.fromkeys(("stalled_s", "engine_s", "copied_out_s", "copied_in_s"), 0.0)
+        nothing = dict.fromkeys(("stalled_s", "engine_s"), 0.0)
         total_s = float(self.starts_s[-1])
         lines = StepLines(0.0, total_s, total_s)
         return {**events, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0, "lines": lines}

@@ -454,8 +454,6 @@ class EagerEvents:
             "engine_s": engine_s,
             "lines": lines,
             "host_bytes": self.copies.most_host_bytes,
-            "copied_out_s": self.copies.out_s,
-            "copied_in_s": self.copies.in_s,
             "copies": tuple(self.copies.log),
             "coded_s": self.coded_s,
         }

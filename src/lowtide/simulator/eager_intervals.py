@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import EngineHostCosts, StepLines, device_starts, step_seconds
-from lowtide.simulator.lifetimes import ends_before, largest
+from lowtide.simulator.lifetimes import largest
 
 _NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -33,6 +33,21 @@ def _filled(num: int, value: int) -> np.ndarray:
     array = np.empty(num, dtype=np.int64)
     array.fill(value)
     return array
+
+
+def _ends_before(
+    lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For holds sorted by lifetime and start: when earlier holds of the same lifetime end, and if there are none.
+
+    Without earlier holds, and at the least, it is the `floor` of the lifetime.
+    """
+    is_first, floors, begins = np.ones(len(lives), dtype=bool), floor[lives], lives * (num_ticks + 1)
+    np.not_equal(lives[1:], lives[:-1], out=is_first[1:])
+    latest = np.maximum.accumulate(begins + np.maximum(ends, floors)) - begins
+    before = floors.copy()
+    before[1:] = np.where(is_first[1:], floors[1:], latest[:-1])
+    return before, is_first
 
 
 class EagerIntervals:
@@ -296,7 +311,7 @@ class EagerIntervals:
         among = is_suspect[self._hold_life].nonzero()[0]
         keys = self._hold_life[among] * (self._num_ticks + 1) + self._hold_start[among]
         order = among[keys.argsort(kind="stable")]
-        before, is_first = ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
+        before, is_first = _ends_before(self._hold_life[order], self._hold_end[order], self._drop, self._num_ticks)
         is_late = self._hold_start[order] > before
         if not is_late.any():
             return
@@ -412,7 +427,7 @@ class EagerIntervals:
         order = np.lexsort((self._hold_start, self._hold_life))
         life, start, end = self._hold_life[order], self._hold_start[order], self._hold_end[order]
         nothing = np.zeros(len(self._drop), dtype=np.int64)
-        start = np.maximum(start, ends_before(life, end, nothing, self._num_ticks)[0])  # held already
+        start = np.maximum(start, _ends_before(life, end, nothing, self._num_ticks)[0])  # held already
         counted = (end > start) & ~self.facts.is_gradient[self._value_index[life]]
         life, start, end = life[counted], start[counted], end[counted]
         changes = np.bincount(self._event[start], weights=self._size[life], minlength=num + 1)[:num]
@@ -441,7 +456,5 @@ class EagerIntervals:
             "stalled_s": 0.0,
             "engine_s": self.engine_s,
             "host_bytes": 0,
-            "copied_out_s": 0.0,
-            "copied_in_s": 0.0,
             "lines": self.lines,
         }

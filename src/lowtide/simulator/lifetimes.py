@@ -1,4 +1,4 @@
-"""Parts that the simulations of eager steps share: lifetimes of values, totals of live bytes, and copy engines.
+"""The state of a step in `eager_events`: lifetimes of values, totals of live bytes, and copy engines.
 
 `Lifetime` is one value on the device and `Ledger` the running totals of bytes. `CopyEngines` simulates offload: one
 engine copies values out and another copies them back, both beside the compute.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from heapq import nlargest
-
-import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph.codec_costs import EncodedForm
@@ -95,21 +93,6 @@ class Ledger:
             self.transient -= life.bytes
 
 
-def ends_before(
-    lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """For holds sorted by lifetime and start: when earlier holds of the same lifetime end, and if there are none.
-
-    Without earlier holds, and at the least, it is the `floor` of the lifetime.
-    """
-    is_first, floors, begins = np.ones(len(lives), dtype=bool), floor[lives], lives * (num_ticks + 1)
-    np.not_equal(lives[1:], lives[:-1], out=is_first[1:])
-    latest = np.maximum.accumulate(begins + np.maximum(ends, floors)) - begins
-    before = floors.copy()
-    before[1:] = np.where(is_first[1:], floors[1:], latest[:-1])
-    return before, is_first
-
-
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A copy of a value (`kind` "out" or "in"), or a wait of the step for one ("stall")."""
@@ -159,7 +142,7 @@ class CopyEngines:
         self._num_queued = self._bytes_queued = 0
         self._out_free = self._in_free = 0.0
         self.bytes_away = self.bytes_in_flight = self.host_bytes = self.most_host_bytes = 0
-        self.stalled_s = self.out_s = self.in_s = 0.0
+        self.stalled_s = 0.0
         self.log: list[Copy] = []
         self.num_calls = self._num_taken = 0  # by the host, to start a copy out and to wait for one back
 
@@ -178,7 +161,6 @@ class CopyEngines:
         self.num_calls += 1
         seconds = life.bytes / self._speed
         self._out_free = max(self._out_free, clock) + seconds
-        self.out_s += seconds
         self.log.append(Copy("out", life.value, self._out_free - seconds, self._out_free))
         self._offloaded[life.value] = moved = _Offloaded(life, self._out_free)
         self._leaving.append(moved)
@@ -257,7 +239,6 @@ class CopyEngines:
         """Queue a value's copy back, and return when it ends."""
         seconds = moved.life.bytes / self._speed
         moved.back_at = self._in_free = max(self._in_free, clock, moved.out_at) + seconds
-        self.in_s += seconds
         self.log.append(Copy("in", moved.life.value, self._in_free - seconds, self._in_free))
         self._num_queued += 1
         self._bytes_queued += moved.life.bytes

@@ -53,8 +53,6 @@ class Timeline:
     stalled_s: float
     engine_s: float
     host_bytes: int
-    copied_out_s: float
-    copied_in_s: float
     lines: StepLines
     copies: tuple[Copy, ...] = ()
     coded_s: float = 0.0

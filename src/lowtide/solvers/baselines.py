@@ -11,14 +11,12 @@ best candidate so far are skipped. Never skipped as a whole.
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import numpy as np
 
 from lowtide.graph.segments import all_blocks, block_calls
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
-from lowtide.solvers.candidate import Regions
+from lowtide.solvers.candidate import Regions, some_subsets
 from lowtide.solvers.nesting import Nesting
 
 
@@ -52,8 +50,7 @@ def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
 
 
 _MOST_DEPTHS = 6  # of the module tree
-_MOST_SUBSETS = 6  # with up to this many blocks, every subset of them is a baseline (2^6)
-# With more: prefixes and suffixes of this many lengths. On a GPT of 48 blocks, whose replays with retained outputs are
+# Lengths of prefixes and suffixes of the blocks. On a GPT of 48 blocks, whose replays with retained outputs are
 # limited by the host, 8 lengths gave steps up to 2 % slower than `checkpoint_sequential` in its best number of parts.
 _MOST_CUTS = 64
 
@@ -83,14 +80,7 @@ def _at_depths(graph: StepGraph, depths: range) -> Plan:
 
 def _some_blocks(graph: StepGraph) -> list[Plan]:
     """Checkpoints on every subset of few blocks, or on prefixes and suffixes of many."""
-    blocks = all_blocks(graph)
-    if len(blocks) <= _MOST_SUBSETS:
-        sizes = range(1, len(blocks) + 1)
-        chosen = [subset for size in sizes for subset in combinations(blocks, size)]
-    else:
-        step = -(-len(blocks) // _MOST_CUTS)
-        cuts = range(step, len(blocks) + 1, step)
-        chosen = [tuple(part) for cut in cuts for part in (blocks[:cut], blocks[-cut:])]
+    chosen = some_subsets(all_blocks(graph), _MOST_CUTS)
     return [Plan(regions=recomputes(graph, dict.fromkeys(calls, ()))) for calls in chosen]
 
 

@@ -9,8 +9,9 @@ candidate's timeline into the `Plan` that `solve` returns, and `infeasible` buil
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TypeVar
 
 import numpy as np
@@ -66,6 +67,18 @@ def thinned(items: list[_Item], most: int) -> list[_Item]:
     if len(items) <= most:
         return items
     return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
+
+
+_MOST_SUBSETS = 6  # with up to this many items, every subset of them is tried (2^6)
+
+
+def some_subsets(items: Sequence[_Item], most_cuts: int) -> list[tuple[_Item, ...]]:
+    """Every subset of few items; of many, prefixes and suffixes of `most_cuts` lengths."""
+    if len(items) <= _MOST_SUBSETS:
+        return [subset for size in range(1, len(items) + 1) for subset in combinations(items, size)]
+    step = -(-len(items) // most_cuts)
+    cuts = range(step, len(items) + 1, step)
+    return [tuple(part) for cut in cuts for part in (items[:cut], items[-cut:])]
 
 
 # Simulated events per second of a time limit: what one core of a small server does, the search's own work included.

@@ -30,6 +30,7 @@ from lowtide.graph.segments import Span
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.solvers.candidate import Regions
+from lowtide.solvers.region_costs import stops_of
 
 _MOST_ITEMS = 160  # in longer chains several calls are one item
 _MOST_SPLITS = 32  # lengths of a segment that are tried
@@ -216,6 +217,10 @@ class ChainProgram:
         members = np.array([len(item.calls) for item in items])
         self._seconds = np.array([sums[item.end] - sums[item.first] for item in items])
         self._seconds += members * graph.hardware.region_s
+        # The replay of a segment ends at the last saved tensor of its last item.
+        stops = stops_of(graph)
+        ends = [max(item.first, *(stops[call] for call in item.calls)) if item.calls else item.end for item in items]
+        self._after_last_save = np.array([sums[item.end] - sums[end] for item, end in zip(items, ends, strict=True)])
         self._above = np.maximum(carried - static, 0.0)  # bytes of a replay beyond those of the forward
         self._dropped_peak = dropped.forward
         self._retaining = retaining
@@ -242,6 +247,7 @@ class ChainProgram:
                 if len(splits):
                     peaks = np.maximum.accumulate(self._dropped_peak[first : splits[-1]])[splits - first - 1] + above
                     seconds = np.cumsum(self._seconds[first : splits[-1]])[splits - first - 1]
+                    seconds = seconds - self._after_last_save[splits - 1]
                     state = np.cumsum(self._state[first : splits[-1]])[splits - first - 1]
                     costs = _shifted(self._table[splits, last], (self._links[first] + state) / self._slot)
                     costs += _shifted(self._table[first, splits - 1], state / self._slot)

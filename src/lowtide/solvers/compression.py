@@ -11,17 +11,15 @@ whole tensors. Skipped unless the user passes `lossy=`; then the search has one 
 from __future__ import annotations
 
 from copy import copy
-from itertools import combinations
 
 import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph.codec_costs import CODEC_COSTS, LOSSLESS, EncodedForm, encoded_form
 from lowtide.graph.step_graph import StepGraph
-from lowtide.solvers.candidate import Codecs, Regions
+from lowtide.solvers.candidate import Codecs, Regions, some_subsets
 
-_MOST_SUBSETS = 6  # with up to this many values, every subset of them is tried (2^6)
-_MOST_CUTS = 8  # with more: prefixes and suffixes of this many lengths
+_MOST_CUTS = 8  # lengths of prefixes and suffixes of encoded values
 
 
 def lossy_codecs(lossy: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -105,7 +103,7 @@ class CompressionOptions:
                 tuple((value, form.codec) for value, form in self.left_behind(codecs, regions).items())
                 for codecs in (every, *of_one_codec)
             ]
-            parts = dict.fromkeys(part for codecs in left for part in _some(codecs))
+            parts = dict.fromkeys(part for codecs in left for part in some_subsets(codecs, _MOST_CUTS))
             choices += [(seconds + self._seconds_of(part, regions), regions, part) for part in parts]
         return sorted(choices, key=lambda plan: plan[0])
 
@@ -123,13 +121,6 @@ class CompressionOptions:
                 held.update(graph.calls[call].inputs)
             kept.update(value for op in ops for value in graph.ops[graph.calls[call].first + op].outputs)
         return {value: self.form(value, codec) for value, codec in codecs if value in held and value not in kept}
-
-
-def _some(every: Codecs) -> list[Codecs]:
-    if len(every) <= _MOST_SUBSETS:
-        return [subset for size in range(1, len(every) + 1) for subset in combinations(every, size)]
-    step = -(-len(every) // _MOST_CUTS)
-    return [part for cut in range(step, len(every) + 1, step) for part in (every[:cut], every[-cut:])]
 
 
 def _encodable(graph: StepGraph) -> set[int]:

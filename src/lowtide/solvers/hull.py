@@ -44,6 +44,7 @@ from lowtide.solvers.region_costs import (
 )
 
 NEVER = 1 << 30
+_MOST_PRICES = 64  # of a hull
 _ROUNDING = 1e-8  # relative error of a least cost: sums of floats, and the tolerance of `Pricing.best`
 
 
@@ -288,8 +289,8 @@ class Hull:
         return max(bounds, default=0.0)
 
 
-def hull(pricing: Pricing, most: int = 64) -> Hull:
-    """The hull, refined between known points from the widest gap on; at most `most` prices are tried."""
+def hull(pricing: Pricing) -> Hull:
+    """The hull, refined between known points from the widest gap on."""
     first, last = pricing.best(0.0), pricing.best(pricing.highest_price)
     found, supports = [first, last], [(0.0, 0.0, 0.0)]
     gaps: list[tuple[float, int, HullPoint, HullPoint]] = []
@@ -301,7 +302,7 @@ def hull(pricing: Pricing, most: int = 64) -> Hull:
             heappush(gaps, (-width, next(numbers), low, high))
 
     refine(first, last)
-    while gaps and len(supports) < most:
+    while gaps and len(supports) < _MOST_PRICES:
         _, _, low, high = heappop(gaps)
         price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
         choice = pricing.best(price)

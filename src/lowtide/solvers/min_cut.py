@@ -53,6 +53,7 @@ def minimum_cut(num_nodes: int, tails: np.ndarray, heads: np.ndarray, capacities
 
 
 _UNITS = 1 << 30
+_MOST_PRICES = 48  # of a hull
 _DEAREST = 1024  # at the highest price of a hull, all bytes cost this many times all seconds
 _ROUNDING = 1e-14  # relative, of one float subtraction
 _GAIN = 1e-6  # of a hull's seconds: a smaller gain is no new corner
@@ -208,16 +209,12 @@ class CutProblem:
     @cached_property
     def hull(self) -> list[Cut]:
         """Corners of the lower convex hull of seconds over bytes, from everything saved to as little as possible."""
-        self._tried: list[Cut] = []
-        return self._hull()
-
-    def _hull(self, most: int = 48) -> list[Cut]:
         ends = self.best(0.0), self.best(self.dearest)
-        self._tried += ends
+        self._tried = [*ends]
         corners = [*ends]
         numbers = iter(range(1 << 30))
         pending = [(0.0, next(numbers), *ends)]
-        while pending and len(self._tried) < most:
+        while pending and len(self._tried) < _MOST_PRICES:
             _, _, low, high = heapq.heappop(pending)
             if low.bytes <= high.bytes or high.seconds <= low.seconds:
                 continue

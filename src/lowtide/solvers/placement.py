@@ -1,4 +1,4 @@
-"""Offload: which values of a plan move to host memory or disk, and candidates whose regions retain outputs to move.
+"""Offload: which values of a plan move to host memory, and candidates whose regions retain outputs to move.
 
 `OffloadSelector.plan` turns the decisions of a candidate into a `Plan`. It walks the forward and picks values as a link
 with a given share of the bandwidth could take them without falling behind by more than a sixteenth of the forward, so
@@ -104,9 +104,9 @@ _LAG = 1 / 16  # of the forward: how far the link may fall behind; values become
 class OffloadSelector:
     """Picks the values of a plan to move, within `host` bytes. Values with a codec move encoded."""
 
-    def __init__(self, graph: StepGraph, host: int, press: CompressionOptions | None = None) -> None:
+    def __init__(self, graph: StepGraph, host: int, compression: CompressionOptions | None = None) -> None:
         self._graph = graph
-        self._compression = press
+        self._compression = compression
         self._host_bytes, self._link_bytes_per_s = host, graph.hardware.link_bytes_per_s
         self._clock = graph.arrays.clock
         self._lag_s = float(self._clock[graph.num_forward]) * _LAG
@@ -130,8 +130,8 @@ class OffloadSelector:
 
     def on(self, graph: StepGraph) -> OffloadSelector:
         """The same selector for the step's graph with segments."""
-        press = self._compression.on(graph) if self._compression is not None else None
-        return OffloadSelector(graph, self._host_bytes, press)
+        compression = self._compression.on(graph) if self._compression is not None else None
+        return OffloadSelector(graph, self._host_bytes, compression)
 
     def plan(self, regions: Regions, share: float, codecs: Codecs = ()) -> Plan:
         """The plan with these regions and codecs, and the values moved that fit through `share` of the bandwidth."""

@@ -4,9 +4,10 @@ A model that is compiled block by block, or with graph breaks, is a chain of **i
 the order of the forward. A **variant** of a graph saves a certain number of bytes from its forward to its backward and
 adds some seconds to the graph's fastest variant (`variants_of`, from the hull of `min_cut`). `SharedBudget` starts with
 everything saved and repeatedly gives one instance a smaller variant: the one that frees bytes *at the current peak* for
-the fewest seconds per byte, early instances first. The result is the fastest choice along this greedy path at which the
-chain fits everywhere. The path does not depend on the budget, so a larger budget never gives a slower choice; a
-Lagrangian bound says how far it is from the optimum.
+the fewest seconds per byte, early instances first. A second path also lets an instance go back to a variant that saves
+more and recomputes less at once. The result is the fastest choice along these greedy paths at which the chain fits
+everywhere. The paths do not depend on the budget, so a larger budget never gives a slower choice; a Lagrangian bound
+says how far it is from the optimum.
 
 Called by `lowtide.compiled`, which measures `OtherMemory` around the instances. Cost: instances times variants steps,
 each linear in the instances; no simulation after `variants_of`.
@@ -215,29 +216,71 @@ class SharedBudget:
         """Choices and their peaks, from everything saved on; each gives one more instance a smaller variant.
 
         Only bytes live at the peak count: values that the link has taken away, or that are saved later, do not. Peaks
-        need not fall along the path, because values that are not saved are live while they are recomputed.
+        need not fall along the path, because values that are not saved are live while they are recomputed. Where that
+        ends the path, an instance may have taken too small a variant, so a second path goes back from such variants.
         """
-        chosen, path = [0] * len(self.instances), []
+        lowest = self._lowest()
+        return [*self._walk(goes_back=False), *self._walk(goes_back=True), (lowest, self.peak_bytes(lowest))]
+
+    def _lowest(self) -> tuple[int, ...]:
+        """The choice with the smallest peak of all, if nothing is moved: by bisection over peaks."""
+        best = tuple(len(variants) - 1 for variants in self.instances)
+        low, high = 0, self.peak_bytes(best)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._within(middle)
+            best, low, high = (best, middle + 1, high) if found is None else (found, low, middle)
+        return best
+
+    def _within(self, most_bytes: int) -> tuple[int, ...] | None:
+        """A choice whose peak is `most_bytes` or less, if there is one without moves.
+
+        An instance runs beside what earlier ones have saved, so each takes the smallest variant with which it fits.
+        """
+        around, held, chosen = self.surroundings, 0, list[int]()
+        for variants, forward, backward in zip(
+            self.instances, around.forward_bytes, around.backward_bytes, strict=True
+        ):
+            needs = (max(forward + each.forward_bytes, backward + each.backward_bytes) for each in variants)
+            sizes = [held + variant.saved_bytes for variant in variants]
+            fitting = [n for n, (size, need) in enumerate(zip(sizes, needs, strict=True)) if size + need <= most_bytes]
+            if not fitting:
+                return None
+            chosen.append(min(fitting, key=sizes.__getitem__))
+            held = sizes[chosen[-1]]
+        return tuple(chosen) if max(around.between_bytes + held, around.elsewhere_bytes) <= most_bytes else None
+
+    def _walk(self, goes_back: bool) -> list[tuple[tuple[int, ...], int]]:
+        chosen, path, left = [0] * len(self.instances), [], set[tuple[int, int]]()
         step: tuple[int, int] | None = (0, 0)
         while step is not None:
-            chosen[step[0]] = step[1]
+            index, number = step
+            if number < chosen[index]:
+                left.add((index, chosen[index]))
+            chosen[index] = number
             peak_bytes, position = self.peak(chosen)
             path.append((tuple(chosen), peak_bytes))
-            step = self._next_step(chosen, position)
+            step = self._next_step(chosen, position, left if goes_back else None)
         return path
 
-    def _next_step(self, chosen: list[int], peak: PeakPosition) -> tuple[int, int] | None:
-        """The instance and its next variant that free bytes at the peak for the fewest seconds per byte."""
+    def _next_step(
+        self, chosen: list[int], peak: PeakPosition, left: set[tuple[int, int]] | None
+    ) -> tuple[int, int] | None:
+        """The instance and its next variant that free bytes at the peak for the fewest seconds per byte.
+
+        If `left` is given, the instance that runs there may also get a variant that saves more and recomputes less at
+        once. The variants that instances have `left` in this way are not tried again.
+        """
         # Of equal instances only the first is considered.
         alike = {(self._kinds[index], chosen[index]): index for index in reversed(range(peak.num_held))}
         cheapest: tuple[float, int, int] | None = None
         for index in {*alike.values(), peak.index} - {-1}:
             number, variants = chosen[index], self.instances[index]
             size = self._bytes_at(peak, index, number)
-            for smaller in range(number + 1, len(variants)):
-                spared = size - self._bytes_at(peak, index, smaller)
-                if spared > 0:
-                    step = (variants[smaller].extra_s - variants[number].extra_s) / spared, index, smaller
+            for other in range(0 if left is not None and index == peak.index else number + 1, len(variants)):
+                spared = size - self._bytes_at(peak, index, other)
+                if spared > 0 and (not left or (index, other) not in left):
+                    step = (variants[other].extra_s - variants[number].extra_s) / spared, index, other
                     cheapest = min(cheapest or step, step)
         return None if cheapest is None else cheapest[1:]
 

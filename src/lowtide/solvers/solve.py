@@ -184,6 +184,9 @@ def shortlist(
     found += by_regions.torch_checkpoints(budget)
     found += _nearly(search, budget, found[0].plan if error is None else None)
     found += by_regions.simple(budget)
+    if host_bytes:  # the bounds of a search without moves do not hold for plans with moves
+        bound_s = search.lower_bound_s(budget)
+        found = [_with_bound(each, bound_s) for each in found]
     different: dict[object, ShortlistedPlan] = {}
     for candidate in found:
         different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
@@ -201,6 +204,11 @@ def _searches(
         return both, both.limiting
     search = _ShortlistSearch(graph, host_bytes, time_limit_s, codecs)
     return search, search
+
+
+def _with_bound(candidate: ShortlistedPlan, bound_s: float) -> ShortlistedPlan:
+    bound_s = min(bound_s, candidate.plan.lower_bound_s)
+    return replace(candidate, plan=replace(candidate.plan, lower_bound_s=bound_s))
 
 
 def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
