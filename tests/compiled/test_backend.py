@@ -28,6 +28,7 @@ from kernelless import (
 from lowtide.graph.segments import all_blocks
 from lowtide.solvers import shared_budget
 from lowtide.solvers.compiled_search import anchor_groups, compiled_references
+from sweeps import sweep
 
 pytestmark = COMPILED_MARKS
 
@@ -185,7 +186,7 @@ MODELS = {
 }
 
 
-FAST = [("dropout", True), ("graph breaks", True), ("dropout", False), ("torch's checkpoint inside", True)]
+FAST = [("dropout", True), ("graph breaks", True), ("dropout", False)]
 ALL = [(name, True) for name in MODELS]
 ALL += [(name, False) for name in ("dropout", "batch norm", "torch's checkpoint inside", "graph breaks")]
 CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in ALL]
@@ -205,7 +206,7 @@ def test_a_step_at_the_floor_leaves_behind_what_the_fastest_does(name: str, regi
     assert any(variant.keeps is not None for variant in running(model)), "nothing was recomputed"
 
 
-@pytest.mark.parametrize("step, regional", [(squared, False), (autocast, True)])
+@pytest.mark.parametrize("step, regional", sweep([(autocast, True), (squared, False)], keep=1))
 def test_with_plenty_torchs_own_partition_is_untouched(step: Any, regional: bool, compiler: Compiler) -> None:
     model = Stack(MLP(dropout=0.5), MLP(dropout=0.5), MLP(dropout=0.5))
     plain = compiled_plainly(copy.deepcopy(model), regional=regional)
@@ -221,7 +222,7 @@ def test_with_plenty_torchs_own_partition_is_untouched(step: Any, regional: bool
     assert compiler.splits[-1].saved_bytes < largest
 
 
-@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+@pytest.mark.parametrize("regional", sweep([True, False], keep=1), ids=["regional", "whole"])
 def test_what_crosses_is_what_was_planned(regional: bool, compiler: Compiler) -> None:
     """At several budgets; nothing else is handed from the forward to the backward, and views never are."""
     model = lowtide.compile(Stack(*(MLP() for _ in range(3)), Attention()), budget=PLENTY, regional=regional)
@@ -276,7 +277,7 @@ def squared_twice(model: nn.Module) -> Tensor:
     return squared(model) + model(rows() * 2).square().mean()
 
 
-@pytest.mark.parametrize("step", [squared, squared_twice])
+@pytest.mark.parametrize("step", sweep([squared_twice, squared], keep=1))
 def test_what_blocks_save_waits_in_host_memory(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `host=`, which only an accelerator has a link for. Nothing is left there, whatever becomes of a step."""
     monkeypatch.setattr(shared_budget, "SMALLEST_MOVED", 64)

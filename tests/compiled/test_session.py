@@ -396,9 +396,13 @@ class TimedMeter(StepMeter):
         pass
 
     def peak_bytes(self) -> int:
-        return self.profile().peak_bytes
+        return self._whole_profile().peak_bytes
 
     def profile(self) -> StepProfile:
+        profile = self._whole_profile()
+        return StepProfile((), 0, 0, profile.seconds, is_timed_only=True) if self.times_only else profile
+
+    def _whole_profile(self) -> StepProfile:
         choice, calls = self.session._sequence.choice, []
         held = BASE + self._more_bytes + (self._moving_bytes if any(choice.moved) else 0)
         for variant, moved in zip(choice.variants, choice.moved, strict=True):
@@ -412,7 +416,9 @@ class TimedMeter(StepMeter):
 def settled(session: Session, graph: FakeGraph) -> VariantChoice:
     session.first_variant(graph)
     session.is_compiling()
-    for _ in range(30):
+    for _ in range(90):
+        if session.current is not None and session.current.is_settled:
+            break
         x = torch.ones(1, requires_grad=True)
         for _ in range(3):
             run = session.next_run(graph)
@@ -423,7 +429,7 @@ def settled(session: Session, graph: FakeGraph) -> VariantChoice:
     return session.current.choice
 
 
-@pytest.mark.parametrize(("torch_s", "num_timed"), [(0.5, 2), (3.3, 3), (3.4, 3), (50.0, 2)])
+@pytest.mark.parametrize(("torch_s", "num_timed"), [(0.5, 2), (3.3, 5), (3.4, 5), (50.0, 2)])
 def test_what_torchs_partitioner_does_is_timed_beside_ours(torch_s: float, num_timed: int) -> None:
     """Predicted to be slower, and kept if it is measured to be faster."""
     graph = FakeGraph(7)
@@ -432,7 +438,7 @@ def test_what_torchs_partitioner_does_is_timed_beside_ours(torch_s: float, num_t
     meter.session = Session(BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
     choice = settled(meter.session, graph)
     assert {variant.fraction for variant in choice.variants} == ({0.5} if torch_s < 10 / 3 else {None})
-    timed = [each.variants[0].fraction for each, _ in meter.session.current.timed]
+    timed = [each.variants[0].fraction for each, _ in meter.session.current.turns]
     assert timed == [None, 0.5] * num_timed, "in turns, until it is clear which is slower"
 
 
@@ -443,7 +449,7 @@ def test_what_cannot_win_is_not_compiled() -> None:
     meter = TimedMeter(lambda variant: 1 + variant.extra_s)
     meter.session = Session(BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
     settled(meter.session, graph)
-    assert all(variant.fraction is None for each, _ in meter.session.current.timed for variant in each.variants)
+    assert all(variant.fraction is None for each, _ in meter.session.current.measured for variant in each.variants)
 
 
 @pytest.mark.parametrize("moved_byte_s", [0.0, 1.0])
@@ -455,7 +461,7 @@ def test_moves_are_taken_back_if_they_are_measured_to_be_slower(moved_byte_s: fl
     meter.session = Session(BASE + 100, chooser=chooser, num_blocks=3, meter_of=lambda _: meter)
     choice = settled(meter.session, graph)
     assert any(choice.moved) == (moved_byte_s == 0.0)
-    assert any(any(each.moved) for each, _ in meter.session.current.timed)
+    assert any(any(each.moved) for each, _ in meter.session.current.turns)
 
 
 @pytest.mark.parametrize("seed", sweep(range(60), keep=20))
@@ -485,7 +491,7 @@ def test_host_memory_never_makes_a_step_slower(seed: int) -> None:
             continue
         sequence = meter.session.current
         assert all(peak <= budget for each, peak in sequence.measured if each.is_like(choice))
-        assert len(sequence.measured) <= 26
+        assert len(sequence.measured) <= 86
         found.append(sequence.seconds_of(choice))
     without, with_host = found
     assert without is None or with_host <= without

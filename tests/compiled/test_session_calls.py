@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ from kernelless import (
     squeeze,
 )
 from lowtide.api.compile import explain_compiled
-from lowtide.compiled import backend
+from lowtide.compiled import backend, other_memory
 from sweeps import sweep
 
 pytestmark = COMPILED_MARKS
@@ -158,7 +160,7 @@ def test_a_module_that_runs_eagerly_is_said_once() -> None:
 # Other compilers around it.
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["torch.compile last", "torch.compile first"])
+@pytest.mark.parametrize("is_first", sweep([True, False], keep=1), ids=["torch.compile last", "torch.compile first"])
 def test_inside_another_compile(is_first: bool) -> None:
     class Headed(Stack):
         def __init__(self) -> None:
@@ -215,7 +217,7 @@ def test_a_model_inside_data_parallel(num_buckets: int) -> None:
 
 
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("num_buckets", [1, 3])
+@pytest.mark.parametrize("num_buckets", sweep([3, 1], keep=1))
 @pytest.mark.filterwarnings("ignore")  # what Dynamo has to say on DDP's forward
 def test_the_backend_on_data_parallel(num_buckets: int) -> None:
     model = Stack(MLP(256), MLP(256), MLP(256))
@@ -237,6 +239,38 @@ def test_the_backend_on_data_parallel(num_buckets: int) -> None:
         assert torch.allclose(value.float(), actual[name].float(), atol=1e-6), name
     assert any(variant.keeps is not None for variant in session.current.choice.variants)
     assert explain_compiled(parallel) == session.describe()
+
+
+# Threads.
+
+
+def test_first_forwards_are_traced_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace sets hooks on all modules and keeps Dynamo from compiling, in all threads."""
+    trace, is_tracing, overlaps = other_memory.trace_once, threading.Event(), []
+    models = [stack(), stack()]
+    expected = [left_behind(compiled_plainly(copy.deepcopy(model), regional=True), squared) for model in models]
+
+    def slow_trace(*args: Any, **kwargs: Any) -> Any:
+        overlaps.append(is_tracing.is_set())
+        is_tracing.set()
+        time.sleep(0.3)  # the other thread gets here, if nothing stops it
+        found = trace(*args, **kwargs)
+        is_tracing.clear()
+        return found
+
+    monkeypatch.setattr(other_memory, "trace_once", slow_trace)
+    firsts = [lowtide.handle_of(lowtide.compile(model, budget=PLENTY))._first for model in models]
+    calls = [(first, (model, (rows(),), {})) for first, model in zip(firsts, models, strict=True)]
+    threads = [threading.Thread(target=first, args=args) for first, args in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == [False, False]
+    for model, values in zip(models, expected, strict=True):
+        assert session_of(model).chooser.surroundings is not None
+        assert_equal(values, left_behind(model, squared))
+        assert explain_compiled(model).startswith("3 calls of 2 compiled graphs"), "Dynamo compiles again"
 
 
 # Arguments.

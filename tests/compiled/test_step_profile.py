@@ -79,7 +79,7 @@ def peak_bytes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
     return held + max(cpu_allocation_totals(lambda: loss(model).backward()))
 
 
-@pytest.mark.parametrize("name", sweep(CASES, keep=3))
+@pytest.mark.parametrize("name", sweep(CASES, keep=2))
 def test_budgets_hold_or_are_refused(name: str) -> None:
     make, loss, regional = CASES[name]
     model = lowtide.compile(make(), budget=PLENTY, regional=regional)
@@ -124,7 +124,10 @@ def as_torch_does(model: nn.Module, fraction: float | None) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:within .* there is no room for the indices")
 @pytest.mark.parametrize(("block", "loss"), sweep([(Routed, large_loss), (MLP, plain_loss), (Routed, plain_loss)], 1))
-def test_what_torchs_own_ways_hold_is_feasible(block: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("fractions", sweep([[0.05], [None, 0.5]], keep=1), ids=str)
+def test_what_torchs_own_ways_hold_is_feasible(
+    block: Callable[[], nn.Module], loss: Callable[..., Tensor], fractions: list[float | None]
+) -> None:
     """A checkpoint per block, and the knob: with a loss at which the step peaks, every byte that blocks save counts."""
     unbounded = lowtide.compile(Stack(*(block() for _ in range(3))), budget=PLENTY)
     for _ in range(4):
@@ -132,7 +135,7 @@ def test_what_torchs_own_ways_hold_is_feasible(block: Callable[[], nn.Module], l
         loss(unbounded).backward()
     # The session's own measurement begins with what the trace says is there, not with what is.
     offset = lowtide.handle_of(unbounded).measured_peak_bytes - peak_bytes(unbounded, loss)
-    for fraction in (None, 0.5, 0.05):
+    for fraction in fractions:
         torch._dynamo.reset()
         model = as_torch_does(Stack(*(block() for _ in range(3))), fraction)
         for _ in range(2):
@@ -233,15 +236,15 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = self.clock = 0
-        counters = {
-            "memory_allocated": lambda device: self.now,
-            "max_memory_allocated": lambda device: self.peak,
-            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.now),
-            "current_stream": lambda device: None,
-            "Event": lambda enable_timing: Event(self),
-        }
-        for name, counter in counters.items():
-            monkeypatch.setattr(torch.cuda, name, counter)
+        self.num_read = 0
+        monkeypatch.setattr(_compat, "allocator_meter", lambda device: self.read)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+
+    def read(self) -> tuple[int, int]:
+        peak, self.peak = self.peak, self.now
+        self.num_read += 1
+        return self.now, peak
 
     def allocate(self, size: int) -> None:
         self.now += size
@@ -282,3 +285,22 @@ def test_the_allocators_counters_between_marks(monkeypatch: pytest.MonkeyPatch) 
     assert call.seconds == 2.0 and profile.seconds == 3.0
     meter.cancel()
     assert meter.profile() is None
+
+
+def test_a_step_that_is_only_timed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters are read at its ends and not at each mark; its peak and its time are known, and nothing of its calls."""
+    allocator = Allocator(monkeypatch)
+    meter = AllocatorMeter(torch.device("cuda"))
+    allocator.allocate(10)
+    meter.reset()
+    meter.times_only, num_read = True, allocator.num_read
+    for kind, index in ((FORWARD, 0), (FORWARD_END, 0), (FORWARD, 1), (FORWARD_END, 1)):
+        meter.mark(kind, index)
+        allocator.allocate(20)
+    for kind, index in ((BACKWARD, 1), (BACKWARD_END, 1), (BACKWARD, 0), (BACKWARD_END, 0)):
+        allocator.allocate(-20)
+        meter.mark(kind, index)
+    assert allocator.num_read == num_read and allocator.clock == 3, "an event when it begins, and after each backward"
+    profile = meter.profile()
+    assert profile is not None and profile.is_timed_only and (profile.calls, profile.seconds) == ((), 2.0)
+    assert meter.peak_bytes() == 90

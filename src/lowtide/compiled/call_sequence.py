@@ -37,8 +37,9 @@ class StepSize:
 class CallSequence:
     """The graph numbers of a step's calls, in order, and the variants chosen for them.
 
-    `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, `timed` their
-    seconds on an accelerator, both for steps of the present `size`. When corrections have ended, `trials` are run;
+    `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, for steps of the
+    present `size`. `profiled` and `turns` list their seconds on an accelerator: of steps that were measured call by
+    call, which takes the host time, and of steps that were only timed. When corrections have ended, `trials` are run;
     `is_settled` ends both. `held_sizes` are those of steps at which the choice was measured to hold.
     """
 
@@ -48,7 +49,8 @@ class CallSequence:
     is_settled: bool = False
     num_unmeasured: int = 0
     measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
-    timed: list[tuple[VariantChoice, float]] = field(default_factory=list)
+    profiled: list[tuple[VariantChoice, float]] = field(default_factory=list)
+    turns: list[tuple[VariantChoice, float]] = field(default_factory=list)
     trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
     size: StepSize | None = None
     held_sizes: list[StepSize] = field(default_factory=list)
@@ -59,7 +61,7 @@ class CallSequence:
             return
         if self.is_settled or self.size is None or (size != self.size and self.size.is_within(size)):
             self.size, self.is_settled, self.trials, self.num_unmeasured = size, False, None, 0
-            self.measured, self.timed = [], []
+            self.measured, self.profiled, self.turns = [], [], []
 
     def settle(self) -> None:
         """Keep the present choice for steps up to the present size."""
@@ -72,9 +74,18 @@ class CallSequence:
         """Measured peaks of the present choice, in bytes."""
         return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
 
+    @property
+    def is_timed_only(self) -> bool:
+        """Whether the next step is timed, and not measured call by call: its choice was measured before."""
+        return self.trials is not None and bool(self.peaks)
+
+    def turns_of(self, choice: VariantChoice) -> list[float]:
+        """Seconds of the steps under a choice that were only timed."""
+        return [seconds for each, seconds in self.turns if each.is_like(choice)]
+
     def seconds_of(self, choice: VariantChoice) -> float | None:
         """Median measured seconds of forward and backward under a choice; None if it was not timed."""
-        found = [seconds for each, seconds in self.timed if each.is_like(choice)]
+        found = self.turns_of(choice) or [seconds for each, seconds in self.profiled if each.is_like(choice)]
         return median(found) if found else None
 
     def begins_with(self, numbers: tuple[int, ...]) -> bool:

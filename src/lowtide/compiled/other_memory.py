@@ -207,7 +207,8 @@ class FirstForward:
         if not torch.is_grad_enabled() or not self._blocks:
             return
         self.remove()
-        with self._watch.planning(), without_warnings():
+        # Hooks on all modules, and the stance, hold for all threads.
+        with _compat.compile_lock(), self._watch.planning(), without_warnings():
             self._chooser.surroundings = _traced(model, self._blocks, args, kwargs, self._chooser.optimizer)
         self._blocks = []
 

@@ -93,7 +93,7 @@ class _BackwardHook:
         self._has_begun = False
 
     def __call__(self, gradients: Any) -> None:
-        self._calls.is_over = True
+        self._calls.end()
         if self._mark is not None and not self._has_begun:
             self._has_begun = True
             self._mark(BACKWARD)
@@ -103,14 +103,11 @@ class _BackwardHook:
         if self._mark is not None and self._num_left == 0:
             self._mark(BACKWARD_END)
 
-    def __del__(self) -> None:
-        if not self._calls.is_over and self._mark is not None:
-            self._calls.on_dropped()
-
 
 @dataclass
 class _Call:
     number: int
+    run: Any
     hook: weakref.ref[_BackwardHook] | None = None
 
     @property
@@ -119,7 +116,7 @@ class _Call:
 
 
 class StepCalls:
-    """The graph numbers of the calls made so far in this step. `is_over` is set when a backward begins.
+    """The graph numbers of the calls made so far in this step. `end()` is called when a backward begins.
 
     `on_dropped` is called when a call that is measured has lost its autograd nodes before that.
     """
@@ -131,17 +128,24 @@ class StepCalls:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Graph numbers of the calls whose autograd nodes are alive, in order."""
+        """Graph numbers of the calls whose autograd nodes are alive, or were when the backward began, in order."""
         if not self.is_over:
             self._calls = [call for call in self._calls if call.is_alive]
         return tuple(call.number for call in self._calls)
 
-    def begin(self, number: int, mark: Mark | None = None) -> Callable[[Any], None]:
+    def end(self) -> None:
+        """A backward begins, which frees the autograd nodes of the step."""
+        if not self.is_over:
+            self._calls = [call for call in self._calls if call.is_alive]
+            self.is_over = True
+
+    def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
         """Record a call. Call the returned function with the graph's outputs when it has run.
 
-        `mark` is called when the forward has ended, and when the backward of the call begins and ends.
+        `run` says what it runs, for `take`. `mark` is called when the forward has ended, and when the backward of the
+        call begins and ends.
         """
-        call = _Call(number)
+        call = _Call(number, run)
         self._calls.append(call)
 
         def end(outputs: Any) -> None:
@@ -153,15 +157,19 @@ class StepCalls:
                 node.register_prehook(hook)
                 if mark is not None:
                     node.register_hook(hook.after)
-            call.hook = weakref.ref(hook)
+            call.hook = weakref.ref(hook, None if mark is None else self._drop)
 
         return end
 
-    def take(self) -> tuple[int, ...]:
-        """Return the calls of the finished step, and start a new one."""
-        numbers = self.numbers
+    def _drop(self, hook: object) -> None:
+        if not self.is_over:
+            self.on_dropped()
+
+    def take(self) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Return the graph numbers of the finished step's calls and what each has run, and start a new one."""
+        numbers, runs = self.numbers, tuple(call.run for call in self._calls)
         self._calls, self.is_over = [], False
-        return numbers
+        return numbers, runs
 
 
 class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
@@ -300,7 +308,7 @@ class PlannedGraph:
             _compat.simplify_joint(joint)
             return self._split(self._read(joint), variant, joint, inputs, facts)
 
-        with self._context, self._compiling():
+        with _compat.compile_lock(), self._context, self._compiling():
             return self._compiler(_compat.copied_module(self._module), self._inputs.again(), partition)
 
     def _split(self, read: JointStep, variant: Variant, joint: Any, inputs: Any, facts: dict[str, Any]) -> Any:

@@ -107,10 +107,10 @@ class Session:
         # Dynamo owns the graphs and drops them when their code is evicted: only live graphs are planned.
         self._graphs: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
         self._calls = StepCalls()
-        self._calls.on_dropped = self._stop_marking
+        self._calls.on_dropped = self._drop
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
         self._sequence: CallSequence | None = None
-        self._is_clean = False
+        self._is_clean = self._has_dropped = False
         self._size = StepSize()  # of the present step, as far as it has run
         self._store: ActivationStore | None = None
         self._ranks = SessionRanks()
@@ -148,17 +148,21 @@ class Session:
             return GraphRun(graph.variants[0])
         self._end_step()
         called = self._calls.numbers
+        if self._has_dropped and not called and self._sequence is not None:
+            self._watch_next(self._sequence)
         before = self._size if called else StepSize(self._gradient_bytes())
         self._size = replace(before, input_bytes=before.input_bytes + input_bytes)
         self._called_modules[len(called)] = self.calling
         sequence = self._sequence_of((*called, graph.number))
         if sequence is None:  # an unknown order of calls: the smallest variant, until the step has ended
-            return GraphRun(graph.variants[-1], end=self._calls.begin(graph.number, self._marker(len(called))))
+            end = self._calls.begin(graph.number, (graph.variants[-1], ()), self._marker(len(called)))
+            return GraphRun(graph.variants[-1], end=end)
         over = self._over or sequence.over
         if over is not None and (self._over is not None or self._ranks.is_alone or not self._ranks.is_open):
             self._refuse(over)  # if ranks are still to be told, they raise together in the next step
         choice, position = sequence.choice, len(called)
-        variant, end = choice.variants[position], self._calls.begin(graph.number, self._marker(position))
+        variant, moved = _runs_of(choice)[position]
+        end = self._calls.begin(graph.number, (variant, moved), self._marker(position))
         if not any(choice.moved):
             return GraphRun(variant, end=end)
         store, is_last = self._store_for(choice), position == len(choice.variants) - 1
@@ -168,7 +172,6 @@ class Session:
             if is_last:
                 end_of_forward(store, (each for each in outputs if isinstance(each, torch.Tensor)))
 
-        moved = choice.moved[position]
         return GraphRun(variant, BlockOffload(store, moved) if moved else contextlib.nullcontext(), end_all)
 
     def _store_for(self, choice: VariantChoice) -> ActivationStore:
@@ -221,7 +224,6 @@ class Session:
             return self._sequence
         for sequence in reversed(self._sequences.values()):
             if sequence.begins_with(numbers):
-                self._is_clean &= len(numbers) == 1  # it began with other variants: no measurement
                 self._sequence = sequence
                 return sequence
         return None
@@ -253,13 +255,15 @@ class Session:
         """Once the last step's backward has begun: record its sequence of calls, and measure its peak."""
         if not self._calls.is_over:
             return
-        called = self._calls.take()
+        called, ran = self._calls.take()
         alive = {numbers: sequence for numbers, sequence in self._sequences.items() if self._is_alive(numbers)}
         self._sequences = dict(list(alive.items())[-_MOST_SEQUENCES:])
         if not called or not self._is_alive(called):
-            self._sequence, self._is_clean = None, False
+            self._sequence = None
         elif self._sequence is None or self._sequence.numbers != called:
-            self._sequence, self._is_clean = self._sequences.get(called) or self._planned(called), False
+            self._sequence = self._sequences.get(called) or self._planned(called)
+        # A step that began like another one has run some of its variants: it says nothing about the present choice.
+        self._is_clean &= self._sequence is not None and ran == _runs_of(self._sequence.choice)
         self._ranks.find(None if self.model is None else self.model())
         step, is_agreed = self._ranks.exchanged(self._report())
         if not self._ranks.is_alone:
@@ -335,9 +339,9 @@ class Session:
         """Decide by a step that has ended, if it was measured, which choice its sequence runs next."""
         if sequence.over is None:
             sequence.expect(step.size)
-        if not step.is_clean or sequence.is_settled:
+        if sequence.is_settled:
             return
-        if step.peak_bytes is None or step.size != sequence.size:
+        if not step.is_clean or step.peak_bytes is None or step.size != sequence.size:
             self._leave_unmeasured(sequence, step.size)
             return
         sequence.num_unmeasured = 0
@@ -346,7 +350,7 @@ class Session:
     def _watch_next(self, sequence: CallSequence) -> None:
         """Measure the next step, unless all sequences are settled."""
         self._marking, meter = None, self._meter
-        self._is_clean = False
+        self._is_clean = self._has_dropped = False
         if meter is None or sequence.over is not None or all(each.is_settled for each in self._sequences.values()):
             return
         meter.reset()
@@ -354,7 +358,10 @@ class Session:
         self._marking = meter if isinstance(meter, StepMeter) and not sequence.is_settled else None
 
     def _leave_unmeasured(self, sequence: CallSequence, size: StepSize) -> None:
-        """Stop measuring after some steps that a profiler of the user's watched, or that were smaller than expected."""
+        """Stop measuring after some steps that could not be measured, or that were smaller than expected.
+
+        Such as steps that a profiler of the user's watched, or that compiled something each time.
+        """
         sequence.num_unmeasured += 1
         if sequence.num_unmeasured < _MOST_UNMEASURED:
             return
@@ -370,6 +377,8 @@ class Session:
         meter = self._marking
         if meter is None:
             return None
+        if position == 0:
+            meter.times_only = self._sequence is not None and self._sequence.is_timed_only
         meter.mark(FORWARD, position)
         return lambda kind: meter.mark(kind, position) if meter is self._marking else None
 
@@ -378,6 +387,16 @@ class Session:
         if self._marking is not None:
             self._marking.cancel()
             self._marking, self._is_clean = None, False
+
+    def _drop(self) -> None:
+        """A call that is measured has lost its autograd nodes: if all have, the step begins anew with the next call.
+
+        A profiler must not stay active meanwhile. If others are left, as where a model computes what the loss does not
+        use, their step is measured: its peak, not call by call.
+        """
+        if not self._calls.numbers:
+            self._stop_marking()
+            self._has_dropped = True
 
     def _judge(self, sequence: CallSequence, measured: int, profile: StepProfile | None) -> None:
         """Decide by a measured step which choice the sequence runs next."""
@@ -508,6 +527,11 @@ class Session:
 
 ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which drop what graphs save: no plan is needed"
 NOTHING_YET = "nothing compiled for training yet: run a step first"
+
+
+def _runs_of(choice: VariantChoice) -> tuple[tuple[Variant, tuple[int, ...]], ...]:
+    """The variant of each call and the sizes of what it moves."""
+    return tuple(zip(choice.variants, choice.moved, strict=True))
 
 
 def _count(number: int, what: str) -> str:

@@ -129,7 +129,8 @@ def _renumbered(sequence: CallSequence, numbers: tuple[int, ...]) -> CallSequenc
         numbers=numbers,
         choice=as_here(sequence.choice),
         measured=[(as_here(choice), peak) for choice, peak in sequence.measured],
-        timed=[(as_here(choice), seconds) for choice, seconds in sequence.timed],
+        profiled=[(as_here(choice), seconds) for choice, seconds in sequence.profiled],
+        turns=[(as_here(choice), seconds) for choice, seconds in sequence.turns],
         trials=None if sequence.trials is None else list(map(as_here, sequence.trials)),
     )
 

@@ -44,12 +44,16 @@ class CallProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The calls of a step in order, and the peak outside of them: between forward and backward, and after both."""
+    """The calls of a step in order, and the peak outside of them: between forward and backward, and after both.
+
+    One that `is_timed_only` has seconds and no bytes, and no calls.
+    """
 
     calls: tuple[CallProfile, ...]
     between_bytes: int
     elsewhere_bytes: int
     seconds: float | None = None
+    is_timed_only: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -86,10 +90,14 @@ class _Mark:
 
 
 class StepMeter:
-    """Base of the meters that record marks. `mark` is called in the order of execution."""
+    """Base of the meters that record marks. `mark` is called in the order of execution.
+
+    Set `times_only` before the first mark of a step that shall run as it does without a meter, as far as possible.
+    """
 
     def __init__(self) -> None:
         self._marks: list[_Mark] = []
+        self.times_only = False
 
     def mark(self, kind: int, index: int) -> None:
         self._marks.append(_Mark(kind, index))
@@ -100,7 +108,10 @@ class StepMeter:
 
     def profile(self) -> StepProfile | None:
         """What was measured since `reset()`; None if a mark is missing, as after a forward without a backward."""
-        return profile_of(self._marks)
+        profile = profile_of(self._marks)
+        if profile is None or not self.times_only:
+            return profile
+        return StepProfile((), 0, 0, profile.seconds, is_timed_only=True)
 
 
 def profile_of(marks: list[_Mark]) -> StepProfile | None:
@@ -147,33 +158,43 @@ def _seconds(*marks: _Mark) -> float | None:
 
 
 class AllocatorMeter(StepMeter):
-    """Peaks from the CUDA allocator's statistics, which it resets (`torch.cuda.max_memory_allocated`)."""
+    """Peaks from the CUDA allocator's statistics, which it resets (`torch.cuda.max_memory_allocated`).
+
+    Reading them at each mark takes host time, which a step that is only timed must not spend: it records events.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        read = _compat.allocator_meter(device)
+        assert read is not None
+        self._read = read
         self._most = 0
 
     def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._read()
         self._marks, self._most = [], 0
 
     def mark(self, kind: int, index: int) -> None:
-        self._close_part()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append(_Mark(kind, index, torch.cuda.memory_allocated(self._device), event=event))
+        mark = _Mark(kind, index)
+        if not self.times_only:
+            mark.bytes = self._close_part()
+        if not self.times_only or kind == BACKWARD_END or (kind, index) == (FORWARD, 0):
+            mark.event = torch.cuda.Event(enable_timing=True)
+            mark.event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(mark)
 
     def peak_bytes(self) -> int | None:
         self._close_part()
         return self._most
 
-    def _close_part(self) -> None:
-        peak = torch.cuda.max_memory_allocated(self._device)
+    def _close_part(self) -> int:
+        """Note the peak since the last mark; the bytes allocated now."""
+        now, peak = self._read()
         self._most = max(self._most, peak)
         if self._marks:
             self._marks[-1].peak_bytes = max(self._marks[-1].peak_bytes, peak)
+        return now
 
 
 class ProfilerMeter(StepMeter):

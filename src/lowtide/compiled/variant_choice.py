@@ -14,7 +14,7 @@ A choice moves tensors to host memory, or recomputes indices, only where none wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +43,9 @@ _BESIDE_COPIES = 0.015
 # A choice without moves, and with saved indices, is measured before others are considered if its predicted peak is over
 # the budget by up to this share: predictions are off by a few per cent. A larger share risks running out of memory.
 _NEARLY_WITHIN = 0.05
+# What torch's partitioner does is tried if its predicted peak is over the budget by up to this share: a budget may be
+# the very peak that it was measured at. A larger share lets more steps exceed the budget that are then not kept.
+_PERHAPS_WITHIN = 0.01
 # What torch's partitioner does is not timed if it is predicted to add more than this multiple of what ours adds, and
 # this share of the step. Predictions were off by a factor of up to 1.4. A smaller margin may leave out what is faster.
 _CANNOT_WIN = 1.5, 0.05
@@ -192,22 +195,27 @@ class VariantChooser:
         return tuple(graph.number for graph in instances) in self._measured_around or any(self.errors)
 
     def alternatives(
-        self, instances: list[PlannedGraph], choice: VariantChoice, budget_bytes: int
+        self,
+        instances: list[PlannedGraph],
+        choice: VariantChoice,
+        budget_bytes: int,
+        over: Sequence[VariantChoice] = (),
     ) -> list[VariantChoice]:
-        """Other choices that may be faster than their predictions say, to be timed beside `choice`.
+        """Other choices that may be faster than their predictions say, to be timed beside `choice`. `over` did not fit.
 
         What torch's partitioner does with the largest `activation_memory_budget` that fits, in all calls alike, and the
         best choice with moves to the host.
         """
         step_s = sum(graph.step_s for graph in instances)
         most_s = max(_CANNOT_WIN[0] * choice.extra_s, choice.extra_s + _CANNOT_WIN[1] * step_s)
-        fitting = [each for each in self._torch_choices(instances) if each.peak_bytes <= budget_bytes][:1]
+        of_torch = [each for each in self._torch_choices(instances) if not any(map(each.is_like, over))]
+        fitting = [each for each in of_torch if each.peak_bytes <= (1 + _PERHAPS_WITHIN) * budget_bytes][:1]
         found = [each for each in fitting if each.extra_s <= most_s]
         if self.host_bytes > 0 and len(instances) > 1:
             moving = self._shared(instances, budget_bytes, _SHARES)
             is_worth_it = choice.extra_s - moving.extra_s >= WORTH_A_COMPILE * step_s
             found += [moving] if moving.is_within and any(moving.moved) and is_worth_it else []
-        return [each for each in found if not each.is_like(choice)]
+        return [each for each in found if not any(map(each.is_like, (choice, *over)))]
 
     def smallest(self, instances: list[PlannedGraph]) -> VariantChoice:
         """The choice in which every call saves least, except that indices are saved."""
