@@ -18,6 +18,7 @@ def estimate(job: zoo.Job, **options: Any) -> Estimate:
     return lowtide.estimate(job.model, job.loss_fn, *job.batch, **options)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_against_a_real_step() -> None:
     job = zoo.make("gpt_dropout")
     optimizer = torch.optim.AdamW(job.model.parameters())
@@ -48,6 +49,7 @@ def test_the_floor_can_be_reached() -> None:
     assert guess.floor_bytes <= 1.03 * best
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_growth_per_sample() -> None:
     def job(samples: int) -> zoo.Job:
         torch.manual_seed(0)
@@ -97,6 +99,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("device", sweep(["H100", None], keep=1))
 def test_nothing_is_allocated(device: str | None) -> None:
     with torch.device("meta"):
@@ -122,6 +125,7 @@ def test_nothing_is_allocated(device: str | None) -> None:
         assert not guess.fits(80 << 30) and "80.0 GiB: a plain step does not fit" in str(guess)
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_it_prints_as_a_table() -> None:
     job = zoo.make("gpt_dropout")
     guess = estimate(job, device="T4")

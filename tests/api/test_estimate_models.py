@@ -79,7 +79,7 @@ def whisper() -> Job:
 
 
 @pytest.mark.parametrize("make", sweep([whisper, t5, mixtral], keep=1))
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "quick_search")
 def test_estimates_are_near_a_real_step(make: Callable[[], Job]) -> None:
     model, loss_fn, batch = make()
     state = torch.get_rng_state()

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide.plans import Move, Plan, PlannedModule, Recompute
+from lowtide.solvers.eager_search import EagerSearch
 from sweeps import sweep
 
 JOBS = ["custom_function", "unet", "block_called_again", "gpt_autocast", "hf_t5", "gpt_dropout", "lora", "hf_llama"]
@@ -62,8 +63,10 @@ def test_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
     expected = outcome(job)
     job.model.load_state_dict(weights)
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
-    for budget in budgets(graph, (0.05, 0.6)):
-        plan = lowtide.solve(graph, budget)
+    search = EagerSearch(graph)
+    low, high = search.floor.peak_bytes, search.plain.peak_bytes
+    for share in (0.05, 0.6):
+        plan = search.plan(int(low + (high - low) * share))
         with lowtide.apply(job.model, plan) as handle:
             actual = outcome(job)
             assert handle.stats().num_replays > 0 or not plan.regions
@@ -75,6 +78,7 @@ def test_plans_run_exactly_and_peak_as_predicted(name: str) -> None:
         assert measured == pytest.approx(plan.peak_bytes, rel=0.04)
 
 
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("name", sweep(["unet", "gpt_dropout"], keep=1))
 def test_fit_holds_the_budget_and_leaves_the_model_alone(name: str) -> None:
     job = make(name)
@@ -99,6 +103,7 @@ def test_fit_does_nothing_to_a_model_that_fits() -> None:
     assert all("forward" not in vars(module) for module in job.model.modules())
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fit_undoes_everything_where_nothing_holds() -> None:
     job = make("custom_function")
     with pytest.raises(lowtide.InfeasibleBudgetError, match="floor"):
@@ -106,6 +111,7 @@ def test_fit_undoes_everything_where_nothing_holds() -> None:
     assert all("forward" not in vars(module) for module in job.model.modules())
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fit_undoes_everything_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     job = make("custom_function")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
@@ -146,6 +152,7 @@ def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch)
         handle.remove()
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_plan_is_trace_and_solve() -> None:
     job = make("custom_function")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
@@ -474,6 +481,7 @@ def test_fit_logs_what_it_does_and_what_came_of_it(caplog: pytest.LogCaptureFixt
     assert "nothing to do" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_a_plan_for_a_model_of_another_size_is_refused() -> None:
     def model_of(width: int) -> nn.Module:
         return nn.Sequential(zoo.Block(width, 4), zoo.Block(width, 4))
@@ -517,7 +525,7 @@ def test_max_batch_is_confirmed_by_a_real_step(monkeypatch: pytest.MonkeyPatch) 
         return model(x).square().mean()
 
     def make_batch(size: int) -> Tensor:
-        return torch.randn(size, 16)
+        return torch.randn(size, 8, 16)
 
     loss_fn(make_batch(4)).backward()
     before = [(p, p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]

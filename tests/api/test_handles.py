@@ -19,6 +19,7 @@ from lowtide.compiled import backend
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.session import NOTHING_YET
 from lowtide.eager.plan_handle import AppliedPlan
+from sweeps import sweep
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -171,7 +172,7 @@ def test_of_the_backend(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("regional", [True, False])
+@pytest.mark.parametrize("regional", sweep([True, False], keep=1))
 def test_switched_off_the_graphs_run_as_torch_decides(regional: bool) -> None:
     model = stack()
     plain = compiled_plainly(copy.deepcopy(model), regional=regional)

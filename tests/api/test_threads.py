@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ def fitted(width: int) -> tuple[int, int, int | None, list[Tensor]]:
     return len(guess.graph.ops), guess.peak_bytes, handle.measured_peak_bytes, gradients
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_fits_in_several_threads() -> None:
     widths = [8, 16, 24]
     alone = [fitted(width) for width in widths]

@@ -1,4 +1,5 @@
-"""The functions a user calls (fit, plan, compile, estimate, measure, max_batch), one file each.
+"""The functions that a user calls, such as `fit`, `compile`, `estimate` and `max_batch`, one file each.
 
-Each connects the other packages: it traces, solves, applies and measures, and has no algorithm of its own.
+Each connects the other packages: it traces, solves, applies and measures. Two files are parts of `fit`: `tuner` runs
+its candidates and keeps one, `split_search` finds the modules that `split=True` runs in parts.
 """

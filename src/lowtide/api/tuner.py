@@ -2,9 +2,9 @@
 
 Predicted times and peaks can be wrong by several per cent, so candidates are compared on real steps. First each one
 runs a few steps, which gives its peak and a first time. Those that hold and are not clearly slower then take turns with
-each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. After each
-round the slower ones are dropped. Only one plan is on the model at a time: memory that one of them holds never counts
-against another.
+each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. The
+fastest turn of each counts, as other processes only ever add time. After each round the slower ones are dropped. Only
+one plan is on the model at a time: memory that one of them holds never counts against another.
 
 `FitCache` keeps the result in a JSON file, one entry per graph, hardware, budget, limits and version of lowtide and
 torch. A file is replaced by renaming, so no reader sees half of one; if two processes write at once, the entries of one
@@ -28,7 +28,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from lowtide.api.measure import RealSteps
@@ -43,7 +42,7 @@ from lowtide.plans.plan_text import KEPT, Trial, split_texts, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
 from lowtide.solvers.candidate import with_predictions
-from lowtide.solvers.solve import SEARCHED, ShortlistedPlan
+from lowtide.solvers.solve import SEARCHED, ShortlistedPlan, search_for
 from lowtide.tracing.step_checks import CacheOff
 from lowtide.units import format_bytes, own_version
 
@@ -127,6 +126,7 @@ class FitCache:
         splits: SplitSearch | None = None,
     ) -> None:
         self._path, self._graph, self._budget, self._splits = Path(path), graph, budget_bytes, splits
+        self._limits = limits
         parts = {
             "graph": graph.fingerprint,
             "optimizer_state_bytes": graph.optimizer_state_bytes,
@@ -150,7 +150,7 @@ class FitCache:
         try:
             entry = entries[self._key]
             decided = Plan.from_json(entry["plan"])
-            correction, bound_s = entry["correction_bytes"], decided.lower_bound_s
+            correction = entry["correction_bytes"]
             if type(correction) is not int or correction < 0:
                 raise ValueError(f"correction_bytes is {correction!r:.50}")
             graph = self._splits.graph(decided.splits) if self._splits is not None else self._graph
@@ -159,7 +159,10 @@ class FitCache:
         except (LowtideError, ValueError, KeyError, TypeError) as error:
             logger.warning("the cache %s has a damaged entry for this step: %s", self._path, error)
             return None
-        found = with_predictions(graph, timeline, simulate(graph), self._budget, bound_s)
+        # The cached bound is for the times that were measured then.
+        limits = self._limits
+        search = search_for(graph, "eager", limits.host, limits.time_limit_s, limits.lossy)
+        found = with_predictions(graph, timeline, simulate(graph), self._budget, search.lower_bound_s(self._budget))
         return CachedFit(found if self._splits is None else self._splits.predicted(found), correction)
 
     def write(self, plan: Plan, correction_bytes: int, trials: Sequence[Trial]) -> None:
@@ -232,9 +235,9 @@ class MeasuredCandidate:
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of a step. Only for candidates that have run."""
+        """Measured seconds of a step, the fewest that it took. Only for candidates that have run."""
         assert self.first_s is not None
-        return median(self.times or [self.first_s])
+        return min([self.first_s, *self.times])
 
 
 class Tuner:
@@ -408,8 +411,11 @@ class Tuner:
 
     def _record(self, handle: AppliedPlan, best: MeasuredCandidate) -> None:
         plain_s = self._plain_s()
+        # The bound of a later round counts memory that an earlier plan needed, and not every plan that holds does.
+        bound_s = min(handle.plan.lower_bound_s, *(tried.plan.extra_s for tried in (best, *self._holding())))
         plan = replace(
             handle.plan,
+            lower_bound_s=bound_s,
             measured_peak_bytes=best.peak_bytes,
             measured_step_s=best.seconds,
             measured_plain_s=plain_s,
@@ -425,7 +431,7 @@ class Tuner:
 
     def _plain_s(self) -> float | None:
         if self._plain_times:
-            return median(self._plain_times)
+            return min(self._plain_times)
         graph = self._steps.graph
         return graph.step_s if graph.is_measured else None
 
