@@ -62,8 +62,9 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_fit(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
-    """Let `fit` run few candidates, which take turns once, for tests to which any of them will do."""
+    """Let `fit` run few candidates, which take turns once, and `sweep` few budgets, where any of them will do."""
     monkeypatch.setattr(solve, "_MOST", 3)
+    monkeypatch.setattr(solve, "_NUM_BUDGETS", 4)
     monkeypatch.setattr(tuner, "_MAX_RATIOS", tuner._MAX_RATIOS[:2])
 
 

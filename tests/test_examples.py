@@ -6,14 +6,22 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+PATHS = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+SLOW = (
+    "hosts_accelerate",
+    "hosts_diffusers",
+    "hosts_transformers",
+    "hosts_trl",
+    "hosts_vision",
+)  # tests/hosts runs these hosts too
+EXAMPLES = [pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem) for path in PATHS]
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*(many workers|num_workers|tensorboard|logging interval|LeafSpec)"
 )  # Lightning's advice
 @pytest.mark.usefixtures("quick_fit")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_example_runs(example: Path) -> None:
     for package in _hosts(example):
         pytest.importorskip(package)

@@ -1,6 +1,6 @@
 """Runs a function on several ranks, gloo on the CPU, and models for it.
 
-Processes come from a fork server that has imported torch and lowtide once, so that a job costs a fraction of a second.
+Processes come from a fork server that has imported once what they use, so that a job costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lowtide.solvers import eager_search
 from lowtide.tracing import devices
 
 GROUP_TIMEOUT_S = 15.0
-PRELOADED = ["lowtide", "torch.profiler", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
-PRELOADED += ["torch.distributed.tensor.parallel"]
+PRELOADED = ["lowtide", "torch.profiler", "torch._subclasses", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+PRELOADED += ["torch.distributed.tensor.parallel", "torch._dynamo", "torch._inductor.compile_fx", "networkx", "pytest"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ def _result(path: Path) -> Any:
 
 
 def _rank(function: Any, args: Any, rank: int, world: int, folder: str, group_s: float) -> None:
-    gc.collect()
     gc.freeze()  # spares each measurement's garbage collection a look at all that was imported
     torch.set_num_threads(1)
     torch.manual_seed(0)

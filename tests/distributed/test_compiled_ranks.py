@@ -44,7 +44,8 @@ class DistortedMeter(ProfilerMeter):
         variants = self._session.current.choice.variants
         ways_s = (2.0, 0.6)[rank()]
         seconds = [0.5 if variant.keeps is None else ways_s if variant.fraction else 1.0 for variant in variants]
-        calls = [replace(call, seconds=each) for call, each in zip(profile.calls, seconds, strict=True)]
+        whole = not profile.is_timed_only  # otherwise it has no calls
+        calls = [replace(call, seconds=each) for call, each in zip(profile.calls, seconds, strict=whole)]
         return replace(profile, calls=tuple(calls), seconds=sum(seconds))
 
 
@@ -169,11 +170,11 @@ def failing_choice() -> Any:
 
 
 def all_scenarios() -> dict[str, Any]:
-    return {scenario.__name__: scenario() for scenario in (data_parallel, fully_sharded, infeasible, failing_choice)}
+    return {scenario.__name__: scenario() for scenario in (data_parallel, infeasible, failing_choice)}
 
 
 def slow_scenarios() -> dict[str, Any]:
-    return {scenario.__name__: scenario() for scenario in (whole_graph, tensor_parallel, uneven)}
+    return {scenario.__name__: scenario() for scenario in (fully_sharded, whole_graph, tensor_parallel, uneven)}
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +189,8 @@ def assert_agreed(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert len({str(keys) for keys in one["keys"]}) > 1, "what was measured has changed nothing"
 
 
-@pytest.mark.parametrize("name", ["data_parallel", "fully_sharded"])
-def test_ranks_run_the_same_variants_whatever_they_measure(scenarios: list[dict[str, Any]], name: str) -> None:
-    one, other = (each[name] for each in scenarios)
+def test_ranks_run_the_same_variants_whatever_they_measure(scenarios: list[dict[str, Any]]) -> None:
+    one, other = (each["data_parallel"] for each in scenarios)
     assert_agreed(one, other)
     assert not one["open"], "ranks that have settled do not wait for each other any more"
 
@@ -205,11 +205,11 @@ def test_an_error_while_one_rank_plans_raises_on_both(scenarios: list[dict[str, 
     assert one[0] == "RankError" and "rank 1 failed" in one[1] and other[0] == "TypeError"
 
 
-@pytest.mark.slow
-def test_ranks_agree_on_whole_graphs_on_collectives_inside_and_on_errors_of_uneven_batches() -> None:
+def test_ranks_agree_on_shards_on_whole_graphs_on_collectives_inside_and_on_errors_of_uneven_batches() -> None:
     one, other = succeeded(run_ranks(slow_scenarios))
-    for name in ("whole_graph", "tensor_parallel"):
+    for name in ("fully_sharded", "whole_graph", "tensor_parallel"):
         assert_agreed(one[name], other[name])
+    assert not one["fully_sharded"]["open"], "ranks that have settled do not wait for each other any more"
     assert one["uneven"] == other["uneven"] and isinstance(one["uneven"][0], int)
 
 
@@ -223,6 +223,7 @@ def failing_forward() -> None:
         step(model, batch())
 
 
+@pytest.mark.slow  # test_ranks.py has a rank that is gone, without compiling
 def test_a_rank_that_is_gone_is_not_waited_for_forever() -> None:
     one, other = run_ranks(failing_forward, group_s=2)
     assert isinstance(one, Raised) and one.kind == "RankError" and "not all of them answered" in one.text

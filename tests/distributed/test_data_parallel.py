@@ -87,7 +87,7 @@ def fit_wrapped(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", sweep(OPTIONS, keep=3))
+@pytest.mark.parametrize("name", sweep(OPTIONS, keep=2))
 def test_gradients_equal_those_without_a_plan(name: str) -> None:
     results = succeeded(run_ranks(fit_wrapped, name))
     for each in results:

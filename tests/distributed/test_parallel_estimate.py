@@ -15,6 +15,8 @@ from distributed.jobs import Net, batch, run_ranks, succeeded
 from distributed.test_data_parallel import loss_of
 from distributed.test_sharding import TwoSumsNet, one_mesh, sharded, split
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 ROWS = 256
 
 

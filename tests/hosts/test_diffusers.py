@@ -93,6 +93,7 @@ def test_a_block_that_is_passed_as_its_bound_call() -> None:
             lowtide.hosts.diffusers.func(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # test_transformers fits in a loop of its host, test_vision images
 def test_fit() -> None:
     plain = unet()
     expected, plain_peak = train(plain, torch.optim.AdamW(plain.parameters()))

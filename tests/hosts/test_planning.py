@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
@@ -126,12 +125,7 @@ def test_accumulated_gradients_are_there_for_the_plan_only() -> None:
         assert model.weight.grad is None
 
 
-def test_hosts_are_imported_when_used() -> None:
-    code = (
-        "import sys, lowtide; others = {'transformers', 'accelerate', 'lightning', 'diffusers'} & set(sys.modules); "
-        "lowtide.hosts; sys.exit(len(others))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_a_host_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match=r"lowtide.hosts has accelerate, .* not 'keras'"):
         lowtide.hosts.keras  # noqa: B018
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from hosts.training import OPTIONS, assert_same_weights, measured, parameter_bytes, tiny_llama, token_rows, weights
 from lowtide.errors import LowtideError, UnitError
+from sweeps import sweep
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -155,7 +156,7 @@ def test_batches_that_grow_are_covered_by_a_probe_or_planned_for(tmp_path: Path)
         return {"input_ids": padded, "labels": padded, "attention_mask": (padded > 0).long()}
 
     def run(*callbacks: Any) -> Any:
-        made = trainer(tmp_path, *callbacks, rows=rows, model=tiny_llama(2), max_steps=4, per_device_train_batch_size=8)
+        made = trainer(tmp_path, *callbacks, rows=rows, model=tiny_llama(), max_steps=4, per_device_train_batch_size=8)
         made.data_collator, made.wanted = collate, not callbacks
         made._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
         made.train()
@@ -313,7 +314,9 @@ def test_what_cannot_be_planned_for_is_refused_with_what_to_do(tmp_path: Path) -
         lowtide.hosts.transformers.Budget("1GiB", largest=dict, probe=3)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["loss of the model", "of the trainer"])
+@pytest.mark.parametrize(
+    "options", sweep([{}, {"label_smoothing_factor": 0.1}], keep=1), ids=["loss of the model", "of the trainer"]
+)
 def test_a_loss_in_parts(tmp_path: Path, options: dict[str, float]) -> None:
     def model() -> Any:
         torch.manual_seed(0)

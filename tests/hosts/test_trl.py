@@ -146,6 +146,7 @@ def dpo(folder: Path, *callbacks: Any, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow  # test_sft trains with the same callback
 def test_dpo_with_lora(tmp_path: Path) -> None:
     """The reference is the same model with its adapters off, in the same step, without gradients."""
     plain = dpo(tmp_path, gradient_checkpointing=False)

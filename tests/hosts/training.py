@@ -15,7 +15,7 @@ WORDS = 48
 OPTIONS: dict[str, Any] = {"tune_s": 0, "time_limit_s": 0.5}  # any plan that holds will do
 
 
-def tiny_llama(num_layers: int = 3) -> LlamaForCausalLM:
+def tiny_llama(num_layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS,

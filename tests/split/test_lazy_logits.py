@@ -145,8 +145,8 @@ def test_a_layer_with_backward_hooks_runs_as_it_is(
         return found
 
     plain = gradient(1)
-    handle = getattr(head, kind)(lambda module, gradients, *rest: (3 * gradients[0],))
-    assert torch.allclose(gradient(3), 3 * plain, rtol=1e-5)
+    handle = getattr(head, kind)(lambda module, gradients, *rest: (2 * gradients[0],))  # exact in any kernel
+    assert torch.equal(gradient(3), 2 * plain)
     assert "a backward hook is registered on it" in caplog.text
     handle.remove()
 

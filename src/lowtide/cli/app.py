@@ -85,11 +85,11 @@ def estimate(
     ] = None,
     split: options.SplitFlag = False,
     world: Annotated[
-        int | None, typer.Option(metavar="RANKS", help="Simulate a rank of a job of this size.", min=1)
+        int | None, typer.Option(metavar="RANKS", help="Estimate for one rank of a job with this many ranks.", min=1)
     ] = None,
     parallel: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYOUT", help="With --world: fsdp=8,tp=8. Give it several times to compare layouts."),
+        typer.Option(metavar="LAYOUT", help="With --world: fsdp=8,tp=8. May be repeated, to compare layouts."),
     ] = None,
 ) -> None:
     """Predict the memory and time of a step, from fake tensors: nothing is allocated."""
@@ -180,7 +180,7 @@ def sweep(
     budgets: Annotated[
         list[str] | None,
         typer.Option(
-            "--budget", "-b", metavar="BYTES", help="A budget to plan for; may be given again. Sixteen if none."
+            "--budget", "-b", metavar="BYTES", help="A budget to plan for; may be repeated. Default: sixteen budgets."
         ),
     ] = None,
     host: options.Host = None,
@@ -231,7 +231,7 @@ def explain(
     module: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODULE]",
+            metavar="MODULE",
             help="A module's name, such as layers.7. Left out, the modules are listed.",
             autocompletion=_complete_module,
         ),
@@ -303,7 +303,7 @@ def bench(
     host: options.Host = None,
     lossy: options.Lossy = None,
     split: options.SplitFlag = False,
-    rounds: Annotated[int, typer.Option(help="Timed steps of each; the median counts.", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each variant, of which the median is shown.", min=1)] = 5,
 ) -> None:
     """Run your own model plainly, with a checkpoint per block, and inside a budget: peaks, times, gradients."""
     from lowtide.cli.bench import compare
@@ -326,7 +326,7 @@ def bench(
 def doctor(
     out: Output,
     script: Annotated[
-        str | None, typer.Argument(metavar="[SCRIPT:FUNCTION]", help="Also look at this script's model.")
+        str | None, typer.Argument(metavar="SCRIPT:FUNCTION", help="Also check this script's model.")
     ] = None,
 ) -> None:
     """Check versions, devices, the link to host memory, limits, and conflicts with other checkpointing."""

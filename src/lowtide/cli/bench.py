@@ -103,9 +103,9 @@ def compare(
     return Comparison(tuple(timed), plan, plan.budget_bytes)
 
 
-def measure_plan(job: Job, plan: lowtide.Plan, rounds: int = 3) -> BenchRow:
+def measure_plan(job: Job, plan: lowtide.Plan) -> BenchRow:
     """Measure a step of the job's model with a plan. Raises `PlanError` if the plan is for another model."""
-    bench = _ModelBench(job, plan, rounds)
+    bench = _ModelBench(job, plan, rounds=3)
     variant = functools.partial(lowtide.apply, job.model, plan)
     row = bench.row(OURS, variant)
     return row if row.problem else replace(row, step_s=bench.times({OURS: variant})[OURS])

@@ -43,11 +43,11 @@ SplitFlag = Annotated[
         "--split", help="Allow the loss and MLPs to run a few rows at a time: gradients may differ in the last bits."
     ),
 ]
-Engine = Annotated[Literal["eager", "compiled"], typer.Option(help="What will run the plan.")]
+Engine = Annotated[Literal["eager", "compiled"], typer.Option(help="The engine that will run the plan.")]
 Fake = Annotated[bool, typer.Option("--fake", help="Trace on fake tensors: nothing is allocated, nothing runs.")]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Where the step will run, if not where the model is: cuda, or H100 by name."),
+    typer.Option(metavar="NAME", help="The device to plan for, if not the model's own: cuda, or a name such as H100."),
 ]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit-s", help="Seconds that solving may take.", min=0.01)]
 

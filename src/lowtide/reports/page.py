@@ -42,7 +42,7 @@ from lowtide.reports.report_text import (
 )
 from lowtide.units import own_version
 
-_SCRIPTS = ("draw.js", "memory.js", "others.js", "main.js")
+_SCRIPTS = ("draw.js", "memory.js", "other_charts.js", "main.js")
 _MOST_LAYERS = 300  # in the table; the chart has them all
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.plans.plan_text import HEAD, split_texts
+from lowtide.plans.step_plan import ACTIONS
 from lowtide.reports.report_facts import OUTSIDE, ReportFacts, counted, short_op
 from lowtide.simulator.timeline import PHASES
 from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
-
-ACTIONS = ("keep", "recompute", "host", "disk", "compress")
 
 
 @dataclass(frozen=True)

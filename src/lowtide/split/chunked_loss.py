@@ -10,8 +10,8 @@ computes each chunk's logits again. `total` also does that for float16 logits, a
 Weight gradients are sums over chunks. They are accumulated in float32 where the weight, or autocast, has a type of 16
 bits, as a sum in that type would lose a bit or two per doubling of the number of chunks.
 
-The gradients handed out by one backward are not kept: a second backward through the same loss raises, and so does a
-backward with `create_graph=True`. (Keeping hidden states for it would take as much memory as their gradient.)
+A backward releases the gradients that it returns: a second backward through the same loss raises, and so does one with
+`create_graph=True`. (Keeping hidden states for it would take as much memory as their gradient.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`LazyLogits`: the output of a model's last linear layer, computed when someone looks at it, or never.
+"""`LazyLogits`: the output of a model's last linear layer, computed only if something reads its values.
 
 With `split=True` the layer returns this tensor instead of its product. It has the shape, type and device of the logits
 and no memory. Through `__torch_function__` it sees what loss code does with it: casts, views and slices, functions of

@@ -1,4 +1,4 @@
-"""The functions that a lazy tensor of logits (`lazy_logits`) survives, by name.
+"""Handlers of the torch functions that keep logits lazy (`lazy_logits`) or reduce them in parts, by function name.
 
 Four kinds: views and slices change the layout; functions of single elements and functions along the vocabulary give
 another lazy tensor; functions that reduce a row to a number give a real tensor, computed in parts; losses that sum over

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lowtide import _compat
@@ -74,7 +73,7 @@ def why_not_row_wise(
         with torch.no_grad():
             output = run(tokens, follower)
             run(run.tokens(num_part_rows), part)
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):  # a region around must not count its saves
+        with torch.enable_grad():
             run(run.tokens(None), whole)
     except _NotRowWise as found:
         return str(found)
@@ -87,10 +86,6 @@ def why_not_row_wise(
     if whole.calls != part.calls:
         return "it computes something else for another number of tokens, or without gradients"
     return ""
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _MetaRun:
@@ -111,6 +106,7 @@ class _MetaRun:
         return self._empty(shape, self._dtype, num_rows is None).clone()  # no leaf: it may be changed in place
 
     def __call__(self, tokens: Tensor, mode: AbstractContextManager[Any]) -> Any:
+        # Saves are hidden: a region around must not count them.
         with _compat.without_modes(), torch.random.fork_rng(devices=[]), hidden_saves(), mode:
             return torch.func.functional_call(self._bare, self.state, (tokens,))
 

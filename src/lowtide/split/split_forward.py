@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide.errors import PlanError
 from lowtide.graph.step_graph import Split
-from lowtide.split import logit_functions as _logit_functions  # noqa: F401  # registers what lazy logits survive
+from lowtide.split import logit_functions as _logit_functions  # noqa: F401  # registers the handlers of lazy logits
 from lowtide.split.chunked_loss import HeadCall, row_ranges
 from lowtide.split.lazy_logits import LazyLogits
 from lowtide.split.row_independence import why_not_row_wise

@@ -232,11 +232,6 @@ class StoreStats:
         return len(self.entries)
 
     @property
-    def num_in_memory(self) -> int:
-        """Held on the device or the host."""
-        return sum(entry.tier != "disk" for entry in self.entries)
-
-    @property
     def num_held_by_tier(self) -> Mapping[str, int]:
         return {tier: sum(entry.tier == tier for entry in self.entries) for tier in self.held_bytes_by_tier}
 
@@ -249,11 +244,6 @@ class StoreStats:
     def utilization_by_tier(self) -> Mapping[str, float]:
         """Held bytes as a share of each tier's budget; 0 without a limit."""
         return {tier: held / self.budget_bytes_by_tier[tier] for tier, held in self.held_bytes_by_tier.items()}
-
-    @property
-    def utilization(self) -> float:
-        """Held bytes of the first tier as a share of its budget; 0 without a limit."""
-        return next(iter(self.utilization_by_tier.values()))
 
     def __str__(self) -> str:
         lines = [
