@@ -86,7 +86,8 @@ def draw(found: list[Row], conditions: str) -> str:
             f"<title>{escape(title)}</title></circle>"
         )
     worst = max(found, key=lambda row: row.behind)
-    anchor, shift = ("end", -9) if x(worst.peer_over) > WIDTH / 2 else ("start", 9)
+    # To the left, where no other dots are: the worst one is furthest above the line.
+    anchor, shift = ("end", -9) if x(worst.peer_over) > LEFT + 180 else ("start", 9)
     lines.append(
         f'<text x="{x(worst.peer_over) + shift}" y="{y(worst.ours_over) - 6}" text-anchor="{anchor}" class="small">'
         f"worst: {escape(worst.family)}, {worst.behind:+.1f} points</text>"

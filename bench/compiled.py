@@ -1,6 +1,7 @@
 """Compiled training under a budget against torch.compile's own ways to save memory: measured peaks and times.
 
     python bench/compiled.py [--device cuda] [--families gpt llama ...] [--seconds S] [--out FOLDER]
+    python bench/compiled.py --depth 8 16 24 [--device cuda]
 
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at 0.9, 0.6, 0.3 and 0.05; torch's
@@ -9,6 +10,10 @@ with host memory. All run in turns, and times are compared with the plain steps 
 `--seconds` is the time for each family: cases that are not reached are listed, and a family that takes far longer is
 stopped. The file is written after each family. On the CPU the families are tiny and the table shows only that the
 script works.
+
+`--depth` compares blocks compiled one by one (`regional=True`) with the model as one graph (`regional=False`),
+both with the smallest peak that they reach: a GPT of so many layers, whose peak in regional mode grows with the depth.
+The two are timed one after the other, so that times count only on a machine without other work.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ DEAR = 0.02  # what a peer costs, of the plain step, from which ours is said as 
 HOST = 64 * GIB
 _ROUNDS_SHARE = 0.25  # of the time that there is, for timing what has been compiled
 _PEERS_SHARE = 0.35  # of the time that there is, after which no further peer is compiled: ours need as long
-_MOST_STEPS = 40  # until ours has settled
+_MOST_STEPS = 100  # until ours has settled
+_DEPTH_ROUNDS = 7  # of three steps each; the fastest counts
 
 
 class Regional:
@@ -297,10 +303,51 @@ def _row(target: Target, theirs: float, ours: Found, peak: int, settled_s: float
     )
 
 
+def compare_depths(options: argparse.Namespace, page: Page) -> None:
+    """A row for each depth and each way to compile: the smallest peak, and by how much the step is slower with it."""
+    page.add(
+        "",
+        "| layers | compiled | plain peak MiB | smallest peak MiB | of plain | over plain | compile s | planning s |",
+        "|" + "---|" * 8,
+    )
+    for layers in options.depth:
+        for regional in (True, False):
+            name = "blocks" if regional else "one graph"
+            with page.rows_of(f"{layers} | {name}", options.seconds):
+                page.add(f"| {layers} | {name} | {_depth_row(layers, regional, options.device)} |")
+            torch._dynamo.reset()
+
+
+def _depth_row(layers: int, regional: bool, device: str) -> str:
+    size = (1024, 16, (4, 2048)) if device == "cuda" else (64, 4, (4, 256))
+    torch.manual_seed(0)
+    width, heads, tokens = size
+    job = zoo.gpt(layers, width, heads, tokens=tokens)
+    job.model.to(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32).train()
+    job.batch = tuple(item.to(device) for item in job.batch)
+    found = []
+    for budget in (1 << 50, 1):
+        lowtide.compile(job.model, budget=budget, regional=regional, on_over="warn")
+        handle = lowtide.handle_of(job.model)
+        for _ in range(_MOST_STEPS):
+            step(job)
+            if handle.session.current is not None and handle.session.current.is_settled:
+                break
+        step(job)
+        times = [timed(functools.partial(step, job), device, NUM_IN_A_ROW) for _ in range(_DEPTH_ROUNDS)]
+        found.append((handle.measured_peak_bytes or 0, min(times), handle.stats()))
+    (plain, plain_s, _), (least, least_s, stats) = found
+    return (
+        f"{plain / 2**20:.1f} | {least / 2**20:.1f} | {100 * least / plain:.0f} % | {_over(least_s / plain_s - 1)} "
+        f"| {stats.compiling_s:.1f} | {stats.planning_s:.1f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(families.FAMILIES))
+    parser.add_argument("--depth", type=int, nargs="+", help="compare blocks with whole graphs of so many layers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3600.0, help="for each family")
     parser.add_argument("--no-host", action="store_true", help="leave out budgets with host memory")
@@ -311,11 +358,14 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     page = Page(
         options.out,
-        f"compiled-{options.device}{options.suffix}.md",
+        f"compiled-{'depth-' if options.depth else ''}{options.device}{options.suffix}.md",
         f"# Compiled training under a budget, {device_name(options.device)}",
         "",
         f"{versions()}, forward and backward. Budgets are peaks of the whole step; ours are measured too.",
     )
+    if options.depth:
+        compare_depths(options, page)
+        return
     for name in options.families:
         try:
             compare(name, options, page)

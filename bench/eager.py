@@ -5,19 +5,21 @@
 
 Torch's ways are a checkpoint per block, on every second block, and selective ones that keep all matrix products or
 every other one. Ours is `lowtide.fit` at their measured peaks and between them; on a GPU also with host memory, and
-captured as a CUDA graph. At each budget the plain step, the fastest of torch's ways that hold it, and ours take turns.
-Budgets are ordered by how much they tell, so a run that is cut short by `--targets` or `--seconds` has the most
-important ones.
+captured as a CUDA graph. All budgets of a family share one trace. The plain step, torch's ways and the plans for all
+budgets take turns; the peer at a budget is the fastest of torch's ways that hold it. Budgets are ordered by how much
+they tell, so a run that is cut short by `--targets` or `--seconds` has the most important ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gzip
+import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,20 @@ import rows
 import torch
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, versions
 from rows import Row
-from sharing import TURN, Stages
+from sharing import TURN, Stages, one_trace
 from ways import Way, checkpointed, free, host_and_device_s, in_turns, peak_of, selective, step, switched_on
 from zoo import Job
 
 import lowtide
+from lowtide.plans import Plan
+from lowtide.plans.plan_text import KEPT, Trial
 
 PER_BLOCK, EVERY_SECOND = "checkpoint per block", "every second block"
 SELECTIVE, EVERY_OTHER = "selective, all products", "selective, every other product"
 HOST = 64 << 30
-# A fitted model counts what is on the CPU after its 1st, 2nd, 4th, ... forward, which takes longer than a small step.
-NUM_UNTIMED = {"cuda": 0, "cpu": 16}
+BEATEN = 0.8  # of the time of a way; those that another way beats by as much take no turns
+# Regions learn from the first two steps under a plan, which is applied anew in each turn.
+NUM_WARM = 2
 CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}  # of the thread, so that other processes do not count
 
 
@@ -81,87 +86,90 @@ def targets_of(peaks: dict[str, int], device: str) -> list[Target]:
     ]
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What `fit` kept for a budget: the plan, its measured peak, seconds of its stages, and the candidate's name."""
+
+    target: Target
+    plan: lowtide.Plan
+    peak: int
+    stages: str
+    kept: str
+    trials: tuple[Trial, ...] = ()
+
+
 class Comparison:
     """One family: the plain step, torch's ways, and rows for ours."""
 
-    def __init__(self, name: str, device: str, rounds: int) -> None:
-        self._name, self._device, self._rounds = name, device, rounds
-        self._job = families.make(name, device)
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self._name, self._device, self._options = name, options.device, options
+        self._job = families.make(name, options.device)
         self._plain = Way(functools.partial(step, self._job))
         self._ways = torch_ways(self._job)
-        self._times: dict[str, list[float]] = {}
         self.peaks: dict[str, int] = {}  # of torch's ways
 
     def head(self) -> Iterator[str]:
-        """Lines on the plain step and on torch's ways."""
+        """Lines on the plain step, and on torch's ways that fail."""
         plain_peak = peak_of(self._job, self._device)
         host_s, device_s = host_and_device_s(self._job, self._device)
-        notes = []
+        text = f"## {self._name}: plain {rows.gib(plain_peak / 2**30)} GiB"
+        if host_s:
+            limit = "host" if host_s > device_s else "device"
+            text += f"; host {1e3 * host_s:.1f} ms, device {1e3 * device_s:.1f} ms: limited by the {limit}"
+        yield from ("", text, "")
         for way in list(self._ways):
             try:
                 self.peaks[way] = peak_of(self._job, self._device, self._ways[way].context)
             except Exception as error:  # that torch's checkpoint does not run a model is a result too
                 del self._ways[way]
-                notes.append(f"| {way} | {_failed(error)} |")
-        self._times = in_turns(
-            {"plain": self._plain, **self._ways}, self._device, min(2, self._rounds), clock=CLOCKS[self._device]
+                yield from (f"{way}: {_failed(error)}", "")
+        once = in_turns({"plain": self._plain, **self._ways}, self._device, 1, clock=CLOCKS[self._device])
+        for way in [way for way in self._ways if self._is_beaten(way, once)]:
+            del self._ways[way]
+            ms, over = _timed(once, way)
+            size = rows.gib(self.peaks[way] / 2**30)
+            yield from (f"{way}, in one round: {ms:.1f} ms, {over:+.1f} %, {size} GiB: another is better.", "")
+
+    def _is_beaten(self, way: str, times: dict[str, list[float]]) -> bool:
+        """Whether another way has no larger peak and takes at most `BEATEN` of the time."""
+        return any(
+            self.peaks[other] <= self.peaks[way] and times[other][0] <= BEATEN * times[way][0] for other in self._ways
         )
-        plain_ms = 1e3 * statistics.median(self._times["plain"])
-        text = f"## {self._name}: plain {plain_ms:.1f} ms, {rows.gib(plain_peak / 2**30)} GiB"
-        if host_s:
-            limit = "host" if host_s > device_s else "device"
-            text += f"; host {1e3 * host_s:.1f} ms, device {1e3 * device_s:.1f} ms: limited by the {limit}"
-        yield from ("", text, "", "| torch's | GiB | ms | + % |", "|---|---|---|---|")
-        for way in self._ways:
-            ms, over = self._timed(self._times, way)
-            yield f"| {way} | {rows.gib(self.peaks[way] / 2**30)} | {ms:.1f} | {over:+.1f} |"
-        yield from notes
 
-    def rows(self, target: Target) -> Iterator[Row | str]:
-        """`fit` at a budget, beside the fastest of torch's ways that hold it; captured too if asked for.
-
-        A row that fails is a line of text.
-        """
+    def fitted(self, target: Target) -> Iterator[Fitted | Row | str]:
+        """`fit` at a budget; captured too if asked for, with its row. What fails is a line of text."""
         job, stages = self._job, Stages()
         job.model.zero_grad(set_to_none=True)  # gradients that are there would count as memory of the step
         free(self._device)
+        failed = functools.partial("| {} | {} | {} |".format, target.label, rows.gib(target.budget / 2**30))
         try:
             with stages.listening():
-                handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=target.budget, host=target.host)
+                handle = lowtide.fit(
+                    *(job.model, job.loss_fn, *job.batch),
+                    budget=target.budget,
+                    host=target.host,
+                    tune_s=self._options.tune_s,
+                )
         except Exception as error:
-            yield f"| {target.label} | {rows.gib(target.budget / 2**30)} | fit: {_failed(error)} |"
+            yield failed(f"fit: {_failed(error)}")
             return
         try:
             handle.enabled = False
-            yield self._row(target, handle, stages)
+            peak = peak_of(job, self._device, functools.partial(switched_on, handle))
+            kept = next((trial.name for trial in handle.candidates if trial.outcome == KEPT), "the plain step")
+            if handle.measured_slowdown is not None:
+                kept += f", {100 * handle.measured_slowdown:+.1f} measured by fit"
+            yield Fitted(target, handle.plan, peak, str(stages), kept, handle.candidates)
             if target.is_captured:
-                yield from self._captured(target, handle)
+                yield self._captured(target, handle)
         except Exception as error:
-            yield f"| {target.label} | {rows.gib(target.budget / 2**30)} | {_failed(error)} |"
+            yield failed(_failed(error))
         finally:
             handle.remove()
             job.model.zero_grad(set_to_none=True)
 
-    def _row(self, target: Target, handle: Any, stages: Stages) -> Row:
-        ours = functools.partial(switched_on, handle)
-        peak = peak_of(self._job, self._device, ours)
-        with ours():
-            for _ in range(NUM_UNTIMED[self._device]):
-                self._plain.step()
-        kept = next((trial.name for trial in handle.candidates if trial.outcome == "kept"), "the plain step")
-        if handle.measured_slowdown is not None:
-            kept += f", {100 * handle.measured_slowdown:+.1f} measured by fit"
-        return self._compared(target, Way(self._plain.step, ours), peak, 100 * handle.plan.slowdown, str(stages), kept)
-
-    def _captured(self, target: Target, handle: Any) -> Iterator[Row | str]:
-        """The fitted step as a CUDA graph."""
-        label = f"{target.label}, captured"
-        try:
-            yield self._graph_row(Target(label, target.budget), handle)
-        except lowtide.LowtideError as error:
-            yield f"| {label} | {rows.gib(target.budget / 2**30)} | {_failed(error)} |"
-
-    def _graph_row(self, target: Target, handle: Any) -> Row:
+    def _captured(self, target: Target, handle: Any) -> Row:
+        """The fitted step as a CUDA graph, in turns with the plain step and torch's every second block."""
         job = self._job
         handle.enabled = True
         job.model.zero_grad(set_to_none=True)
@@ -169,33 +177,68 @@ class Comparison:
         handle.enabled = False
         try:
             ours = Way(functools.partial(graph, *job.batch), functools.partial(switched_on, handle))
-            return self._compared(target, ours, graph.peak_bytes, None, "", f"{len(graph.plan.regions)} regions")
+            ways = {"plain": self._plain, EVERY_SECOND: self._ways[EVERY_SECOND], "ours": ours}
+            times = in_turns(ways, self._device, self._options.rounds, num_warm=NUM_WARM)
+            kept = f"{len(graph.plan.regions)} regions"
+            fitted = Fitted(Target(f"{target.label}, captured", target.budget), Plan(), graph.peak_bytes, "", kept)
+            return self._row(fitted, EVERY_SECOND, "ours", times, None)
         finally:
             graph.release()
 
-    def _compared(self, target: Target, ours: Way, peak: int, predicted: float | None, fit: str, kept: str) -> Row:
-        holding = [way for way in self._ways if self.peaks[way] <= target.budget]
-        peer = min(holding or [EVERY_SECOND], key=lambda way: median_over(self._times[way], self._times["plain"]))
-        ways = {"plain": self._plain, "peer": self._ways[peer], "ours": ours}
-        times = in_turns(ways, self._device, self._rounds, clock=CLOCKS[self._device])
+    def compared(self, found: list[Fitted]) -> Iterator[str | Row]:
+        """The plain step, torch's ways and all fitted plans in turns: a table of torch's ways, and a row for each plan.
+
+        At each budget the fastest of torch's ways that hold it is the peer.
+        """
+        job = self._job
+        ours = {each.target.label: functools.partial(lowtide.apply, job.model, each.plan) for each in found}
+        ways = {label: Way(self._plain.step, context) for label, context in ours.items()}
+        times = in_turns(
+            {"plain": self._plain, **self._ways, **{f"ours: {label}": way for label, way in ways.items()}},
+            self._device,
+            self._options.rounds,
+            num_warm=NUM_WARM,
+            clock=CLOCKS[self._device],
+        )
+        yield from (f"Plain: {1e3 * statistics.median(times['plain']):.1f} ms.", "")
+        yield from ("| torch's | GiB | ms | + % |", "|---|---|---|---|")
+        for way in self._ways:
+            ms, over = _timed(times, way)
+            yield f"| {way} | {rows.gib(self.peaks[way] / 2**30)} | {ms:.1f} | {over:+.1f} |"
+        yield from ("", rows.HEAD, "|" + "---|" * (rows.HEAD.count("|") - 1))
+        for each in found:
+            holding = [way for way in self._ways if self.peaks[way] <= each.target.budget]
+            peer = min(holding or [EVERY_SECOND], key=lambda way: median_over(times[way], times["plain"]))
+            yield self._row(each, peer, f"ours: {each.target.label}", times, 100 * each.plan.slowdown)
+
+    def _row(self, fitted: Fitted, peer: str, ours: str, times: dict[str, list[float]], predicted: float | None) -> Row:
         return Row(
             self._name,
-            target.label,
-            target.budget / 2**30,
+            fitted.target.label,
+            fitted.target.budget / 2**30,
             peer,
-            *self._timed(times, "peer"),
-            *self._timed(times, "ours"),
+            *_timed(times, peer),
+            *_timed(times, ours),
             predicted=predicted,
-            ours_gib=peak / 2**30,
-            holds=peak <= target.budget,
-            fit=fit,
-            kept=kept,
+            ours_gib=fitted.peak / 2**30,
+            holds=fitted.peak <= fitted.target.budget,
+            fit=fitted.stages,
+            kept=fitted.kept,
         )
 
-    @staticmethod
-    def _timed(times: dict[str, list[float]], way: str) -> tuple[float, float]:
-        """Milliseconds of a step, and percent above the plain steps right before."""
-        return 1e3 * statistics.median(times[way]), 100 * median_over(times[way], times["plain"])
+    def save(self, found: list[Fitted], folder: Path) -> None:
+        """Write the graph, with what was predicted and measured for each plan, for work on the cost model."""
+        folder.mkdir(parents=True, exist_ok=True)
+        graph = next(each.plan.graph for each in found if each.plan.graph is not None)
+        with gzip.open(folder / f"{self._name}.json.gz", "wt") as file:
+            file.write(graph.to_json())
+        plans = {each.target.label: [each.plan.to_json(graph=False), each.trials] for each in found}
+        (folder / f"{self._name}-plans.json").write_text(json.dumps(plans, default=asdict))
+
+
+def _timed(times: dict[str, list[float]], way: str) -> tuple[float, float]:
+    """Milliseconds of a step, and percent above the plain steps of the same round."""
+    return 1e3 * statistics.median(times[way]), 100 * median_over(times[way], times["plain"])
 
 
 def _failed(error: BaseException) -> str:
@@ -204,24 +247,30 @@ def _failed(error: BaseException) -> str:
 
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row | str]:
-    """A family's rows, written to the page as they come."""
+    """A family's rows, written to the page when all its budgets are fitted."""
     start = time.perf_counter()
-    comparison = Comparison(name, options.device, options.rounds)
+    comparison = Comparison(name, options)
     TURN.take()
-    for line in comparison.head():
-        page.add(line)
-    page.add("", rows.HEAD, "|" + "---|" * (rows.HEAD.count("|") - 1))
+    page.add(*comparison.head())
     targets = targets_of(comparison.peaks, options.device)
     targets = [each for each in targets if options.only is None or each.label in options.only][: options.targets]
-    for number, target in enumerate(targets):
-        seconds = time.perf_counter() - start
-        if options.seconds is not None and seconds > options.seconds:
-            page.add("", f"Stopped after {seconds:.0f} s, with {number} of {len(targets)} budgets.")
-            return
-        for row in comparison.rows(target):
-            page.add(str(row))
+    found: list[Fitted] = []
+    others: list[Row | str] = []  # captured steps, and what failed
+    with one_trace():
+        for number, target in enumerate(targets):
+            seconds = time.perf_counter() - start
+            if options.seconds is not None and seconds > options.seconds:
+                others.append(f"Stopped after {seconds:.0f} s, with {number} of {len(targets)} budgets.")
+                break
+            for each in comparison.fitted(target):
+                (found if isinstance(each, Fitted) else others).append(each)  # type: ignore[arg-type]
+    if found and options.data is not None:
+        comparison.save(found, options.data)
+    for row in [*comparison.compared(found), *others]:
+        page.add(str(row))
+        if isinstance(row, Row) or "failed: " in row:
             yield row
-    page.add("", f"All {len(targets)} budgets in {time.perf_counter() - start:.0f} s.")
+    page.add("", f"{len(targets)} budgets in {time.perf_counter() - start:.0f} s.")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
@@ -253,9 +302,10 @@ def title_of(options: argparse.Namespace) -> list[str]:
         f"# Eager training under a budget, {device_name(options.device)}",
         "",
         f"{versions()}. Forward and backward. Budgets are measured peaks of torch's ways, of the whole step, or lie "
-        f"between the first two of them. The plain step, the fastest of torch's ways that hold the budget, and ours "
-        f"run in turns, {NUM_IN_A_ROW} steps in a row, {options.rounds} rounds; `+ %` is over the plain steps right "
-        "before, in the median. Kept: the candidate that `fit` chose.",
+        f"between the first two of them. The plain step, torch's ways and ours run in turns, {NUM_IN_A_ROW} steps in a "
+        f"row, {options.rounds} rounds; `+ %` is over the plain steps of the same round, in the median. Kept: the "
+        "candidate that `fit` chose. The budgets of a family share one trace, which the first `fit` took; "
+        f"`tune_s={options.tune_s:g}`.",
     ]
 
 
@@ -266,7 +316,9 @@ def main() -> None:
     parser.add_argument("--targets", type=int, help="budgets for each family; all by default")
     parser.add_argument("--only", nargs="*", help="budgets by their labels in the table")
     parser.add_argument("--seconds", type=float, help="for each family, after which no further budget is begun")
-    parser.add_argument("--rounds", type=int, default=4, help="of turns, at each budget")
+    parser.add_argument("--rounds", type=int, default=4, help="of turns")
+    parser.add_argument("--tune-s", type=float, default=10.0, help="of `fit`")
+    parser.add_argument("--data", type=Path, help="a folder for graphs and plans")
     parser.add_argument("--join", nargs="*", type=Path, help="measure nothing: join these pages, newest versions last")
     parser.add_argument("--suffix", default="", help="of the name of the page")
     parser.add_argument("--out", type=Path, default=RESULTS)

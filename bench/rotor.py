@@ -5,26 +5,39 @@ neural networks with limited memory" (2019), section 4. Stages are the ops befor
 ops after the last. A stage's forward either holds all its saves, or only its input is held (a checkpoint), up to some
 later stage; what lies between is run again when its backward comes, by the same rules.
 
-The module regions of the eager engine can replay one block at a time. So there are two answers: `runnable`, the
-programme with checkpoints on single blocks, as plans for the simulator; and `full_extra_s`, the whole programme, in
-which several blocks are replayed from one input. The latter is not simulated: its cost is that of rotor's own model,
-which leaves out values that cross several blocks, and peaks inside of replays.
+There are three answers: `runnable`, the programme with checkpoints on single blocks; `full_plans`, the whole programme,
+in which several blocks are replayed from one input, as segments in segments; and `full_extra_s`, what the whole
+programme costs by rotor's own model, which leaves out values that cross several blocks, and peaks inside of replays.
+
+`python bench/rotor.py` compares the solver with `full_plans` on the chains of segments.py, all simulated, for an H100
+without the host's time. Prints the rows of the table in bench/results/segments-cpu.md.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import segments
 from rivals import Offers, Regions
 
+import lowtide
 from lowtide.graph import StepGraph
-from lowtide.simulator import Timeline
+from lowtide.graph.time_lines import line_of
+from lowtide.plans import Plan, Recompute
+from lowtide.simulator import Timeline, simulate
+from lowtide.solvers.candidate import thinned
 
 _SLOTS = 2000  # of memory; sizes are rounded up to whole ones
-_MOST_STAGES = 130  # of the whole programme, which is cubic
+_MOST_STAGES = 150  # of the whole programme, which is cubic
+_NUM_BUDGETS = 10
+_MOST_JUDGED = 200  # plans of the whole programme that are simulated
+_TIME_LIMIT_S = 600.0  # of a search: it ends long before
 
 
 @dataclass(frozen=True)
@@ -88,26 +101,61 @@ class Chain:
     def full_extra_s(self) -> np.ndarray | None:
         """Extra seconds of the whole programme, by its own model, for each number of slots; None if it is too long."""
         num = len(self.stages)
+        return None if num > _MOST_STAGES else self._whole[0][0, num - 1]
+
+    def full_plans(self) -> list[Plan]:
+        """The plans of the whole programme, the one with the most memory first; none if it is too long."""
+        num = len(self.stages)
         if num > _MOST_STAGES:
-            return None
+            return []
+        found: dict[tuple[tuple[int, int], ...], None] = {}
+        for slots in np.flatnonzero(np.isfinite(self._whole[0][0, num - 1]))[::-1]:
+            spans: list[tuple[int, int]] = []
+            self._collect(0, num - 1, int(slots), spans)
+            found.setdefault(tuple(spans))
+        return [self._plan(spans) for spans in found]
+
+    def _plan(self, spans: Sequence[tuple[int, int]]) -> Plan:
+        paths = [self.graph.calls[call].path for call in self.calls[1:-1]]
+        runs = dict.fromkeys(tuple(paths[max(first - 1, 0) : last]) for first, last in spans)  # stage 1 is block 0
+        return Plan(tuple(Recompute(run[0], more=tuple((path, 0) for path in run[1:])) for run in runs if run))
+
+    def _collect(self, first: int, last: int, slots: int, spans: list[tuple[int, int]]) -> None:
+        """Add the runs of stages that are dropped between `first` and `last`."""
+        while first < last:
+            cut = int(self._whole[1][first, last][slots])
+            if cut:
+                spans.append((first, cut - 1))
+                self._collect(first, cut - 1, slots, spans)
+            slots -= self._slots(self.stages[cut].input_bytes if cut else self.stages[first].saved_bytes)
+            first = cut or first + 1
+
+    @cached_property
+    def _whole(self) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], np.ndarray]]:
+        """For the stages `s` to `t`, by the number of slots: the least extra seconds, and where to cut, 0 for nowhere.
+
+        The stages `s` to `cut - 1` are run without saves, and again later; without a cut, `s` holds its saves.
+        """
+        num = len(self.stages)
         forward = np.concatenate([[0.0], np.cumsum([stage.forward_s for stage in self.stages])])
         least: dict[tuple[int, int], np.ndarray] = {}
+        cuts: dict[tuple[int, int], np.ndarray] = {}
         for s in range(num - 1, -1, -1):
             for t in range(s, num):
-                best = np.full(_SLOTS + 1, np.inf)
+                best, chosen = np.full(_SLOTS + 1, np.inf), np.zeros(_SLOTS + 1, dtype=np.int16)
                 if s == t:
                     best[self._needed_all(s) :] = 0.0
-                    least[s, t] = best
-                    continue
-                held = _later(least[s + 1, t], self._slots(self.stages[s].saved_bytes))
-                held[: self._needed_all(s)] = np.inf
-                best = np.minimum(best, held)
-                for cut in range(s + 1, t + 1):  # stages s..cut-1 are run without saves, and again later
+                else:
+                    best = _later(least[s + 1, t], self._slots(self.stages[s].saved_bytes))
+                    best[: self._needed_all(s)] = np.inf
+                for cut in range(s + 1, t + 1):
                     later = _later(least[cut, t], self._slots(self.stages[cut].input_bytes))
                     again = forward[cut - 1] - forward[s] + self.stages[cut - 1].replay_s
-                    best = np.minimum(best, again + later + least[s, cut - 1])
-                least[s, t] = best
-        return least[0, num - 1]
+                    cost = again + later + least[s, cut - 1]
+                    chosen[cost < best] = cut
+                    best = np.minimum(best, cost)
+                least[s, t], cuts[s, t] = best, chosen
+        return least, cuts
 
     def full_at(self, extra_s: np.ndarray, budget: int) -> float | None:
         """The whole programme's extra seconds at a budget, None where it finds nothing."""
@@ -196,3 +244,37 @@ def _activations(graph: StepGraph, values: Sequence[int]) -> list[int]:
 
 def _bytes(graph: StepGraph, values: Sequence[int] | set[int]) -> int:
     return sum(graph.values[value].bytes for value in values)
+
+
+def compare(name: str, graph: StepGraph, blocks: Sequence[int]) -> None:
+    """Print the rows of a chain: at budgets of equal distance, what the plans of both add to the step, in percent."""
+    graph = line_of(graph, 0.0)
+    plain = simulate(graph)
+    chain = chain_of(graph, plain, blocks)
+    assert chain is not None
+    judged = [simulate(graph, plan) for plan in thinned(chain.full_plans(), _MOST_JUDGED)]
+    floor, least = lowtide.sweep(graph, budgets=()).floor_bytes, min(each.peak_bytes for each in judged)
+    judged = [each for each in judged if each.peak_bytes >= floor]
+    lowest = min(each.peak_bytes for each in judged)
+    for step in range(_NUM_BUDGETS):
+        budget = lowest + (plain.peak_bytes - lowest) * step // _NUM_BUDGETS
+        rotors = min((each for each in judged if each.peak_bytes <= budget), key=lambda each: each.extra_s)
+        ours = simulate(graph, lowtide.solve(graph, rotors.peak_bytes, time_limit_s=_TIME_LIMIT_S))
+        extra = [100 * each.extra_s / plain.step_s for each in (ours, rotors)]
+        sizes = " | ".join(f"{size / 2**20:.1f}" for size in (floor, least, rotors.peak_bytes))
+        print(f"| {name} | {sizes} | {extra[0]:+.2f} | {extra[1]:+.2f} | {extra[0] - extra[1]:+.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="chains whose names contain this")
+    options = parser.parse_args()
+    for name, make in segments.chains("cpu").items():
+        if options.only in name:
+            chain, x = make()
+            graph = lowtide.trace(chain, functools.partial(segments.loss_of, chain), x, mode="fake", device="H100")
+            compare(name, graph, [graph.calls_by_path[f"blocks.{n}"][0] for n in range(len(chain.blocks))])
+
+
+if __name__ == "__main__":
+    main()

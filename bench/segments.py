@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
-from sharing import TURN, Stages
+from sharing import TURN, Stages, one_trace, trace_once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from zoo import Block as TransformerBlock
@@ -158,7 +158,7 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
         return peaks[best], way(best)
 
     loss_fn = functools.partial(loss_of, chain)
-    graph = lowtide.trace(chain, loss_fn, x, mode="real")
+    graph = trace_once(chain, loss_fn, [(x,)], None).graph
     chain.zero_grad(set_to_none=True)
     plain = measured(chain, x, contextlib.nullcontext, device)
     base = plain.start_bytes  # 0 on the CPU, where only what the step itself allocates is counted
@@ -236,7 +236,7 @@ def main() -> None:
     page = Page(options.out, name, *header)
     for title, make in chains(options.device).items():
         if options.only in title:
-            with TURN, page.rows_of(title, options.limit_s):
+            with TURN, one_trace(), page.rows_of(title, options.limit_s):
                 for line in rows_of(title, *make(), options.device, options.rounds):
                     page.add(line)
             if options.device == "cuda":

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lowtide.api import fit as fitting
 from lowtide.api.fit import _Fitting
 
 
@@ -66,6 +67,29 @@ def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
             TURN.take()
 
     return searched
+
+
+_trace = fitting._trace_largest
+_traced: tuple[Any, Any] | None = None  # the model that was traced last, and its trace
+
+
+def trace_once(model: Any, *args: Any) -> Any:
+    """What `fit` traces; for the same model, the trace of before: its budgets share one."""
+    global _traced
+    if _traced is None or _traced[0] is not model:
+        _traced = model, _trace(model, *args)
+    return _traced[1]
+
+
+@contextlib.contextmanager
+def one_trace() -> Iterator[None]:
+    """Let `fit` trace a model once for all budgets that it is fitted to in this block."""
+    global _traced
+    fitting._trace_largest = trace_once
+    try:
+        yield
+    finally:
+        fitting._trace_largest, _traced = _trace, None
 
 
 class Stages(logging.Handler):
