@@ -35,6 +35,9 @@ class Exchange(torch.autograd.Function):
         return output, None, None
 
 
+REPLAYED: list[nn.Module] = []  # of this rank
+
+
 class Experts(nn.Module):
     """One expert per rank: each token goes to the rank of its expert and back. `load` counts tokens per expert."""
 
@@ -54,6 +57,8 @@ class Experts(nn.Module):
         return Exchange.apply(x, received, sent)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
+        if lowtide.is_recomputing():
+            REPLAYED.append(self)
         weight, chosen = self.gate(x).softmax(-1).topk(1, -1)
         counts = torch.bincount(chosen[:, 0], minlength=2)
         with torch.no_grad():
@@ -105,10 +110,11 @@ def fitted(is_functional: bool) -> dict[str, Any]:
     budget = int(fixed + 0.7 * (graph.plain_peak_bytes - fixed))
     handle = lowtide.fit(model, loss_of(model), batch(), budget=budget, **FAST)
     untouched = all(not buffer.any() for buffer in model.buffers())
+    REPLAYED.clear()
     return {
         "same": all(map(same, expected, steps(model))),
         "untouched": untouched,
-        "regions": [region.name for region in handle.plan.regions],
+        "num_replayed": len(REPLAYED),
         "peaks": (handle.measured_peak_bytes, handle.plan.budget_bytes, graph.plain_peak_bytes),
         "collectives": (collectives(plain), collectives(model)),
     }
@@ -120,5 +126,5 @@ def test_replays_neither_communicate_nor_count(is_functional: bool) -> None:
     for each in succeeded(run_ranks(fitted, is_functional)):
         measured, budget, plain = each["peaks"]
         assert each["same"] and each["untouched"] and measured <= budget < plain
-        assert {"blocks.0", "blocks.1"} & set(each["regions"])  # experts are replayed, and not only other modules
+        assert each["num_replayed"]  # experts are replayed, and not only other modules
         assert each["collectives"][0] == each["collectives"][1]
