@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections import OrderedDict
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import lowtide
 from brute import all_costs_with_segments
@@ -18,6 +21,7 @@ from lowtide.errors import GraphError, InfeasibleBudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.graph.segments import Span, runs, with_segments
 from lowtide.graph.step_graph import check
+from lowtide.graph.time_lines import line_of
 from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 from lowtide.simulator.eager_events import EagerEvents
@@ -265,10 +269,23 @@ def test_chains_are_cut_nearly_as_well_as_can_be(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("num_layers", sweep([64, 144], keep=1))
-def test_segments_are_nested_eight_deep_at_most(num_layers: int) -> None:
+def test_segments_are_nested_sixteen_deep_at_most(num_layers: int) -> None:
     """Each is replayed from inside the replay of the one around it: the host's stack is not without end."""
     segmented = searched(num_layers).floor.plan.segmented(searched(num_layers).graph)
-    assert 2 < max(segmented.depths) <= 8 + 2  # below the model, and a layer inside
+    assert 2 < max(segmented.depths) <= 16 + 2  # below the model, and a layer inside
+
+
+def test_a_loss_that_saves_the_output_of_the_last_layer_counts_it() -> None:
+    """The programme held it with the last layer, so that a segment at the end of the chain seemed to drop it."""
+    layer = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(16)]
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*layer)))
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), torch.randn(1024, 128), mode="fake", device="H100")
+    graph = line_of(graph, 0.0)
+    # A plan of rotor's (bench/rotor.py), in the lowest eighth of the range.
+    spans = [(0, 12), (0, 7), (0, 4), (0, 2), (4, 6), (7, 11), (7, 10), (7, 9), (12, 16), (12, 15), (12, 14)]
+    regions = [segment(layers(*span)) for span in spans] + [Recompute(f"layers.{k}") for k in (2, 4, 7, 12)]
+    hand = simulate(graph, Plan(regions=tuple(regions)))
+    assert lowtide.solve(graph, hand.peak_bytes).extra_s <= hand.extra_s
 
 
 def test_the_floor_grows_slowly() -> None:

@@ -105,7 +105,10 @@ class ItemCosts:
         self._item_linked: dict[int, int] = {}
         for number, item in enumerate(items):
             before = items[number - 1] if number else item
-            given = {value for call in item.calls[:1] for value in graph.calls[call].inputs}
+            if item.calls:
+                given = set(graph.calls[item.calls[0]].inputs)
+            else:  # such as the loss, which may save the output of the last block
+                given = {value for op in graph.ops[item.first : item.end] for value in op.inputs}
             made = [value for value in given if before.first <= graph.values[value].born < before.end and number]
             made = [value for value in made if graph.values[value].dropped <= graph.num_forward]
             self._item_linked.update(dict.fromkeys(made, number))

@@ -41,7 +41,7 @@ _MOST_PLAYED_OPS = 600_000  # of all candidates that are simulated
 _MOST_PLANS = 100  # candidates per source; 400 gave the same plans
 _FEWEST_PLANS = 32
 _MOST_MOVED = 6  # candidates that are also simulated with offload
-_MOST_DEPTH = 8  # of nested segments: each is replayed inside the replay of the one around it
+_MOST_DEPTH = 16  # of nested segments: each is replayed inside the replay of the one around it
 _MOST_PARTS = 24  # of a chain that is cut into equal parts
 
 _SEQUENTIAL, _EVERY_PART, _TWO_LEVELS = "sequential checkpoints", "a checkpoint per part", "two levels of checkpoints"
