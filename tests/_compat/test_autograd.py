@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor, nn
 
@@ -176,6 +178,17 @@ def test_a_call_after_the_backward() -> None:
     assert calls == ["returned"], "torch.autograd.backward no longer calls _engine_run_backward"
     torch.ones(2, requires_grad=True).sum().backward()
     assert calls == ["returned"] and torch.autograd._engine_run_backward is original
+
+
+def test_a_backward_in_another_thread_is_not_the_next_one() -> None:
+    calls: list[str] = []
+    watch = autograd.BackwardReturn(lambda: calls.append("returned"))
+    watch.install()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(torch.ones(2, requires_grad=True).sum().backward).result()
+    assert not calls
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert calls == ["returned"]
 
 
 def test_hooks_for_saves_of_ops_run_with_gradients_disabled() -> None:

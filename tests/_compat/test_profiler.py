@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.profiler import profile, record_function
@@ -79,3 +82,39 @@ def test_allocations_between_marks() -> None:
     assert trace.start()
     trace.cancel()
     assert not trace.is_active
+
+
+def test_a_trace_is_ended_in_its_own_thread() -> None:
+    """torch has one profiler per thread: another thread cannot stop it, and the thread could start no other."""
+    with ThreadPoolExecutor(1) as other:
+        trace, again = profiler.AllocationTrace(), profiler.AllocationTrace()
+        assert other.submit(trace.start).result()
+        trace.cancel()
+        assert not trace.is_active and not again.start(), "still active in its thread"
+        assert other.submit(again.start).result()
+        assert other.submit(again.stop).result() == [(0, 0)]
+    assert not profiler.profiler_is_active()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "freed", "left"])
+def test_a_trace_whose_thread_has_ended(how: str) -> None:
+    traces = [profiler.AllocationTrace()]
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(traces[0].start).result()
+    if how == "cancelled":
+        traces[0].cancel()
+    elif how == "freed":
+        traces.clear()
+        gc.collect()
+    trace = profiler.AllocationTrace()
+    assert trace.start()
+    torch.ones(1000)
+    assert trace.stop() == [(4000, 0)]
+    assert not profiler.profiler_is_active()
+
+
+def test_a_trace_that_is_freed_is_ended() -> None:
+    trace = profiler.AllocationTrace()
+    assert trace.start()
+    del trace
+    assert not profiler.profiler_is_active()

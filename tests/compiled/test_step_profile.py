@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -209,6 +212,71 @@ def test_an_error_in_a_measured_step_leaves_nothing_behind() -> None:
     for _ in range(3):
         squared(model).backward()
     assert lowtide.handle_of(model).measured_peak_bytes is not None
+
+
+def test_other_backwards_inside_of_a_step() -> None:
+    """Such as a penalty on gradients in the loss, or a second model's: what comes after them counts as well."""
+    other = nn.Linear(8, 8)
+
+    def loss(model: nn.Module) -> Tensor:
+        outputs = model(rows(1024))
+        other(rows(2)).sum().backward()
+        return outputs.repeat(1, 64).sigmoid().exp().mean()
+
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    for _ in range(3):
+        model.zero_grad()
+        loss(model).backward()
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak_bytes(model, loss), rel=0.02)
+
+
+def test_other_threads_do_not_end_a_measured_step() -> None:
+    started, ended = threading.Event(), threading.Event()
+    first, second = (lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY) for _ in range(2))
+    large_loss(first).backward()
+    squared(second).backward()
+
+    def step_of_first() -> None:
+        first.zero_grad()
+        loss = large_loss(first)
+        started.set()
+        assert ended.wait(60)
+        loss.backward()
+
+    with ThreadPoolExecutor(1) as other:
+        run = other.submit(step_of_first)
+        assert started.wait(60)
+        squared(second).backward()
+        ended.set()
+        run.result()
+    for _ in range(3):
+        squared(second).backward()
+    first.zero_grad()
+    large_loss(first).backward()  # the step before it is looked at
+    assert lowtide.handle_of(first).measured_peak_bytes == pytest.approx(peak_bytes(first, large_loss), rel=0.02)
+    assert lowtide.handle_of(second).measured_peak_bytes is not None
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_thread_that_ends_within_a_measured_step(is_freed: bool) -> None:
+    """Between forward and backward, as when user code raises there: later steps of any model are measured."""
+    models = [lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY) for _ in range(2)]
+    for model in models:
+        squared(model).backward()
+    losses = []
+    thread = threading.Thread(target=lambda: losses.append(squared(models[0])))
+    thread.start()
+    thread.join()
+    if is_freed:
+        losses.clear()
+        gc.collect()
+    for _ in range(3):
+        squared(models[1]).backward()
+    assert lowtide.handle_of(models[1]).measured_peak_bytes is not None
+    losses.clear()
+    for _ in range(3):
+        squared(models[0]).backward()
+    assert lowtide.handle_of(models[0]).measured_peak_bytes is not None
 
 
 def marks(*points: tuple[int, int, int, int]) -> list[_Mark]:

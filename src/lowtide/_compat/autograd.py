@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,7 +185,7 @@ sequence_number: Callable[[], int] = required("torch._C._autograd._get_sequence_
 
 
 class BackwardReturn:
-    """Calls `callback` once when the next `backward()` has returned or raised, in the thread and state of its caller.
+    """Calls `callback` once when this thread's next `backward()` has returned or raised, in the state of its caller.
 
     A callback of the engine's own runs inside of it, where a profiler cannot be stopped: the engine puts the caller's
     thread-local state back. Replaces `torch.autograd._engine_run_backward` until then. Obsolete with a public hook.
@@ -193,22 +194,25 @@ class BackwardReturn:
     _NAME = "_engine_run_backward"
 
     def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback, self._original, self._depth = callback, None, 0
-
-    _original: Any
+        self._callback, self._is_installed, self._thread, self._depth = callback, False, 0, 0
+        self._original: Any = None
 
     def install(self) -> None:
-        if self._original is None:
-            self._original = getattr(torch.autograd, self._NAME)
+        self._thread = threading.get_ident()
+        if not self._is_installed:
+            self._is_installed, self._original = True, getattr(torch.autograd, self._NAME)
             setattr(torch.autograd, self._NAME, self._run)
 
     def remove(self) -> None:
-        if self._original is not None and getattr(torch.autograd, self._NAME) == self._run:
+        if self._is_installed and getattr(torch.autograd, self._NAME) == self._run:
             setattr(torch.autograd, self._NAME, self._original)
-            self._original = None
+            self._is_installed = False
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        original, self._depth = self._original, self._depth + 1  # a checkpoint may run a backward inside of this one
+        original = self._original  # stays: a thread may have read `_run` just before it was removed
+        if self._thread != threading.get_ident():
+            return original(*args, **kwargs)
+        self._depth += 1  # a checkpoint may run a backward inside of this one
         try:
             return original(*args, **kwargs)
         finally:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import threading
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -107,6 +109,7 @@ def _allocations(memory: list[tuple[int, int, int]]) -> list[tuple[float, int]]:
 
 def _profiled(call: Callable[[], Any], mark: str | None = None) -> _Events:
     """Return the events that torch.profiler records of `call()`; refused while another profiler is active."""
+    _ThreadProfiler.stop_unwanted()
     if profiler_is_active():
         raise LowtideError("memory on the CPU is measured by torch.profiler, and one is active: measure outside of it")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
@@ -148,6 +151,41 @@ def profiler_name(name: str) -> str:
     return f"{space}::{rest.split('.')[0]}"
 
 
+class _ThreadProfiler:
+    """A profiler that was started in this thread. While the thread lives, no other one can stop it.
+
+    Obsolete when `profile.stop()` works in any thread.
+    """
+
+    _started: ClassVar[list[_ThreadProfiler]] = []
+
+    def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
+        self.is_wanted, self._thread = True, threading.current_thread()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the profiler's own
+            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profiler.start()
+        self._started.append(self)
+
+    def stop(self) -> None:
+        """Stop now, or in `stop_unwanted` if this is another thread."""
+        self.is_wanted = False
+        can_stop = self._thread is threading.current_thread() or not self._thread.is_alive()
+        if can_stop and self in self._started:
+            self._started.remove(self)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.profiler.stop()
+
+    @classmethod
+    def stop_unwanted(cls) -> None:
+        """Stop those that another thread wanted to stop, and those whose thread has ended."""
+        for each in list(cls._started):
+            if not each.is_wanted or not each._thread.is_alive():
+                each.stop()
+
+
 class AllocationTrace:
     """Allocations on the CPU from `start` on, with marks between them. Refused while another profiler is active.
 
@@ -157,23 +195,24 @@ class AllocationTrace:
     _MARK = "lowtide mark"
 
     def __init__(self) -> None:
-        self._profiler: Any = None
+        self._running: _ThreadProfiler | None = None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.cancel()
 
     def start(self) -> bool:
-        """Start to record; False if another profiler is active."""
+        """Start to record what this thread does; False if another profiler is active."""
         self.cancel()
+        _ThreadProfiler.stop_unwanted()
         if profiler_is_active():
             return False
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the profiler's own
-            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profiler.start()
+        self._running = _ThreadProfiler()
         return True
 
     @property
     def is_active(self) -> bool:
-        return self._profiler is not None
+        return self._running is not None
 
     def mark(self) -> None:
         """Set a mark at this moment."""
@@ -182,17 +221,19 @@ class AllocationTrace:
 
     def cancel(self) -> None:
         """Stop, and forget what was recorded."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                profiler.stop()
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
 
     def stop(self) -> list[tuple[int, int]]:
-        """Stop; return the peak and the last number of bytes since the start: before, between and after the marks."""
-        profiler = self._profiler
+        """Stop; return the peak and the last number of bytes since the start: before, between and after the marks.
+
+        Call it in the thread that called `start`.
+        """
+        running = self._running
+        assert running is not None
         self.cancel()
-        events = _events(profiler, self._MARK)
+        events = _events(running.profiler, self._MARK)
         marks = [start for start, _ in events.marks]
         parts: list[tuple[int, int]] = []
         total = peak = 0

@@ -355,7 +355,7 @@ class Session:
             return
         meter.reset()
         self._is_clean = True
-        self._marking = meter if isinstance(meter, StepMeter) and not sequence.is_settled else None
+        self._marking = meter if isinstance(meter, StepMeter) else None
 
     def _leave_unmeasured(self, sequence: CallSequence, size: StepSize) -> None:
         """Stop measuring after some steps that could not be measured, or that were smaller than expected.

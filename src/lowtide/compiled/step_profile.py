@@ -225,6 +225,9 @@ class ProfilerMeter(StepMeter):
     def _end(self) -> None:
         if not self._trace.is_active:
             return
+        if not any(mark.kind == BACKWARD for mark in self._marks):  # of another model, in the middle of this step
+            self._backward.install()
+            return
         before, *parts = self._trace.stop()
         if len(parts) != len(self._marks):
             self._marks = []
