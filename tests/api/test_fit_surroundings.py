@@ -96,6 +96,24 @@ def test_an_active_profiler_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     assert lowtide.fit(model, loss_fn, x, budget=budget).measured_peak_bytes is not None  # outside of it
 
 
+def test_workspaces_are_predicted_under_a_profiler() -> None:
+    """As in a trace on fake tensors: from the layouts of what ops are given."""
+    attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.Sequential(attention, nn.Unflatten(-1, (4, 4)), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+    x = torch.randn(2, 8, 16)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).logsumexp(-1).mean()
+
+    def workspaces(mode: str) -> list[tuple[str, int]]:
+        return [(op.name, op.workspace_bytes) for op in lowtide.trace(model, loss_fn, x, mode=mode).ops]
+
+    with profile(activities=[ProfilerActivity.CPU]):
+        found = workspaces("real")
+    assert found == workspaces("fake")
+    assert {"aten.native_batch_norm_backward.default", "aten.logsumexp.default"} <= {name for name, _ in found}
+
+
 def test_a_profiler_that_warms_up_goes_on() -> None:
     model, loss_fn, x = make()
     seen: list[tuple[str, int]] = []

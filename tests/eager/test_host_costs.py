@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from lowtide.eager import host_costs
 from lowtide.tracing import devices
@@ -67,6 +68,12 @@ def test_a_disturbed_measurement_is_not_kept(measured: list[int], monkeypatch: p
     monkeypatch.setattr(devices, "_measures", [lambda device: disturbed])
     assert engine_costs(CPU) == disturbed
     assert not cache_folder().exists()
+
+
+def test_nothing_is_measured_under_a_profiler(measured: list[int]) -> None:
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert engine_costs(CPU) == devices.ENGINE_COSTS and not measured
+    assert engine_costs(CPU) == COSTS and len(measured) == 1
 
 
 def test_other_processes_only_add_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,7 @@ def sharding_ranks(model: nn.Module) -> set[int]:
 
 
 def _groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that an `FSDPState` gathers at once."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
@@ -216,7 +217,8 @@ def is_before_backward_of_fsdp(hook: Any) -> bool:
     It returns its gradient as it is. Relies on `FSDPState._pre_backward`; obsolete likewise.
     """
     owner = getattr(hook, "__self__", None)
-    return hasattr(owner, "_fsdp_param_groups") and getattr(hook, "__name__", "") == "_pre_backward"
+    is_state = hasattr(owner, "_fsdp_param_groups") or hasattr(owner, "_fsdp_param_group")  # torch 2.11
+    return is_state and getattr(hook, "__name__", "") == "_pre_backward"
 
 
 def random_tracker() -> Any:

@@ -15,7 +15,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -151,39 +151,50 @@ def profiler_name(name: str) -> str:
     return f"{space}::{rest.split('.')[0]}"
 
 
+_this_thread = threading.local()  # `at_end`, freed when the thread ends
+
+
 class _ThreadProfiler:
-    """A profiler that was started in this thread. While the thread lives, no other one can stop it.
+    """A profiler of the thread that starts it, which is the only one that can stop it: at its end at the latest.
 
-    Obsolete when `profile.stop()` works in any thread.
+    In torch 2.11 a thread that ends under a profiler ends all profiling in the process. Obsolete when `profile.stop()`
+    works in any thread.
     """
-
-    _started: ClassVar[list[_ThreadProfiler]] = []
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
-        self.is_wanted, self._thread = True, threading.current_thread()
+        self._is_wanted = self._is_running = True
+        self._thread = threading.get_ident()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the profiler's own
             self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self.profiler.start()
-        self._started.append(self)
+        _this_thread.at_end = _ThreadEnd(self)
 
     def stop(self) -> None:
-        """Stop now, or in `stop_unwanted` if this is another thread."""
-        self.is_wanted = False
-        can_stop = self._thread is threading.current_thread() or not self._thread.is_alive()
-        if can_stop and self in self._started:
-            self._started.remove(self)
+        """Stop now; in another thread: not later than when this one starts its next profiler."""
+        self._is_wanted = False
+        if self._is_running and self._thread == threading.get_ident():
+            self._is_running = False
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.profiler.stop()
 
-    @classmethod
-    def stop_unwanted(cls) -> None:
-        """Stop those that another thread wanted to stop, and those whose thread has ended."""
-        for each in list(cls._started):
-            if not each.is_wanted or not each._thread.is_alive():
-                each.stop()
+    @staticmethod
+    def stop_unwanted() -> None:
+        """Stop this thread's, if another thread wanted that."""
+        at_end: _ThreadEnd | None = getattr(_this_thread, "at_end", None)
+        if at_end is not None and not at_end.running._is_wanted:
+            at_end.running.stop()
+
+
+class _ThreadEnd:
+    def __init__(self, running: _ThreadProfiler) -> None:
+        self.running = running
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.running.stop()
 
 
 class AllocationTrace:

@@ -177,6 +177,8 @@ def engine_costs(device: torch.device) -> EngineCosts:
     if key not in _known:
         path = cache_folder() / f"engine-costs-{key}.json"
         costs = _read(path)
+        if costs is None and _compat.profiler_is_active():  # it takes part of the time, and would record all of it
+            return ENGINE_COSTS
         if costs is None and _measures:
             costs = _measures[0](device)
             if _is_plausible(costs):  # else the next process measures again

@@ -273,7 +273,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
                 forward_op,
                 workspace,
                 facts.has_dynamic_shape,
-                layouts=tuple(map(Layout.of, given)) if self._shadows is not None else (),
+                layouts=tuple(map(Layout.of, given)) if self._meter is None else (),
             )
         )
         self.ops[-1].flags = settled_flags(self.ops[-1], self.values)
