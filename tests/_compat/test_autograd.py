@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +50,21 @@ def test_tensors_are_overwritten_whatever_became_of_their_memory() -> None:
     assert all(map(torch.equal, tensors, [*expected[:3], expected[3].double(), *expected[4:]]))
     assert autograd.versions_of(tensors) == [5] * len(tensors)
     assert all(map(torch.equal, map(autograd.as_tensor, copies), expected))
+
+
+@pytest.mark.gpu
+def test_statistics_of_norms_are_copied_in_one_kernel_per_dtype() -> None:
+    norms = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(3))).cuda()
+    statistics = list(norms.buffers())
+    expected = [tensor.clone() for tensor in statistics]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        copies = autograd.clone_all(statistics)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "sync" not in event.name.lower()]
+    assert len(kernels) <= 2, kernels  # float32 and int64
+    norms(torch.ones(4, 8, device="cuda"))
+    autograd.overwrite_all(statistics, copies, autograd.versions_of(statistics))
+    assert all(map(torch.equal, statistics, expected))
 
 
 def test_tensors_without_memory_of_their_own_are_copied_by_torch() -> None:

@@ -67,7 +67,7 @@ def clone_all(tensors: Sequence[Tensor]) -> list[Values]:
     if others:
         with torch.no_grad(), without_modes():
             cloned = [torch.empty_like(tensors[index]) for index in others]
-            _foreach_copy(cloned, [tensors[index] for index in others])
+            _copy_values(cloned, [tensors[index] for index in others])
         for index, values in zip(others, cloned, strict=True):
             copies[index] = values
     return copies
@@ -114,7 +114,18 @@ def _overwrite(pairs: Sequence[tuple[Tensor, Values]]) -> None:
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
-        _foreach_copy(tensors, values)
+        _copy_values(tensors, values)
+
+
+def _copy_values(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors in one kernel per device and dtype: `foreach` runs one per tensor if these differ in a list."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, values = groups.setdefault((target.device, target.dtype), ([], []))
+        to.append(target)
+        values.append(source)
+    for to, values in groups.values():
+        _foreach_copy(to, values)
 
 
 def _set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
