@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.eager import cuda_graph
+from lowtide.eager.captured_step import CapturedPlan, least_reserve
 from lowtide.eager.cuda_graph import StepGuards, batch_form, changed_value
 from lowtide.plans import Plan, Recompute
 from lowtide.snapshot import generator_states
@@ -49,6 +50,51 @@ def test_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             handle.capture(lambda x: model(x).mean(), torch.randn(2, 4))
         with pytest.raises(ValueError, match="max_graphs"):
             handle.capture(lambda x: model(x).mean(), torch.randn(2, 4), max_graphs=0)
+
+
+class Pools:
+    """Pools of plans that hold from some reserve on; each byte of reserve makes a plan slower."""
+
+    def __init__(self, needed: int, *, budget: int = 1000, floor: int = 0, slowdown_per_byte: float = 0.001) -> None:
+        self.captured: list[int] = []
+        self._needed, self._budget, self._floor, self._slowdown = needed, budget, floor, slowdown_per_byte
+
+    def capture(self, reserve: int) -> CapturedPlan:
+        if self._budget - reserve < self._floor:
+            raise lowtide.InfeasibleBudgetError("below the floor", self._floor)
+        self.captured.append(reserve)
+        over = lowtide.InfeasibleBudgetError("over", self._budget + 500) if reserve < self._needed else None
+        return CapturedPlan(self._slowdown * reserve, over)
+
+
+def test_a_pool_that_holds_is_captured_once() -> None:
+    pools = Pools(0)
+    assert least_reserve(pools.capture, 1000) == 0 and pools.captured == [0]
+
+
+@pytest.mark.parametrize("needed", [1, 15, 16, 55, 99, 101, 150, 240])
+def test_gaps_in_a_pool_cost_little_more_than_they_must(needed: int) -> None:
+    """The excess of each capture, half the budget here, is not what the next plan gives up."""
+    pools = Pools(needed)
+    reserve = least_reserve(pools.capture, 1000)
+    assert needed <= reserve <= max(15, needed + 40)
+    assert pools.captured[-1] == reserve and len(pools.captured) <= 8
+
+
+def test_no_further_captures_where_nothing_is_to_gain() -> None:
+    pools = Pools(200, slowdown_per_byte=0.00001)
+    assert least_reserve(pools.capture, 1000) == 250 and pools.captured == [0, 15, 40, 100, 250]
+
+
+def test_the_smallest_plan_is_captured_before_a_budget_is_refused() -> None:
+    pools = Pools(55, floor=940)
+    assert least_reserve(pools.capture, 1000) <= 60 and 60 in pools.captured
+    pools = Pools(70, floor=940)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="over"):
+        least_reserve(pools.capture, 1000)
+    assert pools.captured == [0, 15, 40, 60]
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="over"):
+        least_reserve(Pools(2000).capture, 1000)
 
 
 def test_the_error_is_in_the_tree() -> None:

@@ -19,7 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,14 @@ from lowtide.units import format_apart, format_bytes
 
 logger = logging.getLogger("lowtide")
 
-# Plans that are captured to hold the budget: the size of a graph's memory pool is known only after the capture. Each
-# further one takes a solve and some five steps.
-_MAX_PLANS = 4
-# Share of the budget by which each further plan is smaller than the excess of the last one asks for: another plan may
-# leave more gaps in the pool. Without it a ConvNeXt was 5 MiB over in its fourth plan.
-_POOL_MARGIN = 0.01
+# Shares of the budget that further plans leave to the gaps of a pool, tried in turn: the pool's size is known only
+# after the capture. Its excess does not tell how much is missing: it has the size of the tensor that no gap was large
+# enough for, which is the logits in a language model. Each plan takes a solve and some five steps.
+_POOL_RESERVES = (0.015, 0.04, 0.1, 0.25)
+# Halvings of the interval between the last reserve that was too small and the first one that held, and the share of a
+# step that they must be predicted to save.
+_MAX_HALVINGS = 2
+_WORTH_A_CAPTURE = 0.01
 _SEGMENT_UNIT = 2 << 20  # bytes that the allocator rounds large segments up to
 # Pools in which a capture failed: torch 2.11 does not release the capture's reference (pytorch #190308), and freeing
 # such a pool ends the process.
@@ -76,13 +78,13 @@ class Capturable(ABC):
 
     @contextmanager
     def plan_for_graph(
-        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], missing_bytes: int
+        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int
     ) -> Iterator[Plan | None]:
         """Context manager in which the model runs under the plan to capture; yields that plan, None for a policy.
 
         A handle from `fit` solves again: a graph takes no time of the host, so retained outputs cost less there, and
-        nothing can be moved in it. `missing_bytes` is by how much the graphs of earlier plans exceeded the budget.
-        Raises `InfeasibleBudgetError` if no plan is left.
+        nothing can be moved in it. `reserve_bytes` is the part of the budget to leave free, for gaps in the pool.
+        Raises `InfeasibleBudgetError` if there is no such plan.
         """
         yield getattr(self, "plan", None)
 
@@ -223,25 +225,26 @@ class CapturedStep:
         stepper = getattr(handle, "stepper", None)
         if stepper is not None and handle.enabled:
             stepper.plan_for_larger(self._loss_fn, args)
-        missing, error = 0, None
-        # A pool that other graphs use does not shrink.
-        for _ in range(_MAX_PLANS if handle.plans_for_graphs and not self._graphs else 1):
+        capture = functools.partial(self._capture_plan, key, args)
+        if handle.plans_for_graphs and not self._graphs:
+            least_reserve(capture, handle.watch.budget_bytes)  # type: ignore[attr-defined]
+        elif (over := capture(0).over_budget) is not None:  # a pool that other graphs use does not shrink
+            raise over
+        return self._graphs[key]
+
+    def _capture_plan(self, key: Any, args: tuple[Any, ...], reserve_bytes: int) -> CapturedPlan:
+        """Capture the plan that leaves this much of the budget free; raises `InfeasibleBudgetError` without one."""
+        with self._handle.plan_for_graph(self._loss_fn, args, reserve_bytes) as plan:
+            slowdown = 0.0 if plan is None else plan.slowdown
             try:
-                with handle.plan_for_graph(self._loss_fn, args, missing) as plan:
-                    self._capture_within_budget(key, args)
-            except InfeasibleBudgetError as infeasible:
-                if self._graphs.pop(key, None) is None:  # the solver has no smaller plan
-                    raise error or infeasible from None
-                error = infeasible
-                budget = handle.watch.budget_bytes  # type: ignore[attr-defined]
-                missing += infeasible.floor_bytes - budget + int(_POOL_MARGIN * budget)
+                self._capture_within_budget(key, args)
+            except InfeasibleBudgetError as over:
+                del self._graphs[key]
                 gc.collect()
                 torch.cuda.empty_cache()
-            else:
-                self.plan = plan
-                return self._graphs[key]
-        assert error is not None
-        raise error
+                return CapturedPlan(slowdown, over)
+        self.plan = plan
+        return CapturedPlan(slowdown)
 
     def _capture_within_budget(self, key: Any, args: tuple[Any, ...]) -> None:
         """Capture a graph; if its pool has gaps that exceed the budget, again in a pool that begins as one segment."""
@@ -399,6 +402,54 @@ class CapturedStep:
     def __str__(self) -> str:
         graphs = f"{self.num_graphs} CUDA graph{'s' * (self.num_graphs != 1)}"
         return f"captured step: {graphs}, {format_bytes(self.pool_bytes)} kept; peak {format_bytes(self.peak_bytes)}"
+
+
+class CapturedPlan(NamedTuple):
+    """A plan that was captured: its predicted slowdown, and the error if its pool exceeds the budget."""
+
+    slowdown: float
+    over_budget: InfeasibleBudgetError | None = None
+
+
+def least_reserve(capture: Callable[[int], CapturedPlan], budget_bytes: int) -> int:
+    """Return the fewest bytes found that a plan must leave free for its pool to hold; the last capture is that plan's.
+
+    `capture(reserve_bytes)` captures the plan for the rest of the budget. The reserve grows until a pool holds. It is
+    then halved towards the last one that did not, as long as that is predicted to make the step clearly faster.
+    """
+    first = last = capture(0)
+    if first.over_budget is None:
+        return 0
+    too_small, reserve = 0, 0
+    for share in _POOL_RESERVES:
+        reserve = int(share * budget_bytes)
+        try:
+            last = capture(reserve)
+        except InfeasibleBudgetError as infeasible:  # the smallest plan leaves less
+            reserve = budget_bytes - infeasible.floor_bytes
+            if reserve <= too_small:
+                raise last.over_budget from None  # type: ignore[misc]
+            last = capture(reserve)
+            if last.over_budget is not None:
+                raise last.over_budget from None
+        if last.over_budget is None:
+            break
+        too_small = reserve
+    else:
+        raise last.over_budget  # type: ignore[misc]
+    held, captured = last, reserve
+    for _ in range(_MAX_HALVINGS):
+        if held.slowdown - first.slowdown < _WORTH_A_CAPTURE:
+            break
+        captured = (too_small + reserve) // 2
+        last = capture(captured)
+        if last.over_budget is None:
+            held, reserve = last, captured
+        else:
+            too_small = captured
+    if captured != reserve:
+        capture(reserve)
+    return reserve
 
 
 def _is_small(segment: dict[str, Any]) -> bool:

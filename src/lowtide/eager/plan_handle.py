@@ -184,14 +184,14 @@ class AppliedPlan(Applied):
 
     @contextmanager
     def plan_for_graph(
-        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], missing_bytes: int
+        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int
     ) -> Iterator[Plan]:
-        if not self.plans_for_graphs or (self.plan.is_plain and not missing_bytes):
+        if not self.plans_for_graphs or (self.plan.is_plain and not reserve_bytes):
             yield self.plan
             return
         planner, planned = self.stepper.planned_with_graph(loss_fn, args)
         assert planned.graph is not None and self.watch is not None
-        budget = max(1, self.watch.budget_bytes - missing_bytes)
+        budget = max(1, self.watch.budget_bytes - reserve_bytes)
         plan = solve(line_of(planned.graph, 0.0), budget, time_limit_s=planner.limits.time_limit_s)
         before, eager = self.shapes.all, (self.plan, self.decisions)
         used = self.replanned(planned, plan)
