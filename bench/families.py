@@ -82,20 +82,28 @@ def _transformer(kind: str, head: str, **config: Any) -> Any:
 
 
 def _mend_masks_while_capturing() -> None:
-    """Let transformers leave out a mask that nobody gave also while a stream is capturing, as versions from 5.18 on do.
+    """Let transformers make no mask while a stream is capturing that it does not make eagerly.
 
-    Earlier ones make one then, so that attention uses a slower kernel, which also draws other random numbers.
+    Decoders read from the positions whether a batch packs several sequences, and make a mask if they cannot read them;
+    these batches pack none. Versions before 5.18 also make a mask for encoders. With a mask attention uses a slower
+    kernel, which saves more and draws other random numbers.
     """
     from transformers import __version__, masking_utils
 
+    is_tracing, find_packed = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+    if getattr(find_packed, "is_mended", False):
+        return
+
+    def find_packed_eagerly(position_ids: Any) -> Any:
+        return None if torch.cuda.is_current_stream_capturing() else find_packed(position_ids)
+
+    def is_tracing_values(tensor: Any = None) -> bool:
+        return not (tensor is None and torch.cuda.is_current_stream_capturing()) and is_tracing(tensor)
+
+    find_packed_eagerly.is_mended = True  # type: ignore[attr-defined]
+    masking_utils.find_packed_sequence_indices = find_packed_eagerly
     if tuple(map(int, __version__.split(".")[:2])) < (5, 18):
-        is_tracing = masking_utils.is_tracing
-
-        def is_tracing_values(tensor: Any = None) -> bool:
-            return not (tensor is None and torch.cuda.is_current_stream_capturing()) and is_tracing(tensor)
-
-        if is_tracing.__name__ != is_tracing_values.__name__:
-            masking_utils.is_tracing = is_tracing_values
+        masking_utils.is_tracing = is_tracing_values
 
 
 def _paths(model: nn.Module, kind: str) -> list[str]:

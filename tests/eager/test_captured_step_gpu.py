@@ -232,6 +232,21 @@ def test_a_graph_over_its_budget_is_captured_again_in_one_segment(monkeypatch: p
         assert torch.cuda.memory_reserved() <= allocated - sizes[0]
 
 
+@pytest.mark.parametrize("is_other", [False, True])
+def test_another_path_while_a_stream_is_capturing_is_said(is_other: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = gpt(), tokens(batch=256)
+
+    def loss_fn(ids: Tensor) -> Tensor:
+        logits = model(ids)
+        if is_other and torch.cuda.is_current_stream_capturing():
+            logits = (logits * 2).sigmoid()  # saves its output
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    with lowtide.apply(model, Plan(regions=PLANS["every block"])) as handle, caplog.at_level(logging.WARNING):
+        handle.capture(loss_fn, ids).release()
+    assert ("takes another path" in caplog.text) is is_other
+
+
 def test_a_fitted_step_with_host_memory_is_captured_without_moves() -> None:
     model, ids = gpt(), tokens(batch=64)
     reference = copy.deepcopy(model)

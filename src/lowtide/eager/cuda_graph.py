@@ -22,6 +22,7 @@ import dis
 import functools
 import gc
 import linecache
+import logging
 import os
 import traceback
 import types
@@ -41,6 +42,9 @@ from lowtide.errors import CaptureError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.function_state import CapturedState
 from lowtide.snapshot import ObjectSnapshot, Restorer, generator_states
+from lowtide.units import format_bytes
+
+logger = logging.getLogger("lowtide")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -172,6 +176,8 @@ def changed_value(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | 
 
 
 _NUM_WARM_UPS = 3  # as torch recommends; in the first, regions find out which saves carry retained outputs
+# Differences of a forward's bytes that are no other path: small tensors that a library caches in its first step.
+_SAME_PATH_BYTES, _SAME_PATH_SHARE = 1 << 20, 0.005
 _SHIFT = 4 << 20  # added to generator offsets in warm-ups, to detect a step that sets an offset itself
 
 
@@ -198,6 +204,7 @@ class CapturedGraph:
         self._inputs = list(tensors_in(self._args))
         self._generators = [torch.cuda.default_generators[self._device.index or 0], *self.facts.generators]
         self._ignore_host_draws = ignore_host_draws
+        self._forward_bytes = 0  # that the last forward held at its end
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
         self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
         self._fresh = self._captured(fill, adds=False)
@@ -244,7 +251,7 @@ class CapturedGraph:
     def _captured(self, fill: Callable[[], None] | None, *, adds: bool) -> _Graph:
         with torch.cuda.device(self._device):
             draws = self._warm_up()
-            return self._capture(draws, fill, adds)
+            return self._capture(draws, self._forward_bytes, fill, adds)
 
     def _warm_up(self) -> list[int]:
         """Run the step eagerly. Returns by how much one step advances each generator's offset."""
@@ -267,7 +274,7 @@ class CapturedGraph:
             current.wait_stream(stream)
             return draws
 
-    def _capture(self, draws: list[int], fill: Callable[[], None] | None, adds: bool) -> _Graph:
+    def _capture(self, draws: list[int], eager_bytes: int, fill: Callable[[], None] | None, adds: bool) -> _Graph:
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device.index)
         self._register(graph)
         with self._nothing_left(), self._gradients_kept() if adds else nullcontext():
@@ -298,6 +305,7 @@ class CapturedGraph:
                 refusal = self._refusal(failure)
                 raise refusal from (None if refusal is failure else failure)
             assert loss is not None
+            self._warn_of_another_path(eager_bytes)
             if not adds:
                 self.gradients = {k: leaf.grad for k, leaf in self.leaves.items() if leaf.grad is not None}
             before = self._positions()
@@ -340,7 +348,9 @@ class CapturedGraph:
         torch.cuda.empty_cache()
 
     def _step(self, *, is_first: bool = False) -> Tensor:
+        before = _requested_bytes(self._device)
         loss = self._loss_fn(*self._args)
+        self._forward_bytes = _requested_bytes(self._device) - before
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")
         if is_first:  # parameters of modules that only `loss_fn` refers to
@@ -393,6 +403,18 @@ class CapturedGraph:
                 "device; or, where they decide nothing (Whisper's layerdrop of 0), capture with ignore_host_draws=True"
             )
 
+    def _warn_of_another_path(self, eager_bytes: int) -> None:
+        """Warn if the captured forward left more or fewer bytes for the backward than the eager one."""
+        more = self._forward_bytes - eager_bytes
+        if abs(more) > max(_SAME_PATH_BYTES, _SAME_PATH_SHARE * eager_bytes):
+            logger.warning(
+                "the captured step takes another path than the eager one: its forward holds %s %s. Some libraries ask "
+                "whether a stream is capturing: Hugging Face's decoders make an attention mask then, with which "
+                "attention is slower. See docs/cuda-graphs.md",
+                format_bytes(abs(more)),
+                "more" if more > 0 else "less",
+            )
+
     def _refusal(self, failure: BaseException) -> BaseException:
         """The exception to raise for a failed capture, with the user's line that caused it."""
         if isinstance(failure, CaptureError | torch.OutOfMemoryError) or "captur" not in str(failure):
@@ -426,6 +448,11 @@ class CapturedGraph:
         finally:
             self._clear_gradients()
         return ops.found
+
+
+def _requested_bytes(device: torch.device) -> int:
+    """Bytes of live tensors on the device, without what the allocator rounds them up by."""
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 
 class _Graph(NamedTuple):
