@@ -91,7 +91,7 @@ def _mend_masks_while_capturing() -> None:
     from transformers import __version__, masking_utils
 
     is_tracing, find_packed = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
-    if getattr(find_packed, "is_mended", False):
+    if getattr(find_packed, "is_mended", False) or not torch.cuda.is_available():
         return
 
     def find_packed_eagerly(position_ids: Any) -> Any:
