@@ -9,7 +9,7 @@ of the run. `with_segments` inserts a call of kind "Segment" around each run, as
 and saves keep their numbers, so the simulator and the solvers treat a segment like any other region. `runs` finds the
 longest possible segments.
 
-**Blocks**: `block_calls` and `all_blocks` find the layers on which one would put a checkpoint.
+**Blocks**: `block_levels` and `all_blocks` find the layers on which one would put a checkpoint.
 """
 
 from __future__ import annotations
@@ -289,30 +289,57 @@ def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
             )
 
 
-def block_calls(graph: StepGraph) -> list[int]:
-    """Return the calls that one would put a checkpoint on: the siblings of one class with most ops in total.
-
-    Siblings of one class count as blocks even if their structures differ, as those of a first or last layer do.
-    """
-    return max(_repeated(graph), key=lambda calls: _num_ops(graph, calls), default=[])
-
-
 def all_blocks(graph: StepGraph) -> list[int]:
-    """Return the blocks of every stack of a model, such as those of an encoder and of a decoder.
+    """Return the calls that one would put a checkpoint on: the last of `block_levels`."""
+    levels = block_levels(graph)
+    return levels[-1] if levels else []
 
-    Beside `block_calls` these are groups of sibling calls of one class with at least a quarter as many ops in total,
-    which neither contain a block nor lie in one.
+
+def block_levels(graph: StepGraph) -> list[list[int]]:
+    """Return the model's blocks at each level, the outermost first: stages or towers of blocks, then their blocks.
+
+    Blocks are sibling calls of one class. Their structures may differ, as those of a first or last layer do. The
+    outermost are the group with most ops, and groups with at least a quarter as many apart from it, such as the layers
+    of an encoder and of a decoder. The next level has, for each block that is a chain of inner blocks, these instead.
     """
     groups = sorted(_repeated(graph), key=lambda calls: (-_num_ops(graph, calls), calls))
-    blocks: list[int] = []
+    outermost: list[int] = []
     for calls in groups:
-        spans = [(graph.calls[call].first, graph.calls[call].end) for call in blocks]
+        spans = [(graph.calls[call].first, graph.calls[call].end) for call in outermost]
         apart = all(
             graph.calls[call].end <= first or end <= graph.calls[call].first for call in calls for first, end in spans
         )
         if apart and 4 * _num_ops(graph, calls) >= _num_ops(graph, groups[0]):
-            blocks += calls
-    return sorted(blocks)
+            outermost += calls
+    levels = [sorted(outermost)] if outermost else []
+    chains = [calls for calls in groups if _is_chain_of_blocks(graph, calls)]
+    while levels:
+        inner = [each for call in levels[-1] for each in _inner_blocks(graph, call, chains)]
+        if inner == levels[-1]:
+            break
+        levels.append(inner)
+    return levels
+
+
+def _inner_blocks(graph: StepGraph, call: int, chains: list[list[int]]) -> list[int]:
+    """Return the blocks that have most of the ops of a call, or the call itself; `chains` has the largest first."""
+    first, end = graph.calls[call].first, graph.calls[call].end
+    for calls in chains:
+        is_inside = call not in calls and first <= graph.calls[calls[0]].first and graph.calls[calls[-1]].end <= end
+        if is_inside and 2 * _num_ops(graph, calls) >= end - first:
+            return calls
+    return [call]
+
+
+def _is_chain_of_blocks(graph: StepGraph, calls: list[int]) -> bool:
+    """Return whether sibling calls contain calls, as single layers do not, and each is given an output of the last one.
+
+    Experts of one layer are not, nor are the attentions of a decoder's layer, which have norms in between.
+    """
+    parents = {call.parent for call in graph.calls}
+    return all(call in parents for call in calls) and all(
+        not set(graph.calls[before].outputs).isdisjoint(graph.calls[after].inputs) for before, after in pairwise(calls)
+    )
 
 
 def _repeated(graph: StepGraph) -> list[list[int]]:

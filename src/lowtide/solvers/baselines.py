@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.graph.segments import all_blocks, block_calls
+from lowtide.graph.segments import all_blocks
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
 from lowtide.solvers.candidate import Regions, some_subsets
@@ -25,7 +25,7 @@ def reference_plans(graph: StepGraph) -> dict[str, Plan]:
 
     The last keeps only products that autograd saves directly in the block: a region cannot retain others.
     """
-    blocks = block_calls(graph)
+    blocks = all_blocks(graph)
     plans = {"nothing": Plan()}
     if blocks:
         plans["a checkpoint per block"] = _plan(graph, dict.fromkeys(blocks, ()))

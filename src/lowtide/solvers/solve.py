@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.graph.segments import all_blocks, block_calls
+from lowtide.graph.segments import block_levels
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import ENGINES, Frontier, Plan, Reference
 from lowtide.simulator.timeline import simulate
@@ -269,13 +269,12 @@ class _ShortlistSearch(EagerSearch):
         """Names and regions of checkpoints on blocks, and of selective checkpoints."""
         if not self._critical_points:
             return
-        graph, blocks = self.graph, block_calls(self.graph)
-        yield "a checkpoint per block", self._tidied(blocks)
-        for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
-            yield f"every {nth} block", self._tidied(blocks[::step])
-        every = all_blocks(graph)
-        if every != blocks:
-            yield "a checkpoint per block of every stack", self._tidied(every)
+        graph, levels = self.graph, block_levels(self.graph)
+        for kind, blocks in zip(("block", "stage", "outer stage"), reversed(levels), strict=False):
+            yield f"a checkpoint per {kind}", self._tidied(blocks)
+            for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
+                yield f"every {nth} {kind}", self._tidied(blocks[::step])
+        every = levels[-1] if levels else []
         for limit in (budget, int((1 + NEARLY) * budget)):
             for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):
                 # The fewest blocks that fit: peaks fall with the number of recomputed blocks.
