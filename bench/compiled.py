@@ -220,12 +220,17 @@ def _compare_ours(
             continue
         try:
             each = Ours(job, target.budget, target.host)
-            ours.append((target, each, each.settle(last_compile)))
+            settled_s = each.settle(last_compile)
         except lowtide.InfeasibleBudgetError as error:
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: **refused** ({str(error).splitlines()[0]})", "")
             continue
         if options.explain:
             print(each.handle.session.describe(), flush=True)
+        if each.is_settled:
+            ours.append((target, each, settled_s))
+        else:  # its next steps would still compile
+            peak = peak_of(each, options.device) / GIB
+            page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: not settled in {settled_s:.0f} s, {peak:.3f}", "")
     contestants = [*(peer.contestant for peer in peers), *(each for _, each, _ in ours)]
     found = in_turns(contestants, options, start + options.seconds)
     by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
@@ -299,7 +304,7 @@ def _row(target: Target, theirs: float, ours: Found, peak: int, settled_s: float
     return (
         f"| {target.label} | {target.budget / GIB:.3f} | {_over(theirs)} | {1e3 * ours.seconds:.1f} "
         f"| {_over(ours.over)}{behind} | {share} | {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} "
-        f"| {settled_s:.1f}{'' if contestant.is_settled else ', **not yet**'} | {contestant.handle.session.watch} |"
+        f"| {settled_s:.1f} | {contestant.handle.session.watch} |"
     )
 
 
