@@ -41,8 +41,8 @@ from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
 from lowtide.solvers.baselines import reference_plans
 from lowtide.solvers.solve import search_for
-from lowtide.split.row_independence import why_not_row_wise
 from lowtide.split.split_forward import SplitForward, splitting, why_not_head
+from lowtide.split.token_slices import why_not_row_wise
 from lowtide.tracing.trace import FakeTraceError, trace, trace_once
 from lowtide.units import format_bytes, parse_bytes
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.split.chunked_loss import per_row, total
 from lowtide.split.lazy_logits import HANDLERS, Handler, LazyLogits, lazies_in
-from lowtide.split.row_chain import AlignedRows, RowChain, aligned
-from lowtide.split.row_layout import RowLayout
+from lowtide.split.row_chain import AlignedRows, RowChain, RowLayout, aligned
 
 _VIEWS = "view unsqueeze squeeze transpose permute movedim swapaxes swapdims moveaxis narrow select view_as".split()
 _RESHAPES = "reshape flatten unflatten reshape_as".split()
