@@ -19,8 +19,7 @@ from lowtide.plans.plan_text import Trial
 from lowtide.plans.step_plan import Frontier, Plan, Reference
 from lowtide.reports.charts import trace_json
 from lowtide.reports.page import to_html
-from lowtide.reports.report_facts import ReportFacts, counted, graph_of, report_facts
-from lowtide.reports.report_text import Report, to_markdown, verdict
+from lowtide.reports.report_text import Report, ReportFacts, counted, graph_of, report_facts, to_markdown, verdict
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.solve import alternatives, search_for
 

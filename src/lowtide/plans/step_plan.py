@@ -349,7 +349,7 @@ class Plan:
     def plot(self) -> Figure:
         """Return a matplotlib figure of memory over the step, with and without the plan (needs the extra `report`)."""
         from lowtide.reports.charts import plan_figure
-        from lowtide.reports.report_facts import report_facts
+        from lowtide.reports.report_text import report_facts
 
         return plan_figure(report_facts(self))
 
