@@ -4,7 +4,7 @@ Ops, values, saves and calls are stored as columns, and each name once, which ke
 Reading checks the type and range of every field, and `StepGraph` checks their consistency; damage raises `GraphError`.
 No code is executed. A file of another version is refused.
 
-`parse_object`, which checks format and version, and the readers of parts are shared with `plans.plan_json`.
+`parse_json`, `checked_object` (format and version) and the readers of parts are shared with `plans.plan_json`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ _SCALARS: dict[str, type[Any]] = {
 }
 
 
-def write_graph(graph: StepGraph) -> str:
-    """See `StepGraph.to_json`."""
-    return json.dumps(encode(graph), separators=(",", ":"))
-
-
 def encode(graph: StepGraph) -> dict[str, Any]:
     """Return the graph as an object that `json.dumps` accepts."""
     names: dict[str, int] = {}
@@ -55,13 +50,8 @@ def encode(graph: StepGraph) -> dict[str, Any]:
     return content
 
 
-def read_graph(text: str) -> StepGraph:
-    """See `StepGraph.from_json`."""
-    return decode(parse_json(text, FORMAT, GraphError))
-
-
 def decode(content: Any) -> StepGraph:
-    """Return the graph that `encode` wrote. Raises `GraphError` if the content is damaged."""
+    """Return the graph that `encode` made an object of. Raises `GraphError` if the content is damaged."""
     content = checked_object(content, FORMAT, VERSION, GraphError)
     try:
         names = _strings(content["names"])
@@ -81,11 +71,6 @@ def decode(content: Any) -> StepGraph:
     except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         cause = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise GraphError(f"damaged step graph: {cause}") from error
-
-
-def parse_object(text: str, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
-    """Parse `text` as a JSON object whose format is `form` and whose version is `version`, or raise `error`."""
-    return checked_object(parse_json(text, form, error), form, version, error)
 
 
 def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:

@@ -12,7 +12,15 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from lowtide.errors import GraphError, PlanError
-from lowtide.graph.graph_json import LARGEST, decode, decode_hardware, decode_versions, encode, parse_object
+from lowtide.graph.graph_json import (
+    LARGEST,
+    checked_object,
+    decode,
+    decode_hardware,
+    decode_versions,
+    encode,
+    parse_json,
+)
 from lowtide.graph.step_graph import Split
 from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
 
@@ -36,7 +44,7 @@ def write_plan(plan: Plan, with_graph: bool) -> str:
 
 def read_plan(text: str) -> Plan:
     """See `Plan.from_json`."""
-    content = parse_object(text, FORMAT, VERSION, PlanError)
+    content = checked_object(parse_json(text, FORMAT, PlanError), FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}
     if set(content) != set(known):
