@@ -59,7 +59,7 @@ def test_names_of_all_kinds_survive() -> None:
 
 def test_a_file_is_plain_json() -> None:
     content = json.loads(TEXT)
-    assert content["format"] == "lowtide step graph" and content["version"] == 3
+    assert content["format"] == "lowtide step graph" and content["version"] == 4
     assert content["versions"]["torch"] == torch.__version__
 
 
@@ -143,7 +143,7 @@ BAD_FILES = {
     "deep nesting": ("[" * 100_000, "not JSON"),
     "deep objects": ('{"a":' * 100_000, "not JSON"),
     "huge number": (damaged(num_forward=1).replace('"num_forward": 1,', f'"num_forward": {"9" * 5000},'), "not JSON"),
-    "version": (damaged(version=1), "has version 1, and this lowtide reads version 3"),
+    "version": (damaged(version=1), "has version 1, and this lowtide reads version 4"),
     "no version": (damaged(version=None), "has version None"),
     "text for number": (damaged(num_forward="3"), "num_forward is '3', not int"),
     "bool for number": (damaged(num_forward=True), "num_forward is True, not int"),
@@ -173,6 +173,7 @@ BAD_FILES = {
     "names that are no list": (damaged(names="abc"), "expected a list of names, not str"),
     "hardware": (damaged(hardware={"name": "H100", "__class__": "os.system"}), "hardware does not have the fields"),
     "hardware that lacks a field": (damaged(hardware=without("dispatch_s")), "hardware does not have the fields"),
+    "hardware with a field too many": (damaged(hardware=without() | {"x_s": 1.0}), "hardware does not have the fields"),
     "hardware of fewer than no seconds": (damaged(hardware=without() | {"spare_s": -1.0}), "spare_s is -1.0"),
     "versions": (damaged(versions=["torch"]), "versions is not"),
 }
@@ -182,21 +183,6 @@ BAD_FILES = {
 def test_bad_files(text: str, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         StepGraph.from_json(text)
-
-
-def test_hardware_of_older_files() -> None:
-    """Without a field that came later, and with one that is ignored."""
-    later = without("spare_s", "save_s", "move_s")
-    graph = StepGraph.from_json(damaged(hardware=later | {"forward_dispatch_factor": 4.0}))
-    assert graph == replace(GRAPH, hardware=replace(GRAPH.hardware, spare_s=0.0, save_s=0.0, move_s=0.0))
-
-
-def test_ops_of_older_files_have_one_time_line() -> None:
-    content = json.loads(TEXT)
-    del content["ops"]["host_s"]
-    graph = StepGraph.from_json(json.dumps(content))
-    assert graph == replace(GRAPH, ops=tuple(replace(op, host_s=0.0) for op in GRAPH.ops))
-    assert GRAPH.has_host_line and not graph.has_host_line
 
 
 @pytest.mark.parametrize("part", json.loads(TEXT))

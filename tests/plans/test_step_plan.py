@@ -85,14 +85,6 @@ def test_json_of_solved_plans() -> None:
         assert simulate(stack(4), Plan.from_json(solved(4).to_json())).peak_bytes == solved(4).peak_bytes
 
 
-def test_what_older_files_have_besides_is_ignored() -> None:
-    content = json.loads(FULL.to_json())
-    regions = [region | {"skip_ops": [2, 3]} for region in content["regions"]]
-    hardware = content["hardware"] | {"forward_dispatch_factor": 4.0}
-    del hardware["spare_s"]
-    assert regions and Plan.from_json(damaged(regions=regions, hardware=hardware)) == FULL
-
-
 MOVE = {"path": "a", "nth": 0, "save": 0, "to": "host", "codec": "", "op": None}
 
 
@@ -111,15 +103,15 @@ def damaged(**changes: Any) -> str:
         ("{}", "has no format field"),
         (chain([1]).to_json(), "has no format field"),
         (damaged(format="lowtide step graph"), "has no format field"),
-        (damaged(version=1), "has version 1, and this lowtide reads version 4"),
-        (damaged(version="4"), "has version '4'"),
+        (damaged(version=1), "has version 1, and this lowtide reads version 5"),
+        (damaged(version="5"), "has version '5'"),
         (damaged(colour="blue"), "'colour' missing or unknown"),
         (damaged(regions=None), "regions is not a list"),
         (damaged(regions=[{"path": "a"}]), "does not have the fields"),
-        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": [-1]}]), "keep_ops is '-1'"),
-        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": "0"}]), "keep_ops is not a list"),
-        (damaged(regions=[{"path": 3, "nth": 0, "keep_ops": []}]), "path is '3'"),
-        (damaged(moves=[], regions=2 * [{"path": "a", "nth": 0, "keep_ops": []}]), "recomputed twice"),
+        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": [-1], "more": []}]), "keep_ops is '-1'"),
+        (damaged(regions=[{"path": "a", "nth": 0, "keep_ops": "0", "more": []}]), "keep_ops is not a list"),
+        (damaged(regions=[{"path": 3, "nth": 0, "keep_ops": [], "more": []}]), "path is '3'"),
+        (damaged(moves=[], regions=2 * [{"path": "a", "nth": 0, "keep_ops": [], "more": []}]), "recomputed twice"),
         (damaged(moves=[MOVE | {"to": "cloud"}]), "not .cloud."),
         (damaged(moves=[MOVE | {"nth": True}]), "nth is 'True'"),
         (damaged(moves=[MOVE | {"op": -1}]), "op is '-1'"),
@@ -146,26 +138,12 @@ def test_damaged_files(text: str, problem: str) -> None:
         Plan.from_json(text)
 
 
-MEASURED = {"measured_peak_bytes", "measured_step_s", "measured_plain_s"}
-
-
-@pytest.mark.parametrize("name", sorted(set(json.loads(FULL.to_json())) - {"format", "version", "choosers"} - MEASURED))
+@pytest.mark.parametrize("name", sorted(set(json.loads(FULL.to_json())) - {"format", "version"}))
 def test_missing_fields(name: str) -> None:
     content = json.loads(FULL.to_json())
     del content[name]
     with pytest.raises(PlanError, match=f"'{name}' missing or unknown"):
         Plan.from_json(json.dumps(content))
-
-
-def test_a_file_from_before_there_were_choosers_has_none() -> None:
-    content = json.loads(FULL.to_json())
-    del content["choosers"]
-    assert Plan.from_json(json.dumps(content)) == replace(FULL, choosers=())
-
-
-def test_files_from_before_plans_were_measured() -> None:
-    content = json.loads(FULL.to_json())
-    assert Plan.from_json(json.dumps({name: each for name, each in content.items() if name not in MEASURED})) == FULL
 
 
 def test_a_plan_over_its_budget_by_prediction_may_hold_as_measured() -> None:

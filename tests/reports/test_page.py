@@ -28,8 +28,7 @@ from lowtide.plans import Frontier, Recompute
 from lowtide.reports import charts as series
 from lowtide.reports import page, report_text
 from lowtide.reports.charts import trace_json
-from lowtide.reports.report_facts import Layers, ReportFacts, report_facts
-from lowtide.reports.report_text import to_markdown
+from lowtide.reports.report_text import Layers, ReportFacts, report_facts, to_markdown
 from lowtide.simulator import KINDS, PHASES
 from lowtide.solvers.baselines import recomputes
 from sweeps import sweep

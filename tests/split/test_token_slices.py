@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.errors import LowtideError
 from lowtide.plans import Split
-from lowtide.split.row_independence import why_not_row_wise
 from lowtide.split.split_forward import SplitForward, splitting
-from lowtide.split.token_slices import run_in_slices, values_agree
+from lowtide.split.token_slices import run_in_slices, values_agree, why_not_row_wise
 from sweeps import sweep
 
 WIDTH = 16

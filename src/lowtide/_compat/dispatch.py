@@ -172,13 +172,9 @@ def reveals_values(op: Any, args: Any, output: Any) -> bool:
             torch.Tag.data_dependent_output in tags
             or torch.Tag.dynamic_output_shape in tags
             or returns is None  # an op that calls functions
-            or not all(_is_of_tensors(value.type) for value in returns)
+            or not all("Tensor" in str(value.type) for value in returns)
         )
     return known
-
-
-def _is_of_tensors(kind: Any) -> bool:
-    return "Tensor" in str(kind)
 
 
 _reveals_values: dict[int, bool] = {}  # by the id of the op: ops live as long as torch and are slow to hash

@@ -15,12 +15,10 @@ from typing import Any
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph.step_graph import StepGraph
-from lowtide.plans.plan_text import Trial
 from lowtide.plans.step_plan import Frontier, Plan, Reference
 from lowtide.reports.charts import trace_json
 from lowtide.reports.page import to_html
-from lowtide.reports.report_facts import ReportFacts, counted, graph_of, report_facts
-from lowtide.reports.report_text import Report, to_markdown, verdict
+from lowtide.reports.report_text import Report, ReportFacts, counted, graph_of, report_facts, to_markdown, verdict
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.solve import alternatives, search_for
 
@@ -31,38 +29,15 @@ _CURVE_SHARES = (16, 8, 4, 12, 0, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)
 _FLOOR_BEFORE = 0.5  # share of the time limit: the floor is searched for only if less than this was spent
 
 
-def write_report(
-    plan: Plan,
-    path: str | os.PathLike[str],
-    *,
-    measured_peak_bytes: int | None = None,
-    measured_step_s: float | None = None,
-    candidates: tuple[Trial, ...] = (),
-    frontier: Frontier | None = None,
-    references: tuple[Reference, ...] = (),
-    time_limit_s: float = 5.0,
-) -> Report:
-    """Write the report of a plan: a page (`.html`), picture (`.png`), Markdown (`.md`) or Perfetto trace (`.json`).
-
-    The plan must have its graph, as plans of `lowtide.solve` do. Measured numbers are shown beside the predicted ones,
-    and the `candidates` of `lowtide.fit` in a table. The trade-off curve is `frontier`, from `lowtide.sweep`; without
-    one it is searched for here, in about `time_limit_s`. `references` are shown beside what people do with torch's
-    checkpoint.
-    """
+def write_report(plan: Plan, path: str | os.PathLike[str], *, time_limit_s: float, **known: Any) -> Report:
+    """Write the report of a plan, as `Plan.report` says; `known` are its other options."""
     start = time.monotonic()
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"a report is written to a file that ends in {', '.join(SUFFIXES)}; {str(path)!r} does not")
     kind = path.suffix.lower()
-    facts = gather_with_curve(
-        plan,
-        measured_peak_bytes=measured_peak_bytes,
-        measured_step_s=measured_step_s,
-        candidates=candidates,
-        frontier=frontier,
-        references=references,
-        time_limit_s=time_limit_s if kind == ".html" else 0.0,  # only the page shows the curve
-    )
+    curve_s = time_limit_s if kind == ".html" else 0.0  # only the page shows the curve
+    facts = gather_with_curve(plan, time_limit_s=curve_s, **known)
     if kind == ".png":
         from lowtide.reports.charts import plan_figure
 

@@ -41,8 +41,8 @@ from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
 from lowtide.solvers.baselines import reference_plans
 from lowtide.solvers.solve import search_for
-from lowtide.split.row_independence import why_not_row_wise
 from lowtide.split.split_forward import SplitForward, splitting, why_not_head
+from lowtide.split.token_slices import why_not_row_wise
 from lowtide.tracing.trace import FakeTraceError, trace, trace_once
 from lowtide.units import format_bytes, parse_bytes
 
@@ -350,7 +350,7 @@ class SplitSearch:
         proven: dict[object, bool] = {}
         for path, calls in graph.calls_by_path.items():
             module, facts = self._by_path.get(path), seen.get(path)
-            if module is None or facts is None or any(_is_below(path, other) for other in found):
+            if module is None or facts is None or any(path.startswith(f"{other}.") for other in found):
                 continue
             call = graph.calls[calls[0]]
             if next(module.children(), None) is None or 2 * (call.end - call.first) > graph.num_forward:
@@ -393,10 +393,6 @@ def _noted_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, _TokenInp
             hook.remove()
         for path in others:
             seen.pop(path, None)
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path.startswith(f"{other}.")
 
 
 def with_costs_of(predicted: StepGraph, measured: StepGraph) -> StepGraph:

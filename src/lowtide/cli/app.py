@@ -1,7 +1,8 @@
 """The commands of `lowtide`, one function each: load a script or a plan, call the library, print the result.
 
-Arguments are parsed by typer from the functions' signatures; `command` adds the options that all commands share.
-Results are printed as text, or with `--json` as one JSON object (`cli.output`).
+Arguments are parsed by typer from the functions' signatures; `command` adds the options that all commands share. The
+options that several commands take, and the checks of what was typed (`12G` for `12GiB`), come first. Results are
+printed as text, or with `--json` as one JSON object (`cli.output`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,121 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
+from torch import nn
 
 import lowtide
-from lowtide.cli import options
 from lowtide.cli import output as showing
 from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, exit_on_error
 from lowtide.cli.script import load, load_function
+from lowtide.errors import UnitError
+from lowtide.store import LOSSY_CODECS
+from lowtide.units import parse_bytes
+
+SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "
+SCRIPT_HELP += "(model, loss_fn, batch), with an optimizer after them if there is one, or a dict with these names."
+
+Script = Annotated[str, typer.Argument(metavar="SCRIPT:FUNCTION", help=SCRIPT_HELP, show_default=False)]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan written by `lowtide plan -o plan.json`.")]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BYTES",
+        help="Memory for the whole step: 12GiB, 12GB, 512MiB, whole bytes, or 80% of the device.",
+    ),
+]
+Host = Annotated[str | None, typer.Option(metavar="BYTES", help="Host memory that activations may be moved to.")]
+Lossy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CODEC", help="Allow compression by this codec, such as int8: gradients are then approximate."
+    ),
+]
+SplitFlag = Annotated[
+    bool,
+    typer.Option(
+        "--split", help="Allow the loss and MLPs to run a few rows at a time: gradients may differ in the last bits."
+    ),
+]
+Engine = Annotated[Literal["eager", "compiled"], typer.Option(help="The engine that will run the plan.")]
+Fake = Annotated[bool, typer.Option("--fake", help="Trace on fake tensors: nothing is allocated, nothing runs.")]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The device to plan for, if not the model's own: cuda, or a name such as H100."),
+]
+TimeLimit = Annotated[float | None, typer.Option("--time-limit-s", help="Seconds that solving may take.", min=0.01)]
+
+# A number without a unit below this is taken for a number of GiB whose unit was forgotten.
+_FEWEST_BARE_BYTES = 1024
+
+
+def _size(option: str, typed: str, *, total_bytes: int | None = None) -> int | str:
+    """Return `typed` as the library takes it: an int, or text with a unit. Raises `UsageError`, with a suggestion.
+
+    A share such as 80% is an error without `total_bytes`.
+    """
+    text = typed.strip()
+    if text.isascii() and text.isdecimal():
+        if int(text) == 0:
+            raise UsageError(f"{option}: {typed} is 0 bytes. Write a size with a unit, such as 12GiB.")
+        if int(text) < _FEWEST_BARE_BYTES:
+            raise UsageError(f"{option}: {typed} would be {text} bytes. Did you mean {text}GiB?")
+        return int(text)
+    try:
+        parse_bytes(text, total_bytes=total_bytes)
+    except UnitError as error:
+        raise UsageError(f"{option}: {error}{_meant(text)}") from None
+    return text
+
+
+def _checked_budget(typed: str) -> int | str:
+    """Return `--budget` as the library takes it. A share such as 80% is allowed: the device is known later."""
+    return _size("--budget", typed, total_bytes=1 << 62)
+
+
+def _check_device(name: str | None) -> None:
+    """Raise `UsageError` if `--device` names no known device, which tracing a step of one layer for it shows.
+
+    Call it after the script was loaded, as scripts may register devices.
+    """
+    if name is None:
+        return
+    model = nn.Linear(1, 1)
+    try:
+        lowtide.trace(model, lambda x: model(x).sum(), torch.ones(1, 1), mode="fake", device=name)
+    except RuntimeError as error:
+        raise UsageError(f"--device: {error}") from None
+
+
+def _meant(text: str) -> str:
+    """Return a suggestion for sizes such as `12G`, `12 gigs` and `12,5GiB`; empty for others."""
+    match = re.fullmatch(r"(\d+)(?:[.,](\d+))?\s*([kmgt])\w*", text, re.IGNORECASE)
+    if match is None:
+        return ""
+    number = f"{match[1]}.{match[2]}" if match[2] else match[1]
+    return f" Did you mean {number}{match[3].upper()}iB?"
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _moves(host: str | None, lossy: str | None) -> dict[str, Any]:
+    """Return the options of `lowtide.solve` that allow more than recomputing, as far as they were given."""
+    if lossy is not None and lossy not in LOSSY_CODECS:
+        near = did_you_mean(lossy, LOSSY_CODECS)
+        raise UsageError(f"--lossy: {lossy!r} is not a lossy codec.{near} There are {', '.join(LOSSY_CODECS)}.")
+    return _given(host=None if host is None else _size("--host", host), lossy=lossy)
+
 
 app = typer.Typer(
     name="lowtide",
@@ -77,13 +182,13 @@ def _common(
 @command
 def estimate(
     out: Output,
-    script: options.Script,
+    script: Script,
     *,
-    device: options.Device = None,
+    device: Device = None,
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", metavar="BYTES", help="Also say whether this is enough.")
     ] = None,
-    split: options.SplitFlag = False,
+    split: SplitFlag = False,
     world: Annotated[
         int | None, typer.Option(metavar="RANKS", help="Estimate for one rank of a job with this many ranks.", min=1)
     ] = None,
@@ -93,7 +198,7 @@ def estimate(
     ] = None,
 ) -> None:
     """Predict the memory and time of a step, from fake tensors: nothing is allocated."""
-    allowed = None if budget is None else options.budget(budget)
+    allowed = None if budget is None else _checked_budget(budget)
     if world is not None:
         _estimate_parallel(out, script, world, parallel, allowed, device)
         return
@@ -102,9 +207,9 @@ def estimate(
     with out.working(2) as stage:
         stage(f"loading {script}")
         job = load(script)
-        options.check_device(device)
+        _check_device(device)
         stage("tracing on fake tensors")
-        allows = options.given(split=split or None)
+        allows = _given(split=split or None)
         guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer, device=device, **allows)
     text, data = showing.estimate(guess, allowed)
     out.result(text, data)
@@ -119,7 +224,7 @@ def _estimate_parallel(
     with out.working(2) as stage:
         stage(f"loading {script}")
         make = load_function(script)
-        options.check_device(device)
+        _check_device(device)
         stage(f"simulating a rank of {world}")
         try:
             guess = lowtide.estimate_parallel(make, world=world, parallel=parallel, budget=budget, device=device)
@@ -135,28 +240,28 @@ def _estimate_parallel(
 @command
 def plan(
     out: Output,
-    script: options.Script,
+    script: Script,
     *,
-    budget: options.Budget,
-    host: options.Host = None,
-    lossy: options.Lossy = None,
-    split: options.SplitFlag = False,
-    engine: options.Engine = "eager",
-    fake: options.Fake = False,
-    device: options.Device = None,
-    time_limit_s: options.TimeLimit = None,
+    budget: Budget,
+    host: Host = None,
+    lossy: Lossy = None,
+    split: SplitFlag = False,
+    engine: Engine = "eager",
+    fake: Fake = False,
+    device: Device = None,
+    time_limit_s: TimeLimit = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
 ) -> None:
     """Find the fastest plan within a budget, and say what it does."""
-    allowed = options.budget(budget)
-    allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s, split=split or None)}
+    allowed = _checked_budget(budget)
+    allows = {**_moves(host, lossy), **_given(time_limit_s=time_limit_s, split=split or None)}
     if split and (fake or device is not None or engine != "eager"):
         raise UsageError("--split plans eager steps on the model's own device: leave out --fake, --device and --engine")
     _check_file(output)
     with out.working(2) as stage:
         stage(f"loading {script}")
         job = load(script)
-        options.check_device(device)
+        _check_device(device)
         stage(f"tracing the step and solving for {budget}")
         if fake or device is not None or engine != "eager":
             found = lowtide.solve(job.trace(fake=fake, device=device), allowed, engine=engine, **allows)
@@ -175,7 +280,7 @@ def plan(
 @command
 def sweep(
     out: Output,
-    script: options.Script,
+    script: Script,
     *,
     budgets: Annotated[
         list[str] | None,
@@ -183,25 +288,25 @@ def sweep(
             "--budget", "-b", metavar="BYTES", help="A budget to plan for; may be repeated. Default: sixteen budgets."
         ),
     ] = None,
-    host: options.Host = None,
-    lossy: options.Lossy = None,
-    engine: options.Engine = "eager",
-    fake: options.Fake = False,
-    device: options.Device = None,
-    time_limit_s: options.TimeLimit = None,
+    host: Host = None,
+    lossy: Lossy = None,
+    engine: Engine = "eager",
+    fake: Fake = False,
+    device: Device = None,
+    time_limit_s: TimeLimit = None,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the curve into this file (.png, .svg or .pdf).")
     ] = None,
 ) -> None:
     """Show the trade-off of memory and time: plans for budgets from the floor to the plain peak, and alternatives."""
-    wanted = [options.budget(budget) for budget in budgets] if budgets else None
-    allows = {**options.moves(host, lossy), **options.given(time_limit_s=time_limit_s)}
+    wanted = [_checked_budget(budget) for budget in budgets] if budgets else None
+    allows = {**_moves(host, lossy), **_given(time_limit_s=time_limit_s)}
     _check_ending("--png", png, ".png", ".svg", ".pdf")
     _check_file(png)
     with out.working(3 if png is None else 4) as stage:
         stage(f"loading {script}")
         job = load(script)
-        options.check_device(device)
+        _check_device(device)
         stage("tracing the step")
         graph = job.trace(fake=fake, device=device)
         stage("solving for many budgets")
@@ -227,7 +332,7 @@ def _complete_module(context: typer.Context, incomplete: str) -> Iterable[str]:
 @command
 def explain(
     out: Output,
-    file: options.PlanFile,
+    file: PlanFile,
     module: Annotated[
         str | None,
         typer.Argument(
@@ -254,7 +359,7 @@ def explain(
 @command
 def report(
     out: Output,
-    file: options.PlanFile,
+    file: PlanFile,
     *,
     output: Annotated[
         Path,
@@ -297,19 +402,19 @@ def report(
 @command
 def bench(
     out: Output,
-    script: options.Script,
+    script: Script,
     *,
-    budget: options.Budget,
-    host: options.Host = None,
-    lossy: options.Lossy = None,
-    split: options.SplitFlag = False,
+    budget: Budget,
+    host: Host = None,
+    lossy: Lossy = None,
+    split: SplitFlag = False,
     rounds: Annotated[int, typer.Option(help="Timed steps of each variant, of which the median is shown.", min=1)] = 5,
 ) -> None:
     """Run your own model plainly, with a checkpoint per block, and inside a budget: peaks, times, gradients."""
     from lowtide.cli.bench import compare
 
-    allowed = options.budget(budget)
-    allows = {**options.moves(host, lossy), **options.given(split=split or None)}
+    allowed = _checked_budget(budget)
+    allows = {**_moves(host, lossy), **_given(split=split or None)}
     with out.working(6) as stage:
         stage(f"loading {script}")
         job = load(script)

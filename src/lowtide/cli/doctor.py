@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 
 import lowtide
 from lowtide.cli.script import Job
+from lowtide.store import host_bytes
 from lowtide.units import format_bytes
 
 _OLDEST_TORCH = (2, 11)
@@ -82,7 +82,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    memory = _host_memory_bytes()
+    memory = host_bytes()
     yield Finding("devices", "cpu", f"{os.cpu_count()} cores, {format_bytes(memory)}", {"memory_bytes": memory})
     if not torch.accelerator.is_available():
         yield Finding(
@@ -181,16 +181,6 @@ def _model(job: Job) -> Iterator[Finding]:
         lowtide.apply(job.model, lowtide.Plan()).remove()  # an empty plan; raises if no plan could be applied
     except lowtide.LowtideError as error:
         yield Finding("conflicts", "model", str(error), None, "problem")
-
-
-def _host_memory_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or its control group's if that is less."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _locked_limit_bytes() -> int | None:

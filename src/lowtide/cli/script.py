@@ -47,21 +47,21 @@ class Job:
         )
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """Return the function of a target, for jobs that are made for a mesh; it may take that as its only argument."""
+def load(target: str) -> Job:
+    """Return the job of `path/to/train.py:function` or `package.module:function`; the default function is `make`."""
+    path, name = _split(target)
+    function, where = load_function(target, most=0), f"{name}() in {path}"
+    with _argv(path), _no_exit(where):
+        found = function()
+    return _job(found, where)
+
+
+def load_function(target: str, *, most: int = 1) -> Callable[..., Any]:
+    """Return the function of a target. It may need `most` arguments: one, the mesh, if its job is made for a mesh."""
     path, name = _split(target)
     with _argv(path):
         module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
-    return _function(module, name, path, most=1)
-
-
-def load(target: str) -> Job:
-    """Return the job of `path/to/train.py:function` or `package.module:function`; the default function is `make`."""
-    path, function = _split(target)
-    with _argv(path):
-        module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
-        found = _call(_function(module, function, path), f"{function}() in {path}")
-    return _job(found, f"{function}() in {path}")
+    return _function(module, name, path, most)
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -133,7 +133,7 @@ def _no_exit(where: str) -> Iterator[None]:
         ) from error
 
 
-def _function(module: ModuleType, name: str, path: str, most: int = 0) -> Callable[..., Any]:
+def _function(module: ModuleType, name: str, path: str, most: int) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if found is None:
         own = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
@@ -159,11 +159,6 @@ def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
         return inspect.signature(function).parameters.values()
     except (ValueError, TypeError):  # some builtins have no signature
         return ()
-
-
-def _call(function: Callable[[], Any], where: str) -> Any:
-    with _no_exit(where):
-        return function()
 
 
 def _job(found: Any, where: str) -> Job:

@@ -2,9 +2,9 @@
 
 Ops, values, saves and calls are stored as columns, and each name once, which keeps files of thousands of ops small.
 Reading checks the type and range of every field, and `StepGraph` checks their consistency; damage raises `GraphError`.
-No code is executed. Fields that were added within a version get defaults, so its older files can be read.
+No code is executed. A file of another version is refused.
 
-`parse_object`, which checks format and version, and the readers of parts are shared with `plans.plan_json`.
+`parse_json`, `checked_object` (format and version) and the readers of parts are shared with `plans.plan_json`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from lowtide.errors import GraphError
 from lowtide.graph.step_graph import FLAGS, Call, Hardware, Op, Save, Split, StepGraph, Value
 
 FORMAT = "lowtide step graph"
-VERSION = 3
-
-# Fields of `Hardware`, and of `Op` and `Call`, that older files of this version lack: they get their defaults.
-_LATER, _LATER_COLUMNS = {"spare_s", "save_s", "move_s"}, {"changes", "host_s"}
-# Fields of `Hardware` in older files; ignored.
-_DROPPED = {"disk_bytes_per_s", "forward_dispatch_factor", "region_bytes"}
+VERSION = 4
 
 LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 
@@ -36,11 +31,6 @@ _SCALARS: dict[str, type[Any]] = {
     "step_s": float,
     "is_measured": bool,
 }
-
-
-def write_graph(graph: StepGraph) -> str:
-    """See `StepGraph.to_json`."""
-    return json.dumps(encode(graph), separators=(",", ":"))
 
 
 def encode(graph: StepGraph) -> dict[str, Any]:
@@ -56,19 +46,12 @@ def encode(graph: StepGraph) -> dict[str, Any]:
         content[part] = {f.name: [_encode(getattr(row, f.name), number) for row in rows] for f in fields(record)}
     content |= {name: getattr(graph, name) for name in _SCALARS}
     content |= {"hardware": asdict(graph.hardware), "notes": list(graph.notes), "versions": graph.versions}
-    if graph.splits:
-        content["splits"] = [asdict(split) for split in graph.splits]
-    content["names"] = list(names)
+    content |= {"splits": [asdict(split) for split in graph.splits], "names": list(names)}
     return content
 
 
-def read_graph(text: str) -> StepGraph:
-    """See `StepGraph.from_json`."""
-    return decode(parse_json(text, FORMAT, GraphError))
-
-
 def decode(content: Any) -> StepGraph:
-    """Return the graph that `encode` wrote. Raises `GraphError` if the content is damaged."""
+    """Return the graph that `encode` made an object of. Raises `GraphError` if the content is damaged."""
     content = checked_object(content, FORMAT, VERSION, GraphError)
     try:
         names = _strings(content["names"])
@@ -81,18 +64,13 @@ def decode(content: Any) -> StepGraph:
             hardware=hardware,
             notes=tuple(_strings(content["notes"])),
             versions=decode_versions(content["versions"]),
-            splits=tuple(_split(each) for each in content.get("splits", [])),
+            splits=tuple(_split(each) for each in content["splits"]),
         )
     except GraphError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         cause = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise GraphError(f"damaged step graph: {cause}") from error
-
-
-def parse_object(text: str, form: str, version: int, error: Callable[[str], Exception]) -> dict[str, Any]:
-    """Parse `text` as a JSON object whose format is `form` and whose version is `version`, or raise `error`."""
-    return checked_object(parse_json(text, form, error), form, version, error)
 
 
 def parse_json(text: str, form: str, error: Callable[[str], Exception]) -> Any:
@@ -120,17 +98,14 @@ def _encode(item: Any, number: Callable[[Any], Any]) -> Any:
 
 
 def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
-    known = {f.name for f in fields(record)}
-    if not isinstance(columns, dict) or not known - _LATER_COLUMNS <= columns.keys() <= known:
+    if not isinstance(columns, dict) or columns.keys() != {f.name for f in fields(record)}:
         raise ValueError(f"the columns of {record.__name__} are not those of version {VERSION}")
     if any(not isinstance(column, list) for column in columns.values()):
         raise ValueError(f"a column of {record.__name__} is not a list")
     if len({len(column) for column in columns.values()}) > 1:
         raise ValueError(f"the columns of {record.__name__} differ in length")
-    wanted = [f for f in fields(record) if f.name in columns]
-    decoded = [_column(columns[f.name], str(f.type), names, f.name) for f in wanted]
-    kept = [f.name for f in wanted]
-    return (record(**dict(zip(kept, row, strict=True))) for row in zip(*decoded, strict=True))
+    decoded = [_column(columns[f.name], str(f.type), names, f.name) for f in fields(record)]
+    return (record(*row) for row in zip(*decoded, strict=True))
 
 
 def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[Any]:
@@ -195,9 +170,8 @@ def decode_versions(content: Any) -> dict[str, str]:
 def decode_hardware(content: Any) -> Hardware:
     """Return the `Hardware` that `asdict` wrote. Raises `ValueError` if it is damaged."""
     kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
-    if not isinstance(content, dict) or not kinds.keys() - _LATER <= content.keys() - _DROPPED <= kinds.keys():
+    if not isinstance(content, dict) or content.keys() != kinds.keys():
         raise ValueError("hardware does not have the fields of a Hardware")
-    content = {key: item for key, item in content.items() if key not in _DROPPED}
     name = _strings([content["name"]])[0]
     numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
     if any(number < 0 for number in numbers.values()):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -436,16 +437,16 @@ class StepGraph:
 
     def to_json(self) -> str:
         """Return the graph as versioned JSON, which `StepGraph.from_json` reads."""
-        from lowtide.graph.graph_json import write_graph
+        from lowtide.graph.graph_json import encode
 
-        return write_graph(self)
+        return json.dumps(encode(self), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> StepGraph:
         """Read a graph that `to_json` wrote. Raises `GraphError` if the text is damaged. No code in it is executed."""
-        from lowtide.graph.graph_json import read_graph
+        from lowtide.graph.graph_json import FORMAT, decode, parse_json
 
-        return read_graph(text)
+        return decode(parse_json(text, FORMAT, GraphError))
 
     def _time_line_text(self) -> list[str]:
         if not self.has_host_line:

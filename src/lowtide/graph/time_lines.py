@@ -8,7 +8,7 @@ more work, and longer only if an op synchronises (flag "sync"), which makes the 
 `EngineHostCosts` is the engine's own work for regions, on the host: half in the forward, half in the replay. `line_of`
 gives a graph with a single line, for solvers that need costs which add up.
 
-Graphs without host seconds (from a CPU, or from old files) have one line, to which the engine's work is added.
+Graphs without host seconds (from a CPU) have one line, to which the engine's work is added.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Examples:
     probe: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.largest, bool) or not (self.largest is None or callable(self.largest) or self._is_length()):
+        is_length = type(self.largest) is int and self.largest > 0
+        if not (is_length or self.largest is None or callable(self.largest)):
             raise TypeError(
                 "largest is a length that batches reach, such as 4096, or a function that makes the largest batch, not "
                 f"{self.largest!r:.80}"
@@ -58,9 +59,6 @@ class Examples:
             raise ValueError(f"probe is a number of batches to look at, such as 64, not {self.probe!r:.80}")
         if callable(self.largest) and self.probe:
             raise ValueError("largest= makes the batch to plan for, and probe= looks for it: leave one of them out")
-
-    def _is_length(self) -> bool:
-        return isinstance(self.largest, int) and self.largest > 0
 
     def of(self, loader: Iterable[Any]) -> list[Any]:
         """The batches of `loader` to plan for, the largest first. Random states are as before."""

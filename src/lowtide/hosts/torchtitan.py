@@ -91,7 +91,8 @@ def _planned(model: nn.Module, config: Any) -> lowtide.Plan:
     # float32, with the optimizer's state.
     numbers = sum(parameter.numel() for parameter in model.parameters())
     shards = config.shards or _num_ranks()
-    missing = (4 + 4 + config.state_bytes) * numbers // shards - 2 * _parameter_bytes(copied)
+    traced_bytes = 2 * sum(parameter.nbytes for parameter in copied.parameters())
+    missing = (4 + 4 + config.state_bytes) * numbers // shards - traced_bytes
     allowed = total - missing
     if allowed <= 0:
         raise InfeasibleBudgetError(
@@ -123,11 +124,6 @@ class _Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
         return out.transpose(1, 2)
-
-
-def _parameter_bytes(model: nn.Module) -> int:
-    """The bytes of a model's parameters."""
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _num_ranks() -> int:

@@ -1,8 +1,8 @@
 """Read and write a `Plan` as JSON, for `Plan.to_json` and `Plan.from_json`.
 
 Reading checks the type and range of every field, and that the plan is consistent: its bound is below its cost, and its
-graph, if it has one, is the graph it was made for. Damage raises `PlanError`. No code is executed. Fields that were
-added later get defaults, so that older files of the same version can be read.
+graph, if it has one, is the graph it was made for. Damage raises `PlanError`, and so does a file of another version. No
+code is executed.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from lowtide.errors import GraphError, PlanError
-from lowtide.graph.graph_json import LARGEST, decode, decode_hardware, decode_versions, encode, parse_object
+from lowtide.graph.graph_json import (
+    LARGEST,
+    checked_object,
+    decode,
+    decode_hardware,
+    decode_versions,
+    encode,
+    parse_json,
+)
 from lowtide.graph.step_graph import Split
 from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
 
 FORMAT = "lowtide plan"
-VERSION = 4
-_LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack, with their defaults
-    Recompute: {"more": ()},
-    Plan: {
-        "choosers": [],
-        "splits": [],
-        "measured_peak_bytes": None,
-        "measured_step_s": None,
-        "measured_plain_s": None,
-    },
-}
-_DROPPED: dict[type[Any], set[str]] = {Recompute: {"skip_ops"}}  # fields of older files of this version; ignored
+VERSION = 5
 _RECORDS: dict[str, type[Any]] = {
     "regions": Recompute,
     "moves": Move,
@@ -41,18 +38,15 @@ _RECORDS: dict[str, type[Any]] = {
 def write_plan(plan: Plan, with_graph: bool) -> str:
     """See `Plan.to_json`."""
     content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
-    if not plan.splits:
-        del content["splits"]
     content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
     return json.dumps(content, separators=(",", ":"))
 
 
 def read_plan(text: str) -> Plan:
     """See `Plan.from_json`."""
-    content = parse_object(text, FORMAT, VERSION, PlanError)
+    content = checked_object(parse_json(text, FORMAT, PlanError), FORMAT, VERSION, PlanError)
     del content["format"], content["version"]
     known = {field.name: str(field.type) for field in fields(Plan)}
-    content = {**_LATER[Plan], **content}
     if set(content) != set(known):
         odd = sorted(set(content) ^ set(known))
         raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
@@ -80,10 +74,9 @@ def read_plan(text: str) -> Plan:
 
 def _record(row: Any, record: type[Any]) -> Any:
     kinds = {field.name: str(field.type) for field in fields(record)}
-    needed = set(kinds) - _LATER.get(record, {}).keys()
-    if not isinstance(row, dict) or not needed <= set(row) - _DROPPED.get(record, set()) <= set(kinds):
+    if not isinstance(row, dict) or row.keys() != kinds.keys():
         raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
-    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items() if name in row})
+    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items()})
 
 
 def _list(items: Any, name: str) -> list[Any]:

@@ -88,7 +88,8 @@ _VERBS = {
 
 def summary(plan: Plan) -> str:
     """Return budget, peaks, slowdown and gap, and a table in which layers with equal actions are one line."""
-    if plan.is_plain or (plan.engine == "compiled" and plan.rows and not _recomputes(plan)):
+    recomputes = any(row.action == "recompute" for row in plan.rows)
+    if plan.is_plain or (plan.engine == "compiled" and plan.rows and not recomputes):
         head = "Plan: nothing to do, every activation is kept"
         if plan.budget_bytes:
             head += f"; peak {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)} (predicted)"
@@ -152,10 +153,6 @@ def explain(plan: Plan, path: str) -> str:
 
 def _is_in(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
-
-
-def _recomputes(plan: Plan) -> bool:
-    return any(row.action == "recompute" for row in plan.rows)
 
 
 def _verb(action: str) -> str:

@@ -330,7 +330,8 @@ class Plan:
         """Write a report to a file; its suffix selects the format. Returns a summary of what was written.
 
         `.html` (one page without external files), `.png` (needs the extra `report`), `.md`, or `.json`, a trace for
-        ui.perfetto.dev. All numbers are predicted except those given as measured. The trade-off curve of a page is
+        ui.perfetto.dev. The plan must have its graph, as plans of `lowtide.solve` do. All numbers are predicted except
+        those given as measured; the `candidates` of `lowtide.fit` are a table. The trade-off curve of a page is
         `frontier`, from `lowtide.sweep`, or computed in about `time_limit_s`; it shows `references` beside the plan.
         """
         from lowtide.api.report import write_report
@@ -349,7 +350,7 @@ class Plan:
     def plot(self) -> Figure:
         """Return a matplotlib figure of memory over the step, with and without the plan (needs the extra `report`)."""
         from lowtide.reports.charts import plan_figure
-        from lowtide.reports.report_facts import report_facts
+        from lowtide.reports.report_text import report_facts
 
         return plan_figure(report_facts(self))
 
@@ -424,8 +425,9 @@ class Plan:
         moved: dict[int, set[int]] = {}
         for move in named:
             value = self._moved_value(graph, move, {})
-            keepers = [c for c, region in regions.items() if move.op in region.keep_ops and _begins(region, move)]
-            moved.setdefault(keepers[0], set()).add(value)
+            named_so = (c for c, region in regions.items() if (region.path, region.nth) == (move.path, move.nth))
+            keeper = next(call for call in named_so if move.op in regions[call].keep_ops)
+            moved.setdefault(keeper, set()).add(value)
         return {call: tuple(sorted(values, key=lambda v: graph.values[v].born)) for call, values in moved.items()}
 
     @staticmethod
@@ -466,10 +468,6 @@ class Plan:
             if form is not None:
                 forms[value] = form
         return forms
-
-
-def _begins(region: Recompute, move: Move) -> bool:
-    return (region.path, region.nth) == (move.path, move.nth)
 
 
 @dataclass(frozen=True)

@@ -262,9 +262,9 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]], Any] | None:
-    """What makes another container of the same class around other parts, holding on to none of the present ones.
+    """Return a function that builds a container of the same class from other parts; it holds none of the present ones.
 
-    None for a class that will not be copied; such an object is passed by reference.
+    None for a class that cannot be copied; such an object is passed by reference.
     """
     kind = type(container)
     if kind is dict:

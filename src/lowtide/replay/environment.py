@@ -33,16 +33,20 @@ class Environment:
         self._modes, self._generators, self._states = modes, generators, states
 
     def follow(self, before: Environment) -> bool:
-        """Go on from `before`, which was restored; its undo function still holds. False if that takes a new restore."""
+        """Set these random states while `before` is restored; the undo function of `before` undoes this too.
+
+        Returns False, with nothing set, if modes or generators differ: then `restore` is needed.
+        """
         if self._modes != before._modes or self._generators != before._generators:
             return False
         _set_states(self._generators, self._states)
         return True
 
     def restore(self) -> Callable[[], None]:
-        """Bring back what was around the forward; call the result to have all as it is now.
+        """Set the modes and random states of the forward; call the result to set the present ones again.
 
-        Also if the forward left the generators as they were: it may have drawn within `torch.random.fork_rng`.
+        This is also needed if the forward left the generators as they were: it may have drawn numbers inside of
+        `torch.random.fork_rng`.
         """
         now, generators = modes_now(), self._generators
         has_modes = now != self._modes or torch.is_inference_mode_enabled()
@@ -67,7 +71,7 @@ class Environment:
         return undo
 
     def _contexts(self, now: Modes) -> list[AbstractContextManager[Any]]:
-        """What brings back the forward's modes."""
+        """Contexts to enter so that torch's modes are those of the forward."""
         _, device, autocast = self._modes
         found: list[AbstractContextManager[Any]] = []
         if torch.is_inference_mode_enabled():
@@ -106,7 +110,7 @@ def capture(
 
 
 def modes_now() -> Modes:
-    """torch's modes as they are."""
+    """Return torch's present modes."""
     autocast = _NO_AUTOCAST
     if _compat.is_any_autocast_enabled():
         kinds = _device_types()
@@ -133,7 +137,7 @@ class RandomStates:
         self._states = list(map(_state_of, self._generators))
 
     def set(self) -> bool:
-        """Let the generators go on from here. False if that is after another seed than they have now."""
+        """Set the generators to these states. Returns False if that changed the seed of one of them."""
         seeds = self._seeds()
         _set_states(self._generators, self._states)
         return seeds == self._seeds()
@@ -208,7 +212,7 @@ _CPU_GENERATOR = (torch.default_generator,)
 
 
 def _is_initialized() -> bool:
-    """Asking an accelerator that nothing has used yet would initialise it: seconds, and hundreds of MiB."""
+    """Whether the accelerator is in use. (Reading its generators would initialise it: seconds, hundreds of MiB.)"""
     return _device_module().is_initialized()
 
 

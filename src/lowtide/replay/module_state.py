@@ -155,7 +155,7 @@ class ModuleTree:
     def may_hide_writes(self, slot: Slot | None, tensor: Tensor) -> bool:
         """Return whether a forward may write a tensor without a new version, as norms write their statistics.
 
-        Also True before the first forward has shown it.
+        Also True until a first forward has shown that it does not.
         """
         if isinstance(tensor, nn.Parameter):
             return False
@@ -243,7 +243,7 @@ class StateParts:
         self.is_learning = any(slot is not None and slot.key not in _STATISTICS for slot, _ in copied)
 
     def without_copies_of(self, is_dropped: list[bool]) -> StateParts:
-        """Return this with some of the copied tensors among those that are not copied."""
+        """Return these parts, with the copied tensors that are marked in `is_dropped` listed as not copied."""
         parts = copy.copy(self)
         kept = list(itertools.compress(self.copied, (not each for each in is_dropped)))
         parts._divide(kept, [*self.uncopied, *itertools.compress(self.copied, is_dropped)])

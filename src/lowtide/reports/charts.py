@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowtide.reports.report_facts import ReportFacts, short_op
-from lowtide.reports.report_text import actions_of, layer_rows, size, verdict
+from lowtide.reports.report_text import ReportFacts, actions_of, layer_rows, short_op, size, verdict
 from lowtide.simulator.timeline import KINDS, PHASES, Timeline
 
 if TYPE_CHECKING:

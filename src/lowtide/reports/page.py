@@ -23,13 +23,14 @@ from typing import Any
 
 from lowtide.plans.plan_text import HEAD, KEPT
 from lowtide.reports.charts import chart_data, trace_json
-from lowtide.reports.report_facts import ReportFacts, counted
 from lowtide.reports.report_text import (
     Figure,
     LayerRow,
+    ReportFacts,
     actions_of,
     assumptions,
     cost_rows,
+    counted,
     duration,
     figures,
     layer_rows,

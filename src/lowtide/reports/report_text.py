@@ -1,4 +1,8 @@
-"""The tables and sentences of a report, and the report as Markdown.
+"""What a report says: its numbers (`ReportFacts`), its tables and sentences, and the report as Markdown.
+
+`report_facts` simulates the step with and without the plan; measurements, alternatives and the trade-off curve are
+passed in. HTML, Markdown, traces and figures are all made from the result. `Layers` maps module paths to layers, so
+that tables can group equal modules (`layers.*.mlp`).
 
 `peak_rows`, `cost_rows` and `layer_rows` are the tables, as data for both HTML and Markdown. The total of a table is
 the exact sum of its rows; rows beyond the limit are summed in one row. `verdict`, `figures` and `assumptions` are the
@@ -8,16 +12,165 @@ given. `to_markdown` puts everything together for a pull request.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from lowtide.plans.plan_text import HEAD, split_texts
-from lowtide.plans.step_plan import ACTIONS
-from lowtide.reports.report_facts import OUTSIDE, ReportFacts, counted, short_op
-from lowtide.simulator.timeline import PHASES
+from lowtide.errors import PlanError
+from lowtide.graph.segments import all_blocks
+from lowtide.graph.step_graph import StepGraph
+from lowtide.plans.plan_text import HEAD, Trial, rows_of, split_texts
+from lowtide.plans.step_plan import ACTIONS, Frontier, Plan, Reference
+from lowtide.simulator.timeline import PHASES, Timeline, simulate
 from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
+
+OUTSIDE = "outside of modules"
+
+
+class Layers:
+    """The layers of a step: its repeated blocks, and the model's outermost modules for everything else."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._blocks = {graph.calls[call].path for call in all_blocks(graph)}
+
+    def layer_of(self, path: str) -> str:
+        """Return the block that a module is or lies in, else the outermost module around it."""
+        block = self._block(path)
+        return block if block is not None else path.split(".")[0] or OUTSIDE
+
+    def pattern_of(self, path: str) -> str:
+        """Return a module's path with `*` for the number of its block: `layers.*.mlp` for `layers.7.mlp`."""
+        block = self._block(path)
+        if block is None:
+            return path or OUTSIDE
+        opened = re.sub(r"\d+(?=[^\d]*$)", "*", block)
+        return opened + path[len(block) :]
+
+    def _block(self, path: str) -> str | None:
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            if (prefix := ".".join(parts[:length])) in self._blocks:
+                return prefix
+        return None
+
+
+def short_op(name: str) -> str:
+    """Return `addmm` for `aten.addmm.default`: torch's own namespaces and overload names are left out."""
+    parts = name.split(".")
+    if len(parts) >= 3 and parts[0] in ("aten", "prims"):
+        return parts[1]
+    return name
+
+
+def counted(num: int, noun: str) -> str:
+    """Return `1 call` or `2 calls`."""
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """A plan, the timelines with and without it, the trade-off curve, and measurements (None: not measured)."""
+
+    plan: Plan
+    graph: StepGraph
+    planned: Timeline
+    plain: Timeline
+    alternatives: tuple[Reference, ...]
+    frontier: Frontier | None = None
+    measured_peak_bytes: int | None = None
+    measured_step_s: float | None = None
+    notes: tuple[str, ...] = ()
+    candidates: tuple[Trial, ...] = ()
+
+    @cached_property
+    def layers(self) -> Layers:
+        return Layers(self.graph)
+
+    @property
+    def curve(self) -> Frontier:
+        """The trade-off curve; without one, a frontier of the two simulated peaks only."""
+        if self.frontier is not None:
+            return self.frontier
+        peaks = self.planned.peak_bytes, self.plain.peak_bytes
+        return Frontier((), self.alternatives, self.graph.step_s, min(peaks), self.plain.peak_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of the plan; 0 if it has none."""
+        return self.plan.budget_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """The predicted slowdown, as a share of the plain step."""
+        return self.planned.extra_s / self.graph.step_s if self.graph.step_s else 0.0
+
+    @property
+    def undivided(self) -> tuple[int, float, float]:
+        """Peak and seconds of the plain step, and the predicted slowdown. With splits, all of the step not in parts."""
+        plan = self.plan
+        if self.graph.splits and plan.step_s:
+            return plan.plain_peak_bytes, plan.step_s, plan.slowdown
+        return self.plain.peak_bytes, self.graph.step_s, self.slowdown
+
+    @property
+    def measured_slowdown(self) -> float | None:
+        """The measured slowdown; None unless both the plain and the planned step were measured."""
+        if self.measured_step_s is None or not self.graph.is_measured or not self.graph.step_s:
+            return None
+        return self.measured_step_s / self.graph.step_s - 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether the measured peak, or else the predicted one, is within the budget."""
+        peak = self.planned.peak_bytes if self.measured_peak_bytes is None else self.measured_peak_bytes
+        return not self.budget_bytes or peak <= self.budget_bytes
+
+
+def report_facts(
+    plan: Plan,
+    *,
+    alternatives: tuple[Reference, ...] = (),
+    frontier: Frontier | None = None,
+    measured_peak_bytes: int | None = None,
+    measured_step_s: float | None = None,
+    notes: tuple[str, ...] = (),
+    candidates: tuple[Trial, ...] = (),
+) -> ReportFacts:
+    """Simulate the step with and without the plan, and combine that with what is given."""
+    graph = graph_of(plan)
+    if not plan.rows:  # written by the user, not made by a solver
+        plan = replace(plan, rows=rows_of(graph, plan))
+    return ReportFacts(
+        plan,
+        graph,
+        simulate(graph, plan),
+        simulate(graph),
+        alternatives,
+        frontier,
+        measured_peak_bytes,
+        measured_step_s,
+        notes,
+        candidates,
+    )
+
+
+def graph_of(plan: Plan) -> StepGraph:
+    """Return the graph that a plan was made for. Raises `PlanError` if the plan comes without it or with another."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
+    graph = plan.graph
+    if graph is None:
+        raise PlanError(
+            "this plan comes without the graph it was made for, which a report needs. Plans made by lowtide.solve have "
+            "one, and so has a plan file unless it was written with graph=False; dataclasses.replace(plan, "
+            "graph=graph) adds one."
+        )
+    if plan.fingerprint and plan.fingerprint != graph.fingerprint:
+        raise PlanError(f"this plan was made for the graph {plan.fingerprint!r} and comes with {graph.fingerprint!r}")
+    return graph
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ def _filled(num: int, value: int) -> np.ndarray:
 def _ends_before(
     lives: np.ndarray, ends: np.ndarray, floor: np.ndarray, num_ticks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For holds sorted by lifetime and start: when earlier holds of the same lifetime end, and if there are none.
+    """For holds sorted by lifetime and start: the last end of earlier holds of the same lifetime, and which are first.
 
-    Without earlier holds, and at the least, it is the `floor` of the lifetime.
+    The end is at least the `floor` of the lifetime, and equals it for a hold that is the first.
     """
     is_first, floors, begins = np.ones(len(lives), dtype=bool), floor[lives], lives * (num_ticks + 1)
     np.not_equal(lives[1:], lives[:-1], out=is_first[1:])

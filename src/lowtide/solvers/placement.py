@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from lowtide.graph.step_graph import Save, StepGraph
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Move, Plan
 from lowtide.solvers.baselines import recomputes
 from lowtide.solvers.candidate import Codecs, Regions
@@ -54,13 +54,12 @@ class Placement:
         if facts.kind != "activation" or facts.born < 0:
             return False
         saves = self._saves.get(value, ())
-        if any(graph.save_numbers[save][0] < 0 or self._is_filled_later(graph.saves[save]) for save in saves):
+        if any(graph.save_numbers[save][0] < 0 for save in saves):
+            return False
+        if any(graph.ops[graph.saves[save].made].name in _FILL_LATER for save in saves):
             return False
         kinds = {graph.values[given].kind for given in graph.ops[facts.born].inputs}
         return not kinds or not kinds <= {"parameter", "buffer"}
-
-    def _is_filled_later(self, save: Save) -> bool:
-        return self._graph.ops[save.made].name in _FILL_LATER
 
     def everywhere(self, targets: Mapping[int, tuple[str, str]], regions: Regions) -> tuple[Move, ...]:
         """Moves for every position at which these values are held. `targets` are tier and codec of each value."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.errors import LowtideError
-from lowtide.split.row_layout import RowLayout
+
+if TYPE_CHECKING:
+    from lowtide.split.row_chain import RowLayout
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Rows of a chunk are rounded up to a multiple of this, above 8 times as many: matrix kernels prefer aligned sizes.

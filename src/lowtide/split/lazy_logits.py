@@ -28,8 +28,7 @@ from lowtide.errors import LowtideError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.environment import modes_now
 from lowtide.split.chunked_loss import HeadCall
-from lowtide.split.row_chain import RowChain, autocast_as, hidden_saves
-from lowtide.split.row_layout import RowLayout
+from lowtide.split.row_chain import RowChain, RowLayout, autocast_as, hidden_saves
 
 # What a lazy tensor knows without its values.
 _ATTRIBUTES = frozenset(

@@ -20,8 +20,7 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.split.chunked_loss import per_row, total
 from lowtide.split.lazy_logits import HANDLERS, Handler, LazyLogits, lazies_in
-from lowtide.split.row_chain import AlignedRows, RowChain, aligned
-from lowtide.split.row_layout import RowLayout
+from lowtide.split.row_chain import AlignedRows, RowChain, RowLayout, aligned
 
 _VIEWS = "view unsqueeze squeeze transpose permute movedim swapaxes swapdims moveaxis narrow select view_as".split()
 _RESHAPES = "reshape flatten unflatten reshape_as".split()
@@ -120,13 +119,9 @@ def _changed(lazy: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[st
     if chain.order is not None and chain.order != changed.order:
         return NotImplemented  # tensors in the chain have one row for each row of the layout before
     if (columns.start, columns.stop, columns.step) != (0, layout.vocab_size, 1):
-        chain = RowChain(_columns, (chain, columns))
+        chain = RowChain(lambda matrix, columns: matrix[:, columns], (chain, columns))
         probe = probe[:, columns]
     return LazyLogits(chain, changed, probe, (func, (lazy, *rest), kwargs))
-
-
-def _columns(matrix: Tensor, columns: slice) -> Tensor:
-    return matrix[:, columns]
 
 
 # Functions of single elements, and of rows with as many elements as before.
@@ -155,11 +150,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if dtype is None or dtype == lazy.probe.dtype:
         return lazy if func.__name__ == "to" else NotImplemented
-    return _applied(functools.partial(_to, dtype=dtype), (lazy,), {}, (func, args, kwargs))
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype)
+    return _applied(functools.partial(Tensor.to, dtype=dtype), (lazy,), {}, (func, args, kwargs))
 
 
 @_handles("detach")

@@ -25,8 +25,7 @@ from lowtide.graph.step_graph import Split
 from lowtide.split import logit_functions as _logit_functions  # noqa: F401  # registers the handlers of lazy logits
 from lowtide.split.chunked_loss import HeadCall, row_ranges
 from lowtide.split.lazy_logits import LazyLogits
-from lowtide.split.row_independence import why_not_row_wise
-from lowtide.split.token_slices import run_in_slices, values_agree
+from lowtide.split.token_slices import run_in_slices, values_agree, why_not_row_wise
 
 logger = logging.getLogger("lowtide")
 

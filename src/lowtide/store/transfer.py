@@ -501,7 +501,7 @@ def _pair(parts: Parts, extents: list[Extent], pool: PinnedPool) -> list[tuple[T
 
 def host_bytes() -> int:
     """Host memory that this process may use: the machine's, or its cgroup's limit if that is less."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

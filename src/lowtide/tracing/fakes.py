@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay.arguments import map_tensors
 from lowtide.replay.op_facts import facts_of
 
 
@@ -74,10 +73,6 @@ class Faker:
             with self.mode:
                 made.grad = torch.empty_like(made)
             self._gradients[id(made)] = made.grad
-
-    def fake_all(self, tree: Any) -> Any:
-        """Return `tree` with its tensors replaced by fakes."""
-        return map_tensors(self.fake, tree)
 
     @contextlib.contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:

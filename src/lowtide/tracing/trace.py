@@ -32,7 +32,7 @@ from lowtide.distributed.ranks import current, is_out_of_memory
 from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
 from lowtide.graph.step_graph import GATHERED, Call, Hardware, Op, Save, StepGraph, Value
-from lowtide.replay.arguments import tensors_in
+from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.snapshot import Restorer
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.devices import (
@@ -335,7 +335,7 @@ def _record_fake(
     faker = Faker(setting.device, moves_all=setting.is_foreign or setting.is_on_meta)
     recorders: list[Recorder] = []
     try:
-        fake_args = faker.fake_all(args)
+        fake_args = map_tensors(faker.fake, args)
         for parameter in data_parallel.gradients_in_buckets(wrappers):
             faker.add_gradient(parameter)
         with _eagerly(), _compat.quiet_fakes(), data_parallel.bypassed(wrappers), faker.in_place_of(model):
