@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from distributed.jobs import FEWEST_STEPS
 from kernelless import Compiler
 from lowtide import _compat
 from lowtide.api import tuner
 from lowtide.compiled import planned_graph, session
 from lowtide.solvers import eager_search, solve
+from lowtide.tracing import trace as tracing
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home. Workers
 # of pytest-xdist share that of the process which started them.
@@ -54,6 +56,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _short_traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record steps as few times as a graph can be made of: what more recordings find out is tested in `tracing`."""
+    if request.path.parent.name != "tracing":
+        for name, num in FEWEST_STEPS.items():
+            monkeypatch.setattr(tracing, name, num)
+
+
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search as in a step of many ops, for tests to which any plan will do."""
@@ -62,7 +72,12 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_fit(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
-    """Let `fit` run few candidates, which take turns once, and `sweep` few budgets, where any of them will do."""
+    """Let `fit` run few candidates, which take turns once, and `sweep` few budgets, where any of them will do.
+
+    The search leaves out segments and nested candidates, which take most of its time in a small step.
+    """
+    monkeypatch.setattr(eager_search.EagerSearch, "_segmenting", None)
+    monkeypatch.setattr(eager_search.EagerSearch, "_sample_budgets", [])
     monkeypatch.setattr(solve, "_MOST", 3)
     monkeypatch.setattr(solve, "_NUM_BUDGETS", 4)
     monkeypatch.setattr(tuner, "_MAX_RATIOS", tuner._MAX_RATIOS[:2])

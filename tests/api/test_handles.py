@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
-from compiled.test_backend import MLP, Stack, rows, squared
+from compiled.test_backend import MLP, Stack, rows, squared, squared_of_data
 from kernelless import PLENTY, assert_equal, compiled_plainly, floor_of, left_behind, squeeze
 from lowtide.api.compile import handle_of
 from lowtide.compiled import backend
@@ -117,7 +117,7 @@ def test_several_graphs(tmp_path: Path) -> None:
     model = lowtide.compile(stack(), budget=PLENTY)
     handle = compiled_handle(model)
     for _ in range(2):
-        squared(model).backward()
+        squared_of_data(model).backward()
     squeeze(model, floor_of(model))
     assert str(handle) == lowtide.api.compile.explain_compiled(model)
     stats = handle.stats()

@@ -26,10 +26,14 @@ from torch.nn.functional import gelu
 
 from lowtide.solvers import eager_search
 from lowtide.tracing import devices
+from lowtide.tracing import trace as tracing
 
 GROUP_TIMEOUT_S = 15.0
 PRELOADED = ["lowtide", "torch.profiler", "torch._subclasses", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 PRELOADED += ["torch.distributed.tensor.parallel", "torch._dynamo", "torch._inductor.compile_fx", "networkx", "pytest"]
+
+
+FEWEST_STEPS = {"_NUM_RECORDED": 2, "_NUM_TIMED": 1, "_NUM_FAKE": 1}  # of a trace
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def _rank(function: Any, args: Any, rank: int, world: int, folder: str, group_s:
     torch.manual_seed(0)
     devices.register(lambda _: devices.ENGINE_COSTS)  # as measured once; measuring takes seconds
     eager_search.MOST_OPS = 0  # search as in a step of many ops: any plan will do
+    vars(tracing).update(FEWEST_STEPS)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

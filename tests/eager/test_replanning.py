@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.eager import replanning
 from lowtide.plans import Plan, Recompute
+from lowtide.solvers.eager_search import EagerSearch
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fit")
 
@@ -57,8 +58,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def halfway(model: nn.Module, loss_fn: Any, *args: Any) -> int:
-    guess = lowtide.estimate(model, loss_fn, *args)
-    return (guess.floor_bytes + guess.peak_bytes) // 2
+    search = EagerSearch(lowtide.trace(model, loss_fn, *args, mode="fake"))
+    return (search.floor.peak_bytes + search.plain.peak_bytes) // 2
 
 
 def fitted(model: nn.Module, x: Tensor, **options: Any) -> Any:

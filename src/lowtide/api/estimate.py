@@ -23,7 +23,8 @@ from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.eager_search import EagerSearch
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
-from lowtide.tracing.trace import FakeTraceError, trace
+from lowtide.tracing.trace import FakeTraceError, trace, trace_once
+from lowtide.tracing.untraced_memory import plain_optimizer
 from lowtide.units import format_bytes, format_seconds
 
 
@@ -182,7 +183,8 @@ def _growth(
         return torch.empty((2 * batch_size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
     try:
-        larger = trace(model, loss_fn, *map_tensors(doubled, args), optimizer=optimizer, mode="fake", device=device)
+        optimizer = plain_optimizer(optimizer, model)
+        larger = trace_once(model, loss_fn, *map_tensors(doubled, args), optimizer=optimizer, device=device)
     except (LowtideError, RuntimeError, ValueError, TypeError, IndexError):
         return None  # the step takes batches of this size only, or no fake tensors
     return max(0, simulate(larger).peak_bytes - peak_bytes) // batch_size

@@ -42,7 +42,7 @@ from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.solvers.compression import lossy_codecs
-from lowtide.solvers.solve import ShortlistedPlan, shortlist, solve
+from lowtide.solvers.solve import ShortlistedPlan, search_for, shortlist, solve
 from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import output_sum_loss, trace
 from lowtide.units import check_seconds, format_bytes, format_seconds, parse_bytes
@@ -414,10 +414,11 @@ class Limits:
         return self.solve_or_tightest(graph, 1)
 
     def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        search = search_for(graph, "eager", self.host, self.time_limit_s, self.lossy)
         try:
-            return self.solve(graph, budget_bytes)
+            return search.plan(budget_bytes)
         except InfeasibleBudgetError as error:
-            return self.solve(graph, error.floor_bytes)
+            return search.plan(error.floor_bytes)
 
 
 class Planner:

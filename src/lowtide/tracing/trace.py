@@ -123,6 +123,7 @@ def output_sum_loss(output: Any) -> Tensor:
 Mode = Literal["auto", "real", "fake"]
 _MARK = "lowtide::op"
 _NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
+_NUM_FAKE = 2  # recordings on fake tensors, to see whether the step varies
 _NUM_TIMED_ON_DEVICE = 5  # the median counts: Python's garbage collector is part of the host's time
 # If the host has issued the whole step in less than this share of its time, the device is taken to be the limit.
 _HOST_AHEAD = 0.8
@@ -339,7 +340,7 @@ def _record_fake(
         for parameter in data_parallel.gradients_in_buckets(wrappers):
             faker.add_gradient(parameter)
         with _eagerly(), _compat.quiet_fakes(), data_parallel.bypassed(wrappers), faker.in_place_of(model):
-            while len(recorders) < 2 + checks.is_only_warming_up(recorders):
+            while len(recorders) < _NUM_FAKE + checks.is_only_warming_up(recorders):
                 shadows = Shadows()
                 for real, fake in faker.made():
                     shadows.add(fake, real)
