@@ -142,12 +142,6 @@ def test_plans_with_segments_go_through_json() -> None:
     assert Plan.from_json(nested.to_json()) == nested
 
 
-def test_plans_written_before_there_were_segments_are_read() -> None:
-    content = json.loads(Plan(regions=(Recompute("layers.1"),)).to_json())
-    del content["regions"][0]["more"]
-    assert Plan.from_json(json.dumps(content)).regions == (Recompute("layers.1"),)
-
-
 @pytest.mark.parametrize("more", ["layers.2", [["layers.2"]], [["layers.2", -1]], [[2, "layers.2"]], [None], 3])
 def test_damaged_segments_are_refused(more: object) -> None:
     content = json.loads(Plan(regions=(Recompute("layers.1"),)).to_json())

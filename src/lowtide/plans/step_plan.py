@@ -12,7 +12,6 @@ are saved.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,26 +26,6 @@ if TYPE_CHECKING:
 
     from lowtide.plans.plan_text import Trial
     from lowtide.reports.report_text import Report
-
-
-def segmented(graph: StepGraph, regions: Sequence[Recompute]) -> StepGraph:
-    """Return `graph` with the segments among `regions` as calls. Raises `PlanError` if it has no such segment."""
-    segments = [region for region in regions if region.more]
-    if not segments or isinstance(graph, SegmentedGraph):
-        return graph
-    spans = []
-    for region in segments:
-        calls = [call_named(graph, path, nth) for path, nth in ((region.path, region.nth), *region.more)]
-        if members_of(graph, (calls[0], calls[-1])) != calls:
-            raise PlanError(
-                f"{region.name} is not a segment of this step: its {len(calls)} calls must follow each other under one "
-                "parent. Was the plan made for another model?"
-            )
-        spans.append((calls[0], calls[-1]))
-    try:
-        return with_segments(graph, spans)
-    except GraphError as error:
-        raise PlanError(f"{error}. Was the plan made for another model?") from error
 
 
 def check_retained(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> None:
@@ -364,7 +343,22 @@ class Plan:
 
         Raises `PlanError` if the graph has no such segment.
         """
-        return segmented(graph, self.regions)
+        segments = [region for region in self.regions if region.more]
+        if not segments or isinstance(graph, SegmentedGraph):
+            return graph
+        spans = []
+        for region in segments:
+            calls = [call_named(graph, path, nth) for path, nth in ((region.path, region.nth), *region.more)]
+            if members_of(graph, (calls[0], calls[-1])) != calls:
+                raise PlanError(
+                    f"{region.name} is not a segment of this step: its {len(calls)} calls must follow each other under "
+                    "one parent. Was the plan made for another model?"
+                )
+            spans.append((calls[0], calls[-1]))
+        try:
+            return with_segments(graph, spans)
+        except GraphError as error:
+            raise PlanError(f"{error}. Was the plan made for another model?") from error
 
     def calls(self, graph: StepGraph) -> dict[int, Recompute]:
         """Return the recomputed calls by their index in `segmented(graph)`.
