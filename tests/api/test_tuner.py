@@ -26,7 +26,7 @@ from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
 from lowtide.plans import Frontier
 from lowtide.simulator import simulate
-from lowtide.solvers import placement
+from lowtide.solvers import placement, solve
 from lowtide.solvers.solve import SEARCHED, SMALLEST, UNMOVED, ShortlistedPlan, shortlist
 from sweeps import sweep
 
@@ -140,9 +140,22 @@ def known() -> tuple[lowtide.StepGraph, Frontier]:
     return graph, lowtide.sweep(graph, [])
 
 
+search_of, known_candidates = Limits.candidates, dict[object, Any]()
+
+
+def candidates(limits: Limits, graph: lowtide.StepGraph, budget: int) -> Any:
+    """The candidates for a job, searched for once for all tests."""
+    key = limits, graph.fingerprint, graph.hardware, graph.other_bytes, budget, solve._MOST, placement._SMALLEST
+    if key not in known_candidates:
+        known_candidates[key] = search_of(limits, graph, budget)
+    found, error = known_candidates[key]
+    return list(found), error
+
+
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> Job:
     monkeypatch.setattr(fitting, "trace", trace)
+    monkeypatch.setattr(Limits, "candidates", candidates)
     return Job()
 
 

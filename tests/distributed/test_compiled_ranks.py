@@ -67,8 +67,9 @@ def made(width: int = 16) -> Net:
 
 
 def step(model: nn.Module, x: Tensor) -> None:
+    """Of a batch that needs a gradient, so that the first block needs no graph of its own."""
     model.zero_grad()
-    model(x).square().mean().backward()
+    model(x.detach().requires_grad_()).square().mean().backward()
 
 
 def all_steps(wrapped: Callable[[Net], nn.Module], **options: Any) -> dict[str, Any]:
@@ -177,11 +178,11 @@ def failing_choice() -> Any:
 
 
 def all_scenarios() -> dict[str, Any]:
-    return {scenario.__name__: scenario() for scenario in (data_parallel, infeasible, failing_choice)}
+    return {scenario.__name__: scenario() for scenario in (data_parallel, fully_sharded, infeasible, failing_choice)}
 
 
 def slow_scenarios() -> dict[str, Any]:
-    return {scenario.__name__: scenario() for scenario in (fully_sharded, whole_graph, tensor_parallel, uneven)}
+    return {scenario.__name__: scenario() for scenario in (whole_graph, tensor_parallel, uneven)}
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +197,9 @@ def assert_agreed(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert len({str(keys) for keys in one["keys"]}) > 1, "what was measured has changed nothing"
 
 
-def test_ranks_run_the_same_variants_whatever_they_measure(scenarios: list[dict[str, Any]]) -> None:
-    one, other = (each["data_parallel"] for each in scenarios)
+@pytest.mark.parametrize("name", ["data_parallel", "fully_sharded"])
+def test_ranks_run_the_same_variants_whatever_they_measure(scenarios: list[dict[str, Any]], name: str) -> None:
+    one, other = (each[name] for each in scenarios)
     assert_agreed(one, other)
     assert not one["open"], "ranks that have settled do not wait for each other any more"
 
@@ -212,11 +214,11 @@ def test_an_error_while_one_rank_plans_raises_on_both(scenarios: list[dict[str, 
     assert one[0] == "RankError" and "rank 1 failed" in one[1] and other[0] == "TypeError"
 
 
-def test_ranks_agree_on_shards_on_whole_graphs_on_collectives_inside_and_on_errors_of_uneven_batches() -> None:
+@pytest.mark.slow
+def test_ranks_agree_on_whole_graphs_on_collectives_inside_and_on_errors_of_uneven_batches() -> None:
     one, other = succeeded(run_ranks(slow_scenarios))
-    for name in ("fully_sharded", "whole_graph", "tensor_parallel"):
+    for name in ("whole_graph", "tensor_parallel"):
         assert_agreed(one[name], other[name])
-    assert not one["fully_sharded"]["open"], "ranks that have settled do not wait for each other any more"
     assert one["uneven"] == other["uneven"] and isinstance(one["uneven"][0], int)
 
 
