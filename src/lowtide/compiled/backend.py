@@ -23,6 +23,7 @@ from lowtide.tracing.untraced_memory import plain_optimizer
 from lowtide.units import check_bytes, check_seconds
 
 _OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s", "on_over")
+_ARGUMENTS = (*_OWN_OPTIONS, "host", "split", "regional")  # of `lowtide.compile`, or of the backend
 _CUDA_GRAPHS = "triton.cudagraphs"
 # By id(options). A session keeps its options alive, and is itself kept alive by its graphs.
 _by_options: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -81,11 +82,11 @@ def _check_mapping(options: object) -> None:
 def check_options(options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
     """Raise for an option that is neither in `own` nor one of inductor's."""
     _check_mapping(options)
-    if "host" in options or (not own and any(name in _OWN_OPTIONS for name in options)):
-        names = ", ".join(name for name in options if name in (*_OWN_OPTIONS, "host"))
+    arguments = [name for name in options if name in _ARGUMENTS and name not in own]
+    if arguments:
         raise LowtideError(
-            f"options has {names}, which only `lowtide.compile(model, ...)` takes, as arguments of its own: "
-            "lowtide.compile(model, budget='12GiB', host='32GiB')"
+            f"options has {', '.join(arguments)}, which only `lowtide.compile(model, ...)` takes, as an argument of "
+            "its own: lowtide.compile(model, budget='12GiB', host='32GiB')"
         )
     unknown = [name for name in options if name not in own and not _compat.is_inductor_option(name)]
     if unknown:

@@ -37,6 +37,7 @@ class StepSize:
 class CallSequence:
     """The graph numbers of a step's calls, in order, and the variants chosen for them.
 
+    Calls on which the loss does not depend lose their autograd nodes before the backward, and are in `order` only.
     `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, for steps of the
     present `size`. `profiled` and `turns` list their seconds on an accelerator: of steps that were measured call by
     call, which takes the host time, and of steps that were only timed. When corrections have ended, `trials` are run;
@@ -45,6 +46,7 @@ class CallSequence:
 
     numbers: tuple[int, ...]
     choice: VariantChoice
+    order: tuple[tuple[int, int | None], ...] = ()  # all calls: graph number, and position in `numbers` or None
     over: OverBudget | None = None
     is_settled: bool = False
     num_unmeasured: int = 0
@@ -54,6 +56,9 @@ class CallSequence:
     trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
     size: StepSize | None = None
     held_sizes: list[StepSize] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.order = self.order or tuple((number, position) for position, number in enumerate(self.numbers))
 
     def expect(self, size: StepSize) -> None:
         """Measure anew from here on if a step of this size is larger than those measured."""
@@ -88,5 +93,6 @@ class CallSequence:
         found = self.turns_of(choice) or [seconds for each, seconds in self.profiled if each.is_like(choice)]
         return median(found) if found else None
 
-    def begins_with(self, numbers: tuple[int, ...]) -> bool:
-        return self.numbers[: len(numbers)] == numbers
+    def begins_with(self, begun: tuple[int, ...]) -> bool:
+        """Whether these are the graph numbers of the first calls in `order`."""
+        return tuple(number for number, _ in self.order[: len(begun)]) == begun

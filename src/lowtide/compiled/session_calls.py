@@ -74,11 +74,12 @@ class SessionCall:
         made, _ = _compat.flattened(output)
         known = {id(each) for each in taken}
         if any(isinstance(each, torch.Tensor) and each.grad_fn is not None and id(each) not in known for each in made):
+            path, kind = self._module
             warn_unplanned(
                 self._session,
-                "torch.compile ran a module eagerly, without a compiled graph, so it saves whatever autograd saves: "
-                "its memory budget does not apply. TORCH_LOGS=graph_breaks,recompiles says why; "
-                "lowtide.compile(..., fullgraph=True) makes it an error",
+                f"torch.compile ran {path or 'the model'} ({kind}) eagerly, without a compiled graph, so it saves "
+                "whatever autograd saves: its memory budget does not apply. TORCH_LOGS=graph_breaks,recompiles says "
+                "why; lowtide.compile(..., fullgraph=True) makes it an error",
             )
 
 
