@@ -22,11 +22,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import _compat
-from lowtide.compiled.backend import check_on_over, check_options, inductor_compiler
+from lowtide.compiled.backend import (
+    SESSIONS,
+    SessionCall,
+    check_on_over,
+    check_options,
+    inductor_compiler,
+    shared_backend,
+    watch_sessions,
+)
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import NOTHING_YET, Session
-from lowtide.compiled.session_calls import SESSIONS, SessionCall, shared_backend, watch_sessions
 from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes

@@ -33,12 +33,18 @@ import torch
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
-from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
 from lowtide.compiled.session_ranks import SessionRanks, StepReport, name_of_calls
-from lowtide.compiled.settling import MeasuredStep, settle_further
-from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
+from lowtide.compiled.settling import CallSequence, MeasuredStep, OverBudget, StepSize, settle_further
+from lowtide.compiled.step_profile import (
+    FORWARD,
+    AllocatorMeter,
+    CompileWatch,
+    PeakMeter,
+    ProfilerMeter,
+    StepMeter,
+    StepProfile,
+)
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.plans.step_plan import Plan, Reference
