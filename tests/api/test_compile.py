@@ -341,6 +341,9 @@ def test_other_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         lowtide.compile(stack(), budget=1, options={"budget": 2})
     with pytest.raises(ValueError, match=r"mode is one of torch.compile's, such as 'max-autotune', not 'fastest'"):
         lowtide.compile(stack(), budget=1, mode="fastest")
+    for name in ("regional", "dynamic", "fullgraph", "split"):
+        with pytest.raises(TypeError, match=f"{name} is True or False, not 'yes'"):
+            lowtide.compile(stack(), budget=1, **{name: "yes"})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="options is a dict of options by their names, not 3"):
         lowtide.compile(stack(), budget=1, options=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model is a RecursiveScriptModule"), warnings.catch_warnings():
@@ -397,7 +400,8 @@ def test_an_infeasible_budget_names_the_floor(regional: bool) -> None:
         (None, "needs a budget"),
         ({"budget": "12 apples"}, "12 apples"),
         ({"budget": 1, "fusion": 2}, "'fusion'"),
-        ({"budget": 1, "host": "1GiB"}, r"lowtide.compile\(model, budget='12GiB', host='32GiB'\)"),
+        ({"budget": 1, "host": "1GiB"}, r"options has host, .*lowtide.compile\(model, budget='12GiB', host='32GiB'\)"),
+        ({"budget": 1, "regional": False}, r"options has regional, which only `lowtide.compile\(model, ...\)` takes"),
         (3, "options is a dict of options by their names, not 3"),
         ([("budget", 1)], "options is a dict"),
         ({"budget": 1, "optimizer": 5}, "optimizer is a torch.optim.Optimizer.* not 5 of type int"),

@@ -42,6 +42,20 @@ class Unused(nn.Module):
         return x
 
 
+class Skipped(nn.Module):
+    """The output of one block is dropped when the next one has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            output = block(x)
+            x = x if number == 2 else output
+        return x
+
+
 def loss(model: nn.Module) -> Tensor:
     return model(rows(1024)).square().mean()
 
@@ -66,3 +80,18 @@ def test_budgets_hold_or_are_refused(is_first: bool) -> None:
     handle = lowtide.handle_of(model)
     assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= floor
     assert peak_bytes(model, loss) <= 1.02 * floor
+
+
+def test_calls_after_one_that_is_dropped_run_the_variants_chosen_for_them() -> None:
+    torch.manual_seed(0)
+    model = lowtide.compile(Skipped(), budget=1)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="measured") as caught:
+        run(model, 24)
+    floor, plain = caught.value.floor_bytes, peak_bytes(lowtide.compile(model, budget=PLENTY), loss)
+    for share in (0.25, 0.5, 0.75):
+        budget = int(floor + share * (plain - floor))
+        lowtide.compile(model, budget=budget)
+        run(model, 16)
+        handle = lowtide.handle_of(model)
+        assert handle.measured_peak_bytes is not None, "no step ran the variants that were chosen"
+        assert peak_bytes(model, loss) <= handle.measured_peak_bytes <= budget

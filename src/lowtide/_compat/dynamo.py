@@ -156,24 +156,25 @@ class TracingContext:
     """Dynamo's state while it compiles a graph, re-entered to compile the same graph again later.
 
     Every use gets a copy: the backward is compiled later and reads the state of its own forward. Without its reference
-    to DDP's buckets, which are counted for the first compile only. Obsolete when a backend can recompile its graph
-    through public API.
+    to DDP's buckets, which are counted for the first compile only. Inside, `torch.compiler.is_compiling()` is true, as
+    in Dynamo's own compiles: compiled code that another thread calls meanwhile would take fx's global flag for a trace
+    of itself, and raise, as it does before torch 2.13. Obsolete when a backend can recompile its graph through public
+    API.
     """
 
     def __init__(self) -> None:
         self._context = required("torch._guards.TracingContext", _COMPILE).try_get()
 
     def __enter__(self) -> None:
-        self._entered = None
+        self._entered = contextlib.ExitStack()
+        self._entered.enter_context(optional("torch.compiler._compile_session_context", contextlib.nullcontext)())
         if self._context is not None and required("torch._guards.TracingContext", _COMPILE).try_get() is None:
             again = copy.copy(self._context)
             again.ddp_optimizer_ctx, again.fakify_first_call = None, False
-            self._entered = required("torch._guards.tracing", _COMPILE)(again)
-            self._entered.__enter__()
+            self._entered.enter_context(required("torch._guards.tracing", _COMPILE)(again))
 
     def __exit__(self, *exception: Any) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(*exception)
+        self._entered.__exit__(*exception)
 
 
 def compile_lock() -> contextlib.AbstractContextManager[Any]:

@@ -22,11 +22,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import _compat
-from lowtide.compiled.backend import check_on_over, check_options, inductor_compiler
+from lowtide.compiled.backend import (
+    SESSIONS,
+    SessionCall,
+    check_on_over,
+    check_options,
+    inductor_compiler,
+    shared_backend,
+    watch_sessions,
+)
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import NOTHING_YET, Session
-from lowtide.compiled.session_calls import SESSIONS, SessionCall, shared_backend, watch_sessions
 from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes
@@ -73,11 +80,12 @@ def compile(
     check_bytes(budget)  # raise for a malformed budget now, not in the first forward
     check_options({} if options is None else options, own=())
     check_on_over(on_over)
+    for name, switch in (("regional", regional), ("dynamic", dynamic), ("fullgraph", fullgraph), ("split", split)):
+        if not (isinstance(switch, bool) or (switch is None and name in ("regional", "dynamic"))):
+            raise TypeError(f"{name} is True or False, not {switch!r:.80}")
     optimizer = plain_optimizer(optimizer, model)
     blocks = _blocks(model, regional)
     host_bytes = _host_bytes(host, blocks)
-    if not isinstance(split, bool):
-        raise TypeError(f"split is True or False, not {split!r:.80}")
     buckets = bucket_bytes([module for module in given.modules() if isinstance(module, DistributedDataParallel)])
     chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model) + buckets)
     session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)

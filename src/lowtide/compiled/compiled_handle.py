@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide import _compat
+from lowtide.compiled.backend import SESSIONS
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import NOTHING_YET, Session
-from lowtide.compiled.session_calls import SESSIONS
 from lowtide.compiled.split_head import SplitHead
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.compiled.compile_watch import CompileWatch
-from lowtide.compiled.session_calls import without_warnings
+from lowtide.compiled.backend import without_warnings
+from lowtide.compiled.step_profile import CompileWatch
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute

@@ -116,28 +116,39 @@ class _Call:
 
 
 class StepCalls:
-    """The graph numbers of the calls made so far in this step. `end()` is called when a backward begins.
+    """The calls made so far in this step. `end()` is called when a backward begins.
 
-    `on_dropped` is called when a call that is measured has lost its autograd nodes before that.
+    A call whose autograd nodes were freed before that, as nothing of the loss depends on it, is not planned for. When
+    all were freed, the step begins anew. `on_dropped` is called when a call that is measured has lost its nodes.
     """
 
     def __init__(self) -> None:
         self.is_over = False
         self.on_dropped: Callable[[], None] = lambda: None
-        self._calls: list[_Call] = []
+        self._calls: list[_Call] = []  # all of them
+        self._alive: list[_Call] = []  # or were, when the backward began
+
+    def _look(self) -> None:
+        if not self.is_over:
+            self._alive = [call for call in self._calls if call.is_alive]
+            self._calls = self._calls if self._alive else []
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Graph numbers of the calls whose autograd nodes are alive, or were when the backward began, in order."""
-        if not self.is_over:
-            self._calls = [call for call in self._calls if call.is_alive]
+        self._look()
+        return tuple(call.number for call in self._alive)
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Graph numbers of all calls, in order."""
+        self._look()
         return tuple(call.number for call in self._calls)
 
     def end(self) -> None:
         """A backward begins, which frees the autograd nodes of the step."""
-        if not self.is_over:
-            self._calls = [call for call in self._calls if call.is_alive]
-            self.is_over = True
+        self._look()
+        self.is_over = True
 
     def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
         """Record a call. Call the returned function with the graph's outputs when it has run.
@@ -165,11 +176,16 @@ class StepCalls:
         if not self.is_over:
             self.on_dropped()
 
-    def take(self) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Return the graph numbers of the finished step's calls and what each has run, and start a new one."""
-        numbers, runs = self.numbers, tuple(call.run for call in self._calls)
-        self._calls, self.is_over = [], False
-        return numbers, runs
+    def take(self) -> tuple[tuple[tuple[int, int | None], ...], tuple[Any, ...]]:
+        """Return the calls of the finished step and what each of those in `numbers` has run, and start a new one.
+
+        Calls are given by their graph's number and their position in `numbers`; None if they are not in it.
+        """
+        positions = {id(call): position for position, call in enumerate(self._alive)}
+        order = tuple((call.number, positions.get(id(call))) for call in self._calls)
+        runs = tuple(call.run for call in self._alive)
+        self._calls, self._alive, self.is_over = [], [], False
+        return order, runs
 
 
 class BlockOffload(torch.autograd.graph.saved_tensors_hooks):

@@ -33,12 +33,18 @@ import torch
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
-from lowtide.compiled.compile_watch import CompileWatch
 from lowtide.compiled.planned_graph import BlockOffload, Mark, PlannedGraph, StepCalls
 from lowtide.compiled.session_ranks import SessionRanks, StepReport, name_of_calls
-from lowtide.compiled.settling import MeasuredStep, settle_further
-from lowtide.compiled.step_profile import FORWARD, AllocatorMeter, PeakMeter, ProfilerMeter, StepMeter, StepProfile
+from lowtide.compiled.settling import CallSequence, MeasuredStep, OverBudget, StepSize, settle_further
+from lowtide.compiled.step_profile import (
+    FORWARD,
+    AllocatorMeter,
+    CompileWatch,
+    PeakMeter,
+    ProfilerMeter,
+    StepMeter,
+    StepProfile,
+)
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.plans.step_plan import Plan, Reference
@@ -152,15 +158,18 @@ class Session:
             self._watch_next(self._sequence)
         before = self._size if called else StepSize(self._gradient_bytes())
         self._size = replace(before, input_bytes=before.input_bytes + input_bytes)
-        self._called_modules[len(called)] = self.calling
-        sequence = self._sequence_of((*called, graph.number))
-        if sequence is None:  # an unknown order of calls: the smallest variant, until the step has ended
-            end = self._calls.begin(graph.number, (graph.variants[-1], ()), self._marker(len(called)))
+        sequence, position = self._found(graph.number)
+        if position is not None:
+            self._called_modules[position] = self.calling
+        if sequence is None or position is None:
+            # An unknown order of calls, or one that the loss does not use: the smallest variant.
+            mark = None if position is None else self._marker(position)
+            end = self._calls.begin(graph.number, (graph.variants[-1], ()), mark)
             return GraphRun(graph.variants[-1], end=end)
         over = self._over or sequence.over
         if over is not None and (self._over is not None or self._ranks.is_alone or not self._ranks.is_open):
             self._refuse(over)  # if ranks are still to be told, they raise together in the next step
-        choice, position = sequence.choice, len(called)
+        choice = sequence.choice
         variant, moved = _runs_of(choice)[position]
         end = self._calls.begin(graph.number, (variant, moved), self._marker(position))
         if not any(choice.moved):
@@ -218,15 +227,22 @@ class Session:
 
     # Call sequences.
 
-    def _sequence_of(self, numbers: tuple[int, ...]) -> CallSequence | None:
-        """A known sequence that begins with these calls, the current one first."""
-        if self._sequence is not None and self._sequence.begins_with(numbers):
-            return self._sequence
-        for sequence in reversed(self._sequences.values()):
-            if sequence.begins_with(numbers):
+    def _found(self, number: int) -> tuple[CallSequence | None, int | None]:
+        """The known sequence that begins with the calls of this step and one of graph `number`, and its position.
+
+        The sequence is None if there is none; the position is None if the loss will not use the call.
+        """
+        begun, alive = ((*calls, number) for calls in (self._calls.begun, self._calls.numbers))
+        known = [each for each in (self._sequence, *reversed(self._sequences.values())) if each is not None]
+        for sequence in known:
+            if sequence.begins_with(begun):
                 self._sequence = sequence
-                return sequence
-        return None
+                return sequence, sequence.order[len(begun) - 1][1]
+        for sequence in known:
+            if sequence.numbers[: len(alive)] == alive:
+                self._sequence = sequence
+                return sequence, len(alive) - 1
+        return None, len(alive) - 1
 
     def _planned(self, numbers: tuple[int, ...]) -> CallSequence:
         """A sequence of these calls, with variants chosen for it, by this rank alone."""
@@ -255,7 +271,8 @@ class Session:
         """Once the last step's backward has begun: record its sequence of calls, and measure its peak."""
         if not self._calls.is_over:
             return
-        called, ran = self._calls.take()
+        order, ran = self._calls.take()
+        called = tuple(number for number, position in order if position is not None)
         alive = {numbers: sequence for numbers, sequence in self._sequences.items() if self._is_alive(numbers)}
         self._sequences = dict(list(alive.items())[-_MOST_SEQUENCES:])
         if not called or not self._is_alive(called):
@@ -283,6 +300,7 @@ class Session:
         if is_agreed:
             self._sequence = sequence = self._ranks.of_first(sequence)
             self._over = sequence.over or self._over
+        sequence.order = order
         self._sequences.pop(called, None)
         self._sequences[called] = sequence  # moved to the end: the most recently used
         self._watch_next(sequence)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.call_sequence import CallSequence, OverBudget, StepSize
+from lowtide.compiled.settling import CallSequence, OverBudget, StepSize
 from lowtide.compiled.step_profile import StepProfile, largest_profile
 from lowtide.compiled.variant_choice import VariantChoice
 from lowtide.distributed.agreement import hash_of

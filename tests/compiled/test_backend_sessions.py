@@ -31,6 +31,8 @@ from kernelless import (
     session_of,
     squeeze,
 )
+from lowtide import _compat
+from lowtide._compat.internals import exists
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend, other_memory
 from sweeps import sweep
@@ -151,10 +153,31 @@ def test_the_recompile_limit_of_the_backend_is_said() -> None:
 
 def test_a_module_that_runs_eagerly_is_said_once() -> None:
     model = lowtide.compile(stack(), budget=PLENTY)
-    with torch.compiler.set_stance("force_eager"), pytest.warns(UserWarning, match="fullgraph=True") as caught:
+    said = r"ran blocks.0 \(MLP\) eagerly.*fullgraph=True"
+    with torch.compiler.set_stance("force_eager"), pytest.warns(UserWarning, match=said) as caught:
         for _ in range(2):
             squared(model).backward()
     assert len(caught) == 1
+
+
+@pytest.mark.skipif(not exists("torch.compiler._compile_session_context"), reason="torch 2.13 has the flag")
+def test_a_variant_is_compiled_as_dynamo_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise compiled code that another thread runs meanwhile raises: "using FX to symbolically trace"."""
+    compiler, flags = Compiler(), []
+
+    def flagged(*args: Any) -> Any:
+        flags.append(torch.compiler.is_compiling())
+        return compiler(*args)
+
+    monkeypatch.setattr(_compat, "compile_with_inductor", flagged)
+    model = lowtide.compile(stack(), budget=PLENTY)
+    for _ in range(2):
+        squared(model).backward()
+    first = len(flags)
+    squeeze(model, floor_of(model))
+    squared(model).backward()
+    assert len(flags) > first, "no other variant was compiled"
+    assert all(flags) and not torch.compiler.is_compiling()
 
 
 # Other compilers around it.
