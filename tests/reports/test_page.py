@@ -73,7 +73,7 @@ def renamed(graph: StepGraph, old: str, new: str) -> StepGraph:
 @cache
 def facts_of(kind: str) -> ReportFacts:
     plan = {"solved": solved, "moving": moving}[kind]()
-    return gather_with_curve(plan, time_limit_s=2.0)
+    return gather_with_curve(plan, time_limit_s=6.0)
 
 
 def random_facts(seed: int) -> ReportFacts:
