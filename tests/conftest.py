@@ -16,12 +16,14 @@ from lowtide import _compat
 from lowtide.api import tuner
 from lowtide.compiled import planned_graph, session
 from lowtide.solvers import eager_search, solve
+from lowtide.tracing import devices
 from lowtide.tracing import trace as tracing
 
 # What is measured once per machine is kept here, also by processes that tests start: never in somebody's home. Workers
 # of pytest-xdist share that of the process which started them.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["LOWTIDE_CACHE_DIR"] = tempfile.mkdtemp(prefix="lowtide-tests-")
+devices.register(lambda _: devices.ENGINE_COSTS._replace(move_s=0.0))  # measuring takes seconds; the CPU moves nothing
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +60,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record steps as few times as a graph can be made of: what more recordings find out is tested in `tracing`."""
-    if request.path.parent.name != "tracing":
+    """Record steps as few times as a graph can be made of: what more recordings find out is tested in `tracing`.
+
+    Whether a plain step fits in free memory, which a fake trace says first, is of no concern but there and in `api`.
+    """
+    package = request.path.parent.name
+    if package != "tracing":
         for name, num in FEWEST_STEPS.items():
             monkeypatch.setattr(tracing, name, num)
+    if package not in ("tracing", "api"):
+        monkeypatch.setattr(tracing, "_trace_auto", tracing._trace_real)
 
 
 @pytest.fixture

@@ -373,7 +373,7 @@ def test_cuda_graphs_are_refused_and_left_out_of_autotuning(monkeypatch: pytest.
     assert given[-1]["max_autotune"] and not given[-1]["triton.cudagraphs"]
 
 
-@pytest.mark.parametrize("regional", [True, False])
+@pytest.mark.parametrize("regional", sweep([True, False], keep=1))
 def test_an_infeasible_budget_names_the_floor(regional: bool) -> None:
     model = lowtide.compile(stack(), budget=PLENTY, regional=regional)
     for _ in range(2):

@@ -642,7 +642,7 @@ def test_several_writers_leave_a_whole_file(job: Job, tmp_path: Path, caplog: py
 # Candidates.
 
 
-@pytest.mark.parametrize("share", [-1.0, 0.0, 0.3, 0.6, 0.97, 1.0])
+@pytest.mark.parametrize("share", sweep([-1.0, 0.0, 0.97, 1.0, 0.3, 0.6], keep=4))
 def test_candidates_differ_and_are_ranked(job: Job, share: float) -> None:
     graph, budget = job.graph, job.budget(share) if share >= 0 else int(0.97 * job.floor)
     found, error = shortlist(graph, budget)

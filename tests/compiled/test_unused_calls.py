@@ -13,6 +13,7 @@ from compiled.test_backend import MLP, rows
 from compiled.test_step_profile import peak_bytes
 from kernelless import COMPILED_MARKS, PLENTY
 from lowtide.compiled import session
+from sweeps import sweep
 
 pytestmark = COMPILED_MARKS
 
@@ -66,7 +67,7 @@ def run(model: nn.Module, num_steps: int) -> None:
         loss(model).backward()
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", sweep([True, False], keep=1))
 def test_budgets_hold_or_are_refused(is_first: bool) -> None:
     torch.manual_seed(0)
     model = lowtide.compile(Unused(is_first), budget=1)
