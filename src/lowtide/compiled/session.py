@@ -47,7 +47,6 @@ from lowtide.compiled.step_profile import (
 )
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.plans.step_plan import Plan, Reference
 from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
@@ -291,7 +290,7 @@ class Session:
         with self._ranks.together(is_agreed):
             if called not in self._sequences:
                 if is_agreed:
-                    sequence.choice = self._chosen(self._instances(sequence))
+                    sequence.choice = self._chosen(self.instances_of(sequence))
                 self._refuse_by_prediction(sequence)
             if is_agreed or not self._needs_agreement(called):
                 self._judge_step(sequence, step)
@@ -311,7 +310,7 @@ class Session:
         sequence, meter = self._sequence, self._meter
         calls = peak_bytes = profile = None
         if sequence is not None and not self._ranks.is_alone:
-            calls = name_of_calls(self._instances(sequence))
+            calls = name_of_calls(self.instances_of(sequence))
         if meter is not None and self._is_clean:
             peak_bytes, profile = meter.peak_bytes(), meter.profile() if isinstance(meter, StepMeter) else None
         all_known = sequence is not None and sequence.numbers in self._sequences
@@ -346,7 +345,7 @@ class Session:
         model = None if self.model is None else self.model()
         known = (reference() for reference in self._seen.values()) if model is None else model.parameters()
         gradients = (each.grad for each in known if each is not None and each.grad is not None)
-        return self.chooser.start_bytes(self._instances(self._sequence)) + sum(each.nbytes for each in gradients)
+        return self.chooser.start_bytes(self.instances_of(self._sequence)) + sum(each.nbytes for each in gradients)
 
     def _gradient_bytes(self) -> int:
         """Bytes of the gradients of all parameters that graphs have seen."""
@@ -420,7 +419,7 @@ class Session:
         """Decide by a measured step which choice the sequence runs next."""
         before, budget = sequence.choice, self.budget_bytes
         with self.watch.planning():
-            settle_further(sequence, self.chooser, MeasuredStep(self._instances(sequence), budget, measured, profile))
+            settle_further(sequence, self.chooser, MeasuredStep(self.instances_of(sequence), budget, measured, profile))
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),
@@ -435,7 +434,7 @@ class Session:
         if not is_kept or sequence.over is not None or self._has_warned_of_indices:
             return
         self._has_warned_of_indices = True
-        pairs = zip(self._instances(sequence), sequence.choice.variants, strict=True)
+        pairs = zip(self.instances_of(sequence), sequence.choice.variants, strict=True)
         missing = [graph.variants[-1].saved_bytes - each.saved_bytes for graph, each in pairs if each.replays_indices]
         warnings.warn(
             f"within {format_bytes(self.budget_bytes)} there is no room for the indices (topk, sort) of "
@@ -473,23 +472,17 @@ class Session:
         own = parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
         return own if self._common_budget_bytes is None else min(own, self._common_budget_bytes)
 
-    def plan_of(self, sequence: CallSequence) -> Plan:
-        """The plan of a sequence, with its graph; several calls are joined."""
-        instances = self._instances(sequence)
-        if len(instances) == 1:
-            return self.chooser.plan_of(instances[0], sequence.choice, self.budget_bytes)
-        modules = [self._called_modules.get(position, ("", "")) for position in range(len(instances))]
-        names = dict.fromkeys(sequence.numbers)
+    def modules_of(self, sequence: CallSequence) -> list[tuple[str, str]]:
+        """Path and class of the module that each call runs."""
+        modules = [self._called_modules.get(position, ("", "")) for position in range(len(sequence.numbers))]
+        names = list(dict.fromkeys(sequence.numbers))
         for position, number in enumerate(sequence.numbers):
             if not modules[position][0]:  # a part of the model between graph breaks
-                modules[position] = f"graph {list(names).index(number)}", "Graph"
-        return self.chooser.joined_plan(instances, modules, sequence.choice, self.budget_bytes)
+                modules[position] = f"graph {names.index(number)}", "Graph"
+        return modules
 
-    def references(self, sequence: CallSequence, plan: Plan) -> tuple[Reference, ...]:
-        """Torch's own ways on the graph of `plan_of(sequence)`."""
-        return self.chooser.references(self._instances(sequence), plan)
-
-    def _instances(self, sequence: CallSequence) -> list[PlannedGraph]:
+    def instances_of(self, sequence: CallSequence) -> list[PlannedGraph]:
+        """The graph of each call."""
         return [self._graphs[number] for number in sequence.numbers]
 
     def slowdown_of(self, sequence: CallSequence) -> float | None:
@@ -501,7 +494,7 @@ class Session:
         if step_s is None:
             return None
         plain_s = step_s
-        for graph, variant in zip(self._instances(sequence), sequence.choice.variants, strict=True):
+        for graph, variant in zip(self.instances_of(sequence), sequence.choice.variants, strict=True):
             own_s, fastest_s = (self.chooser.seconds_of(graph, each) for each in (variant, graph.variants[0]))
             if own_s is None or fastest_s is None:
                 return None
@@ -517,7 +510,7 @@ class Session:
         sequence = self.current
         if sequence is None:
             return ALL_REPLAYED if self._graphs else NOTHING_YET
-        choice, instances = sequence.choice, self._instances(sequence)
+        choice, instances = sequence.choice, self.instances_of(sequence)
         step_s = max(sum(graph.step_s for graph in instances), 1e-12)
         peaks = sequence.peaks
         num_graphs = len(set(sequence.numbers))
