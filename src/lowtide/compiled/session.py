@@ -105,7 +105,8 @@ class Session:
         self.calling = ("", "")  # path and class of the module that runs now
         self._called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
-        self.has_warned_unplanned = self._has_warned = self._has_warned_of_indices = False
+        self.unplanned: str | None = None  # the warning that some code runs without the budget
+        self._has_warned = self._has_warned_of_indices = False
         self.model: weakref.ref[nn.Module] | None = None  # if known, for the bytes of its gradients
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._marking: StepMeter | None = None  # records the present step
@@ -509,7 +510,7 @@ class Session:
         """The budget, the peak, the slowdown and the variant of every call, as text."""
         sequence = self.current
         if sequence is None:
-            return ALL_REPLAYED if self._graphs else NOTHING_YET
+            return self.unplanned or (ALL_REPLAYED if self._graphs else NOTHING_YET)
         choice, instances = sequence.choice, self.instances_of(sequence)
         step_s = max(sum(graph.step_s for graph in instances), 1e-12)
         peaks = sequence.peaks
@@ -533,6 +534,8 @@ class Session:
             lines.append(
                 f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
             )
+        if self.unplanned is not None:
+            lines.append(f"  beside  {self.unplanned}")
         return "\n".join(lines)
 
 
