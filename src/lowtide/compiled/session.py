@@ -60,6 +60,9 @@ MEASURES_CPU = True
 logger = logging.getLogger("lowtide")
 
 _MOST_UNMEASURED = 20  # steps that could not be measured, before predictions are taken for it
+# Steps after which a sequence that did not come again no longer decides what shorter ones run. A step that came once
+# makes others slower for that long; with a smaller number rare long steps exceed the budget.
+_MOST_STEPS_AGO = 200
 _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
 _numbers = itertools.count()
 
@@ -116,6 +119,7 @@ class Session:
         self._calls.on_dropped = self._drop
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
         self._sequence: CallSequence | None = None
+        self._num_steps = 0
         self._is_clean = self._has_dropped = False
         self._size = StepSize()  # of the present step, as far as it has run
         self._store: ActivationStore | None = None
@@ -158,7 +162,7 @@ class Session:
             self._watch_next(self._sequence)
         before = self._size if called else StepSize(self._gradient_bytes())
         self._size = replace(before, input_bytes=before.input_bytes + input_bytes)
-        sequence, position = self._found(graph.number)
+        sequence, position = self._found((*called, graph.number), (*self._calls.begun, graph.number))
         if position is not None:
             self._called_modules[position] = self.calling
         if sequence is None or position is None:
@@ -227,22 +231,36 @@ class Session:
 
     # Call sequences.
 
-    def _found(self, number: int) -> tuple[CallSequence | None, int | None]:
-        """The known sequence that begins with the calls of this step and one of graph `number`, and its position.
+    def _found(self, alive: tuple[int, ...], begun: tuple[int, ...]) -> tuple[CallSequence | None, int | None]:
+        """The known sequence that begins with these calls, and the position of the last of them.
 
-        The sequence is None if there is none; the position is None if the loss will not use the call.
+        The sequence is None if there is none; the position is None if the loss will not use the call. Of several the
+        longest: how many calls will follow is not known yet, as where layers are skipped at random, and what is chosen
+        for a longer step saves less.
         """
-        begun, alive = ((*calls, number) for calls in (self._calls.begun, self._calls.numbers))
-        known = [each for each in (self._sequence, *reversed(self._sequences.values())) if each is not None]
+        known = [*self._sequences.values(), *filter(None, [self._sequence])]
+        known.sort(key=lambda each: (len(each.numbers), each is self._sequence), reverse=True)
         for sequence in known:
-            if sequence.begins_with(begun):
+            if sequence.begun[: len(begun)] == begun:
                 self._sequence = sequence
-                return sequence, sequence.order[len(begun) - 1][1]
+                return sequence, sequence.positions[len(begun) - 1]
         for sequence in known:
             if sequence.numbers[: len(alive)] == alive:
                 self._sequence = sequence
                 return sequence, len(alive) - 1
         return None, len(alive) - 1
+
+    def _forget_rare(self) -> None:
+        """Forget a long sequence that has not come for a while, and the shorter ones that ran what is chosen for it.
+
+        Those are planned and measured anew.
+        """
+        for numbers, sequence in list(self._sequences.items()):
+            shorter = [each for each in self._sequences if len(each) < len(numbers) and numbers[: len(each)] == each]
+            if shorter and sequence.last_step < self._num_steps - _MOST_STEPS_AGO:
+                for each in (*shorter, numbers):
+                    self._sequences.pop(each, None)
+                self._sequence = None
 
     def _planned(self, numbers: tuple[int, ...]) -> CallSequence:
         """A sequence of these calls, with variants chosen for it, by this rank alone."""
@@ -271,10 +289,12 @@ class Session:
         """Once the last step's backward has begun: record its sequence of calls, and measure its peak."""
         if not self._calls.is_over:
             return
-        order, ran = self._calls.take()
-        called = tuple(number for number, position in order if position is not None)
+        self._num_steps += 1
+        called, begun = self._calls.numbers, self._calls.begun
+        positions, ran = self._calls.take()
         alive = {numbers: sequence for numbers, sequence in self._sequences.items() if self._is_alive(numbers)}
         self._sequences = dict(list(alive.items())[-_MOST_SEQUENCES:])
+        self._forget_rare()
         if not called or not self._is_alive(called):
             self._sequence = None
         elif self._sequence is None or self._sequence.numbers != called:
@@ -300,7 +320,7 @@ class Session:
         if is_agreed:
             self._sequence = sequence = self._ranks.of_first(sequence)
             self._over = sequence.over or self._over
-        sequence.order = order
+        sequence.begun, sequence.positions, sequence.last_step = begun, positions, self._num_steps
         self._sequences.pop(called, None)
         self._sequences[called] = sequence  # moved to the end: the most recently used
         self._watch_next(sequence)
