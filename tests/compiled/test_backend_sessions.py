@@ -158,6 +158,10 @@ def test_a_module_that_runs_eagerly_is_said_once() -> None:
         for _ in range(2):
             squared(model).backward()
     assert len(caught) == 1
+    assert str(lowtide.handle_of(model)) == str(caught[0].message), "not that no step was run yet"
+    for _ in range(2):
+        squared(model).backward()
+    assert str(caught[0].message) in str(lowtide.handle_of(model)).splitlines()[-1]
 
 
 @pytest.mark.skipif(not exists("torch.compiler._compile_session_context"), reason="torch 2.13 has the flag")

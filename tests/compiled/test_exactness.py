@@ -34,7 +34,7 @@ def variants_in_turn(model: nn.Module) -> Iterator[Any]:
     sequence.is_settled = True
     lists = [
         (*graph.variants, *graph.torch_ways.values(), *filter(None, [graph.replayed]))
-        for graph in session._instances(sequence)
+        for graph in session.instances_of(sequence)
     ]
     for number in range(max(map(len, lists))):
         chosen = [variants[min(number, len(variants) - 1)] for variants in lists]

@@ -34,7 +34,7 @@ REPLAYED = Variant((), 0, (), 0, 0, 2.1, replays_indices=True)
 
 def smallest_with_indices(model: nn.Module) -> int:
     session = session_of(model)
-    instances = session._instances(session.current)
+    instances = session.instances_of(session.current)
     return session.chooser._shared(instances, 0).peak_bytes
 
 

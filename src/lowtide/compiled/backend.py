@@ -219,9 +219,9 @@ def watch_sessions(session: Session) -> None:
 
 
 def warn_unplanned(session: Session, message: str) -> None:
-    """Warn, once per session."""
-    if not session.has_warned_unplanned:
-        session.has_warned_unplanned = True
+    """Warn, once per session. The handle prints the message too."""
+    if session.unplanned is None:
+        session.unplanned = message
         warnings.warn(message, stacklevel=3)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.compiled.backend import SESSIONS
+from lowtide.compiled.joined_steps import plan_of, references
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import NOTHING_YET, Session
 from lowtide.compiled.split_head import SplitHead
@@ -126,7 +127,7 @@ class CompiledHandle:
     def plan(self) -> Plan | None:
         """The plan of the last step, with its graph; several compiled graphs are joined. None before the first step."""
         sequence = self.session.current
-        return None if sequence is None else self.session.plan_of(sequence)
+        return None if sequence is None else plan_of(self.session, sequence)
 
     @property
     def measured_slowdown(self) -> float | None:
@@ -190,7 +191,7 @@ class CompiledHandle:
             measured_peak_bytes=self.measured_peak_bytes,
             measured_step_s=self.measured_step_s,
             frontier=frontier,
-            references=self.session.references(sequence, plan),
+            references=references(self.session, sequence, plan),
             time_limit_s=time_limit_s,
         )
 

@@ -1,11 +1,11 @@
-"""Several compiled graphs of one step joined to a `StepGraph`, so that plans and reports show the step as a whole.
+"""The plan of a compiled step as people see it: `handle.plan`, and torch's own ways beside it in reports.
 
 In regional mode a step is a chain of calls of compiled graphs, one per block. `joined_step` puts their ops in the order
 in which they run: the forwards, then the backwards from the last call to the first. Values are renumbered; the output
 of a call lives until its backward begins, as the input of the next call. What is outside of the compiled graphs
 (embedding, head, loss) has no ops here: its memory is part of `other_bytes`.
 
-Used for people only: `handle.plan` and `handle.report`. Choices are made by `variant_choice`, without joining.
+Nothing is decided here: `variant_choice` chooses, without joining graphs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,63 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from lowtide.compiled.planned_graph import PlannedGraph
+from lowtide.compiled.session import Session
+from lowtide.compiled.settling import CallSequence
+from lowtide.compiled.variant_choice import torch_way
 from lowtide.graph.segments import with_structures
 from lowtide.graph.step_graph import Call, Op, Save, StepGraph, Value
+from lowtide.plans.step_plan import Plan, Reference
+from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.solvers.candidate import with_predictions
+from lowtide.solvers.shared_budget import Variant
 
 _NOTE = "only the compiled blocks are shown op by op; the memory of everything else is in 'other'"
+
+
+def plan_of(session: Session, sequence: CallSequence) -> Plan:
+    """The plan of a sequence, with its graph; several calls are joined.
+
+    Memory outside of several calls is set so that the plan has the peak of the choice.
+    """
+    instances, choice = session.instances_of(sequence), sequence.choice
+    steps = [graph.step for graph in instances if graph.step is not None]
+    if len(instances) == 1:
+        (step,), firsts = steps, [0]
+        other_bytes = session.chooser.start_bytes(instances)
+    else:
+        step, firsts = joined_step(steps, session.modules_of(sequence))
+        inside = _simulated(step, _saved(instances, choice.variants, firsts)).peak_bytes
+        other_bytes = max(0, choice.peak_bytes - inside)
+    step = replace(step, other_bytes=other_bytes)
+    timeline = _simulated(step, _saved(instances, choice.variants, firsts))
+    return with_predictions(step, timeline, simulate(step), session.budget_bytes, choice.lower_bound_s)
+
+
+def references(session: Session, sequence: CallSequence, plan: Plan) -> tuple[Reference, ...]:
+    """What torch's partitioner does at each fraction, simulated on the graph of `plan_of(session, sequence)`."""
+    assert plan.graph is not None
+    instances = session.instances_of(sequence)
+    firsts = [0, *accumulate(graph.step.num_forward for graph in instances if graph.step is not None)][:-1]
+    found = []
+    for fraction in sorted({each for graph in instances for each in graph.torch_ways}, reverse=True):
+        ways = [torch_way(graph, fraction) for graph in instances]
+        timeline = _simulated(plan.graph, _saved(instances, ways, firsts))
+        found.append(Reference(f"activation_memory_budget {fraction:g}", timeline.peak_bytes, timeline.extra_s))
+    return tuple(found)
+
+
+def _simulated(step: StepGraph, saved: tuple[int, ...]) -> Timeline:
+    return simulate(step, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+
+
+def _saved(instances: list[PlannedGraph], variants: list[Variant], firsts: list[int]) -> tuple[int, ...]:
+    """The ops whose outputs are saved, numbered in the joined step."""
+    saved = (
+        graph.default if variant.keeps is None else variant.keeps
+        for graph, variant in zip(instances, variants, strict=True)
+    )
+    return tuple(first + op for first, ops in zip(firsts, saved, strict=True) for op in ops)
 
 
 def joined_step(steps: Sequence[StepGraph], modules: Sequence[tuple[str, str]]) -> tuple[StepGraph, list[int]]:

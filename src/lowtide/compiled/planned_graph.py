@@ -141,8 +141,7 @@ class StepCalls:
 
     @property
     def begun(self) -> tuple[int, ...]:
-        """Graph numbers of all calls, in order."""
-        self._look()
+        """Graph numbers of all calls, in order, as of the last look at `numbers`."""
         return tuple(call.number for call in self._calls)
 
     def end(self) -> None:
@@ -176,16 +175,16 @@ class StepCalls:
         if not self.is_over:
             self.on_dropped()
 
-    def take(self) -> tuple[tuple[tuple[int, int | None], ...], tuple[Any, ...]]:
-        """Return the calls of the finished step and what each of those in `numbers` has run, and start a new one.
+    def take(self) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:
+        """Return the position in `numbers` of each call of the finished step, and what those have run; start anew.
 
-        Calls are given by their graph's number and their position in `numbers`; None if they are not in it.
+        The position is None for a call that is in `begun` only.
         """
         positions = {id(call): position for position, call in enumerate(self._alive)}
-        order = tuple((call.number, positions.get(id(call))) for call in self._calls)
+        found = tuple(positions.get(id(call)) for call in self._calls)
         runs = tuple(call.run for call in self._alive)
         self._calls, self._alive, self.is_over = [], [], False
-        return order, runs
+        return found, runs
 
 
 class BlockOffload(torch.autograd.graph.saved_tensors_hooks):

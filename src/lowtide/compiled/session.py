@@ -47,7 +47,6 @@ from lowtide.compiled.step_profile import (
 )
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.plans.step_plan import Plan, Reference
 from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
@@ -61,6 +60,9 @@ MEASURES_CPU = True
 logger = logging.getLogger("lowtide")
 
 _MOST_UNMEASURED = 20  # steps that could not be measured, before predictions are taken for it
+# Steps after which a sequence that did not come again no longer decides what shorter ones run. A step that came once
+# makes others slower for that long; with a smaller number rare long steps exceed the budget.
+_MOST_STEPS_AGO = 200
 _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
 _numbers = itertools.count()
 
@@ -106,7 +108,8 @@ class Session:
         self.calling = ("", "")  # path and class of the module that runs now
         self._called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
-        self.has_warned_unplanned = self._has_warned = self._has_warned_of_indices = False
+        self.unplanned: str | None = None  # the warning that some code runs without the budget
+        self._has_warned = self._has_warned_of_indices = False
         self.model: weakref.ref[nn.Module] | None = None  # if known, for the bytes of its gradients
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._marking: StepMeter | None = None  # records the present step
@@ -116,6 +119,7 @@ class Session:
         self._calls.on_dropped = self._drop
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
         self._sequence: CallSequence | None = None
+        self._num_steps = 0
         self._is_clean = self._has_dropped = False
         self._size = StepSize()  # of the present step, as far as it has run
         self._store: ActivationStore | None = None
@@ -158,7 +162,7 @@ class Session:
             self._watch_next(self._sequence)
         before = self._size if called else StepSize(self._gradient_bytes())
         self._size = replace(before, input_bytes=before.input_bytes + input_bytes)
-        sequence, position = self._found(graph.number)
+        sequence, position = self._found((*called, graph.number), (*self._calls.begun, graph.number))
         if position is not None:
             self._called_modules[position] = self.calling
         if sequence is None or position is None:
@@ -227,22 +231,36 @@ class Session:
 
     # Call sequences.
 
-    def _found(self, number: int) -> tuple[CallSequence | None, int | None]:
-        """The known sequence that begins with the calls of this step and one of graph `number`, and its position.
+    def _found(self, alive: tuple[int, ...], begun: tuple[int, ...]) -> tuple[CallSequence | None, int | None]:
+        """The known sequence that begins with these calls, and the position of the last of them.
 
-        The sequence is None if there is none; the position is None if the loss will not use the call.
+        The sequence is None if there is none; the position is None if the loss will not use the call. Of several the
+        longest: how many calls will follow is not known yet, as where layers are skipped at random, and what is chosen
+        for a longer step saves less.
         """
-        begun, alive = ((*calls, number) for calls in (self._calls.begun, self._calls.numbers))
-        known = [each for each in (self._sequence, *reversed(self._sequences.values())) if each is not None]
+        known = [*self._sequences.values(), *filter(None, [self._sequence])]
+        known.sort(key=lambda each: (len(each.numbers), each is self._sequence), reverse=True)
         for sequence in known:
-            if sequence.begins_with(begun):
+            if sequence.begun[: len(begun)] == begun:
                 self._sequence = sequence
-                return sequence, sequence.order[len(begun) - 1][1]
+                return sequence, sequence.positions[len(begun) - 1]
         for sequence in known:
             if sequence.numbers[: len(alive)] == alive:
                 self._sequence = sequence
                 return sequence, len(alive) - 1
         return None, len(alive) - 1
+
+    def _forget_rare(self) -> None:
+        """Forget a long sequence that has not come for a while, and the shorter ones that ran what is chosen for it.
+
+        Those are planned and measured anew.
+        """
+        for numbers, sequence in list(self._sequences.items()):
+            shorter = [each for each in self._sequences if len(each) < len(numbers) and numbers[: len(each)] == each]
+            if shorter and sequence.last_step < self._num_steps - _MOST_STEPS_AGO:
+                for each in (*shorter, numbers):
+                    self._sequences.pop(each, None)
+                self._sequence = None
 
     def _planned(self, numbers: tuple[int, ...]) -> CallSequence:
         """A sequence of these calls, with variants chosen for it, by this rank alone."""
@@ -271,10 +289,12 @@ class Session:
         """Once the last step's backward has begun: record its sequence of calls, and measure its peak."""
         if not self._calls.is_over:
             return
-        order, ran = self._calls.take()
-        called = tuple(number for number, position in order if position is not None)
+        self._num_steps += 1
+        called, begun = self._calls.numbers, self._calls.begun
+        positions, ran = self._calls.take()
         alive = {numbers: sequence for numbers, sequence in self._sequences.items() if self._is_alive(numbers)}
         self._sequences = dict(list(alive.items())[-_MOST_SEQUENCES:])
+        self._forget_rare()
         if not called or not self._is_alive(called):
             self._sequence = None
         elif self._sequence is None or self._sequence.numbers != called:
@@ -291,7 +311,7 @@ class Session:
         with self._ranks.together(is_agreed):
             if called not in self._sequences:
                 if is_agreed:
-                    sequence.choice = self._chosen(self._instances(sequence))
+                    sequence.choice = self._chosen(self.instances_of(sequence))
                 self._refuse_by_prediction(sequence)
             if is_agreed or not self._needs_agreement(called):
                 self._judge_step(sequence, step)
@@ -300,7 +320,7 @@ class Session:
         if is_agreed:
             self._sequence = sequence = self._ranks.of_first(sequence)
             self._over = sequence.over or self._over
-        sequence.order = order
+        sequence.begun, sequence.positions, sequence.last_step = begun, positions, self._num_steps
         self._sequences.pop(called, None)
         self._sequences[called] = sequence  # moved to the end: the most recently used
         self._watch_next(sequence)
@@ -311,7 +331,7 @@ class Session:
         sequence, meter = self._sequence, self._meter
         calls = peak_bytes = profile = None
         if sequence is not None and not self._ranks.is_alone:
-            calls = name_of_calls(self._instances(sequence))
+            calls = name_of_calls(self.instances_of(sequence))
         if meter is not None and self._is_clean:
             peak_bytes, profile = meter.peak_bytes(), meter.profile() if isinstance(meter, StepMeter) else None
         all_known = sequence is not None and sequence.numbers in self._sequences
@@ -346,7 +366,7 @@ class Session:
         model = None if self.model is None else self.model()
         known = (reference() for reference in self._seen.values()) if model is None else model.parameters()
         gradients = (each.grad for each in known if each is not None and each.grad is not None)
-        return self.chooser.start_bytes(self._instances(self._sequence)) + sum(each.nbytes for each in gradients)
+        return self.chooser.start_bytes(self.instances_of(self._sequence)) + sum(each.nbytes for each in gradients)
 
     def _gradient_bytes(self) -> int:
         """Bytes of the gradients of all parameters that graphs have seen."""
@@ -420,7 +440,7 @@ class Session:
         """Decide by a measured step which choice the sequence runs next."""
         before, budget = sequence.choice, self.budget_bytes
         with self.watch.planning():
-            settle_further(sequence, self.chooser, MeasuredStep(self._instances(sequence), budget, measured, profile))
+            settle_further(sequence, self.chooser, MeasuredStep(self.instances_of(sequence), budget, measured, profile))
         logger.info(
             "compiled step: peak %s measured, %s predicted, within %s%s",
             format_bytes(measured),
@@ -435,7 +455,7 @@ class Session:
         if not is_kept or sequence.over is not None or self._has_warned_of_indices:
             return
         self._has_warned_of_indices = True
-        pairs = zip(self._instances(sequence), sequence.choice.variants, strict=True)
+        pairs = zip(self.instances_of(sequence), sequence.choice.variants, strict=True)
         missing = [graph.variants[-1].saved_bytes - each.saved_bytes for graph, each in pairs if each.replays_indices]
         warnings.warn(
             f"within {format_bytes(self.budget_bytes)} there is no room for the indices (topk, sort) of "
@@ -473,23 +493,17 @@ class Session:
         own = parse_bytes(self.budget, total_bytes=present_device(self._device).memory_bytes or None)
         return own if self._common_budget_bytes is None else min(own, self._common_budget_bytes)
 
-    def plan_of(self, sequence: CallSequence) -> Plan:
-        """The plan of a sequence, with its graph; several calls are joined."""
-        instances = self._instances(sequence)
-        if len(instances) == 1:
-            return self.chooser.plan_of(instances[0], sequence.choice, self.budget_bytes)
-        modules = [self._called_modules.get(position, ("", "")) for position in range(len(instances))]
-        names = dict.fromkeys(sequence.numbers)
+    def modules_of(self, sequence: CallSequence) -> list[tuple[str, str]]:
+        """Path and class of the module that each call runs."""
+        modules = [self._called_modules.get(position, ("", "")) for position in range(len(sequence.numbers))]
+        names = list(dict.fromkeys(sequence.numbers))
         for position, number in enumerate(sequence.numbers):
             if not modules[position][0]:  # a part of the model between graph breaks
-                modules[position] = f"graph {list(names).index(number)}", "Graph"
-        return self.chooser.joined_plan(instances, modules, sequence.choice, self.budget_bytes)
+                modules[position] = f"graph {names.index(number)}", "Graph"
+        return modules
 
-    def references(self, sequence: CallSequence, plan: Plan) -> tuple[Reference, ...]:
-        """Torch's own ways on the graph of `plan_of(sequence)`."""
-        return self.chooser.references(self._instances(sequence), plan)
-
-    def _instances(self, sequence: CallSequence) -> list[PlannedGraph]:
+    def instances_of(self, sequence: CallSequence) -> list[PlannedGraph]:
+        """The graph of each call."""
         return [self._graphs[number] for number in sequence.numbers]
 
     def slowdown_of(self, sequence: CallSequence) -> float | None:
@@ -501,7 +515,7 @@ class Session:
         if step_s is None:
             return None
         plain_s = step_s
-        for graph, variant in zip(self._instances(sequence), sequence.choice.variants, strict=True):
+        for graph, variant in zip(self.instances_of(sequence), sequence.choice.variants, strict=True):
             own_s, fastest_s = (self.chooser.seconds_of(graph, each) for each in (variant, graph.variants[0]))
             if own_s is None or fastest_s is None:
                 return None
@@ -516,8 +530,8 @@ class Session:
         """The budget, the peak, the slowdown and the variant of every call, as text."""
         sequence = self.current
         if sequence is None:
-            return ALL_REPLAYED if self._graphs else NOTHING_YET
-        choice, instances = sequence.choice, self._instances(sequence)
+            return self.unplanned or (ALL_REPLAYED if self._graphs else NOTHING_YET)
+        choice, instances = sequence.choice, self.instances_of(sequence)
         step_s = max(sum(graph.step_s for graph in instances), 1e-12)
         peaks = sequence.peaks
         num_graphs = len(set(sequence.numbers))
@@ -540,6 +554,8 @@ class Session:
             lines.append(
                 f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
             )
+        if self.unplanned is not None:
+            lines.append(f"  beside  {self.unplanned}")
         return "\n".join(lines)
 
 

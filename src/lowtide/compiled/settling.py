@@ -61,7 +61,7 @@ class StepSize:
 class CallSequence:
     """The graph numbers of a step's calls, in order, and the variants chosen for them.
 
-    Calls on which the loss does not depend lose their autograd nodes before the backward, and are in `order` only.
+    Calls on which the loss does not depend lose their autograd nodes before the backward, and are in `begun` only.
     `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, for steps of the
     present `size`. `profiled` and `turns` list their seconds on an accelerator: of steps that were measured call by
     call, which takes the host time, and of steps that were only timed. When corrections have ended, `trials` are run;
@@ -70,7 +70,9 @@ class CallSequence:
 
     numbers: tuple[int, ...]
     choice: VariantChoice
-    order: tuple[tuple[int, int | None], ...] = ()  # all calls: graph number, and position in `numbers` or None
+    begun: tuple[int, ...] = ()  # graph numbers of all calls
+    positions: tuple[int | None, ...] = ()  # of these in `numbers`, or None
+    last_step: int = 0  # number of the last step that made these calls
     over: OverBudget | None = None
     is_settled: bool = False
     num_unmeasured: int = 0
@@ -82,7 +84,8 @@ class CallSequence:
     held_sizes: list[StepSize] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.order = self.order or tuple((number, position) for position, number in enumerate(self.numbers))
+        self.begun = self.begun or self.numbers
+        self.positions = self.positions or tuple(range(len(self.numbers)))
 
     def expect(self, size: StepSize) -> None:
         """Measure anew from here on if a step of this size is larger than those measured."""
@@ -116,10 +119,6 @@ class CallSequence:
         """Median measured seconds of forward and backward under a choice; None if it was not timed."""
         found = self.turns_of(choice) or [seconds for each, seconds in self.profiled if each.is_like(choice)]
         return median(found) if found else None
-
-    def begins_with(self, begun: tuple[int, ...]) -> bool:
-        """Whether these are the graph numbers of the first calls in `order`."""
-        return tuple(number for number, _ in self.order[: len(begun)]) == begun
 
 
 @dataclass(frozen=True)

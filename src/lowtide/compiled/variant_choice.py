@@ -23,14 +23,9 @@ from typing import Any
 
 import torch
 
-from lowtide.compiled.joined_steps import joined_step
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.step_profile import StepProfile
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.graph.step_graph import StepGraph
-from lowtide.plans.step_plan import Plan, Reference
-from lowtide.simulator.timeline import Timeline, simulate
-from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.compiled_search import CompiledSearch
 from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, SharedChoice, Variant, variant_of
 from lowtide.tracing.devices import block_bytes, link_bytes_per_s
@@ -236,7 +231,7 @@ class VariantChooser:
     def _torch_choices(self, instances: list[PlannedGraph]) -> list[VariantChoice]:
         """The choices of torch's partitioner at each fraction, from large to small."""
         fractions = sorted({fraction for graph in instances for fraction in graph.torch_ways}, reverse=True)
-        return [self._uniform([_torch_way(graph, each) for graph in instances], instances) for each in fractions]
+        return [self._uniform([torch_way(graph, each) for graph in instances], instances) for each in fractions]
 
     def _uniform(self, variants: list[Variant], instances: list[PlannedGraph]) -> VariantChoice:
         """The choice of these variants, one per call."""
@@ -255,37 +250,6 @@ class VariantChooser:
         return VariantChoice(variants, ((),) * len(variants), peak_bytes, extra_s, 0.0, peak_key=key)
 
     # One graph.
-
-    def plan_of(self, graph: PlannedGraph, choice: VariantChoice, budget_bytes: int) -> Plan:
-        """The plan, with its graph, for a step that is one call of `graph`: what reports are made of."""
-        assert graph.step is not None
-        step = replace(graph.step, other_bytes=self._base([graph]))
-        timeline = _simulated(step, _saved([graph], choice.variants, [0]))
-        return with_predictions(step, timeline, simulate(step), budget_bytes, choice.lower_bound_s)
-
-    def joined_plan(
-        self, instances: list[PlannedGraph], modules: list[tuple[str, str]], choice: VariantChoice, budget_bytes: int
-    ) -> Plan:
-        """The plan of a step of several calls, with its graph. `modules` are the paths and classes of what is called.
-
-        Memory outside of calls is set so that the plan has the peak of `choice`.
-        """
-        step, firsts = joined_step([graph.step for graph in instances if graph.step is not None], modules)
-        saved = _saved(instances, choice.variants, firsts)
-        inside = _simulated(step, saved).peak_bytes
-        step = replace(step, other_bytes=max(0, choice.peak_bytes - inside))
-        return with_predictions(step, _simulated(step, saved), simulate(step), budget_bytes, choice.lower_bound_s)
-
-    def references(self, instances: list[PlannedGraph], plan: Plan) -> tuple[Reference, ...]:
-        """What torch's partitioner does at each fraction, simulated on the graph of a plan of these calls."""
-        assert plan.graph is not None
-        firsts = [0, *accumulate(graph.step.num_forward for graph in instances if graph.step is not None)][:-1]
-        found = []
-        for fraction in sorted({each for graph in instances for each in graph.torch_ways}, reverse=True):
-            ways = [_torch_way(graph, fraction) for graph in instances]
-            timeline = _simulated(plan.graph, _saved(instances, ways, firsts))
-            found.append(Reference(f"activation_memory_budget {fraction:g}", timeline.peak_bytes, timeline.extra_s))
-        return tuple(found)
 
     def _single(self, graph: PlannedGraph, budget_bytes: int) -> VariantChoice:
         """The choice for a step that is one call of one graph."""
@@ -455,20 +419,7 @@ class VariantChooser:
         return self._base_bytes
 
 
-def _simulated(step: StepGraph, saved: tuple[int, ...]) -> Timeline:
-    return simulate(step, Plan(engine="compiled", keeps=saved, budget_bytes=1))
-
-
-def _saved(instances: list[PlannedGraph], variants: list[Variant], firsts: list[int]) -> tuple[int, ...]:
-    """The ops whose outputs are saved, numbered in the joined step."""
-    saved = (
-        graph.default if variant.keeps is None else variant.keeps
-        for graph, variant in zip(instances, variants, strict=True)
-    )
-    return tuple(first + op for first, ops in zip(firsts, saved, strict=True) for op in ops)
-
-
-def _torch_way(graph: PlannedGraph, fraction: float) -> Variant:
+def torch_way(graph: PlannedGraph, fraction: float) -> Variant:
     """What torch's partitioner does with a graph at a fraction: equal choices are listed at the largest one."""
     larger = [each for each in graph.torch_ways if each >= fraction]
     return graph.torch_ways[min(larger)] if larger else graph.variants[0]
