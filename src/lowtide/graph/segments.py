@@ -292,9 +292,18 @@ def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
 def block_calls(graph: StepGraph) -> list[int]:
     """Return the calls that one would put a checkpoint on: the siblings of one class with most ops in total.
 
-    Siblings of one class count as blocks even if their structures differ, as those of a first or last layer do.
+    Siblings of one class count as blocks even if their structures differ, as those of a first or last layer do. If
+    their parent is called several times, the calls inside all of its calls count.
     """
     return max(_repeated(graph), key=lambda calls: _num_ops(graph, calls), default=[])
+
+
+def every_kth(graph: StepGraph, calls: Sequence[int], step: int) -> list[int]:
+    """Return every `step`-th of these calls, counted from the first inside each call of their parent."""
+    by_parent: dict[int, list[int]] = defaultdict(list)
+    for call in calls:
+        by_parent[graph.calls[call].parent].append(call)
+    return sorted(call for siblings in by_parent.values() for call in siblings[::step])
 
 
 def all_blocks(graph: StepGraph) -> list[int]:
@@ -316,11 +325,11 @@ def all_blocks(graph: StepGraph) -> list[int]:
 
 
 def _repeated(graph: StepGraph) -> list[list[int]]:
-    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, str | None], list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
         is_model = call.parent < 0 and not call.path
         if not is_model and call.end > call.first and index not in graph.unreplayable:
-            groups[call.kind, call.parent].append(index)
+            groups[call.kind, graph.calls[call.parent].path if call.parent >= 0 else None].append(index)
     return [calls for calls in groups.values() if len(calls) > 1]
 
 

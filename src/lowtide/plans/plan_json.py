@@ -22,6 +22,7 @@ _LATER: dict[type[Any], dict[str, Any]] = {  # fields that older files lack, wit
     Recompute: {"more": ()},
     Plan: {
         "choosers": [],
+        "forwards": [],
         "splits": [],
         "measured_peak_bytes": None,
         "measured_step_s": None,
@@ -41,8 +42,9 @@ _RECORDS: dict[str, type[Any]] = {
 def write_plan(plan: Plan, with_graph: bool) -> str:
     """See `Plan.to_json`."""
     content = {"format": FORMAT, "version": VERSION, **asdict(replace(plan, graph=None))}
-    if not plan.splits:
-        del content["splits"]
+    for name in ("splits", "forwards"):
+        if not content[name]:
+            del content[name]
     content["graph"] = encode(plan.graph) if with_graph and plan.graph is not None else None
     return json.dumps(content, separators=(",", ":"))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.graph.segments import all_blocks, block_calls
+from lowtide.graph.segments import all_blocks, block_calls, every_kth
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import ENGINES, Frontier, Plan, Reference
 from lowtide.simulator.timeline import simulate
@@ -49,7 +49,7 @@ def solve(
     gives a plan that adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves.
 
     The same graph and budget give the same plan on every machine: the search counts its work and stops after about as
-    much as one core does in `time_limit_s`. Wall-clock time stops it only on a machine that takes three times as long;
+    much as one core does in `time_limit_s`. CPU time stops it only on a machine that needs three times as much;
     the result is then the best plan so far.
 
     `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
@@ -272,7 +272,7 @@ class _ShortlistSearch(EagerSearch):
         graph, blocks = self.graph, block_calls(self.graph)
         yield "a checkpoint per block", self._tidied(blocks)
         for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
-            yield f"every {nth} block", self._tidied(blocks[::step])
+            yield f"every {nth} block", self._tidied(every_kth(graph, blocks, step))
         every = all_blocks(graph)
         if every != blocks:
             yield "a checkpoint per block of every stack", self._tidied(every)
