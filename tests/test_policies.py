@@ -114,8 +114,9 @@ def test_bad_input() -> None:
     for make in (lambda: Segment(0, 2.5), lambda: Revolve("3"), lambda: Uniform(True)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="whole number"):
             make()
-    with pytest.raises(ValueError, match="Selective takes a number"):
-        Selective("100")  # type: ignore[arg-type]
+    for threshold in ("100", float("nan")):
+        with pytest.raises(ValueError, match="Selective takes a number"):
+            Selective(threshold)  # type: ignore[arg-type]
     for policy in (KeepAll(), RecomputeAll(), EveryN(2), Segments((Segment(0, 9),))):
         with pytest.raises(ValueError, match="layer 7 is not one of 5 layers"):
             policy.should_checkpoint(7, 5)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import UnitError
-from lowtide.units import format_apart, format_bytes, format_seconds, parse_bytes
+from lowtide.units import check_seconds, format_apart, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,13 @@ def test_different_sizes_are_told_apart(size: int, difference: int) -> None:
     assert first != second
     assert format_apart(size, size) == (format_bytes(size),) * 2
     assert format_apart(3 * 1024**3, 4 * 1024**3) == ("3.0 GiB", "4.0 GiB"), "no more digits than it takes"
+
+
+def test_seconds() -> None:
+    check_seconds(0, "tune_s", may_be_0=True)
+    with pytest.raises(ValueError, match=r"tune_s is a number of seconds, 0 or more, such as 10.0, not -1"):
+        check_seconds(-1, "tune_s", may_be_0=True)
+    with pytest.raises(ValueError, match="time_limit_s is a number of seconds, above 0"):
+        check_seconds(0, "time_limit_s")
+    with pytest.raises(TypeError, match="not '10s'"):
+        check_seconds("10s", "tune_s")  # type: ignore[arg-type]

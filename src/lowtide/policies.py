@@ -129,7 +129,8 @@ class Selective(Policy):
     cost_threshold: float = 100
 
     def __post_init__(self) -> None:
-        if isinstance(self.cost_threshold, bool) or not isinstance(self.cost_threshold, int | float):
+        is_number = isinstance(self.cost_threshold, int | float) and not isinstance(self.cost_threshold, bool)
+        if not is_number or math.isnan(self.cost_threshold):
             raise ValueError(f"Selective takes a number, the least cost of layers to keep, not {self.cost_threshold!r}")
 
     def _kept(self, n: int, costs: Sequence[float] | None, bytes: Any) -> set[int]:

@@ -53,15 +53,16 @@ def check_bytes(size: int | str) -> None:
     parse_bytes(size, total_bytes=1 << 40)
 
 
-def check_seconds(seconds: float, name: str) -> None:
-    """Raise unless `seconds`, the value of the option `name`, is a number above 0.
+def check_seconds(seconds: float, name: str, *, may_be_0: bool = False) -> None:
+    """Raise unless `seconds`, the value of the option `name`, is a number above 0, or 0 if `may_be_0`.
 
     >>> check_seconds(10, "time_limit_s")
     """
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:
+    if not is_number or not (seconds > 0 or (may_be_0 and seconds == 0)):
         error = ValueError if is_number else TypeError
-        raise error(f"{name} is a number of seconds, above 0, such as 10.0, not {seconds!r:.80}")
+        allowed = "0 or more" if may_be_0 else "above 0"
+        raise error(f"{name} is a number of seconds, {allowed}, such as 10.0, not {seconds!r:.80}")
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -152,6 +152,14 @@ def test_the_model_is_as_it_was() -> None:
     torch.set_rng_state(state)
 
 
+def test_which_line_limits_the_step() -> None:
+    model = nn.Linear(8, 8)
+    guess = lowtide.estimate(model, lambda x: model(x).mean(), torch.randn(4, 8), device="H100")
+    assert "without a plan, limited by the host (host " in str(guess)
+    guess = lowtide.estimate(model, lambda x: model(x).mean(), torch.randn(4, 8), device="cpu")
+    assert "limited by" not in str(guess)
+
+
 def test_what_trace_refuses() -> None:
     model = nn.Linear(8, 8)
     with pytest.raises(lowtide.TraceError, match="not a scalar"):

@@ -51,6 +51,8 @@ def test_repeated() -> None:
     assert len(calls) == 4 and measured.seconds >= 0
     with pytest.raises(ValueError, match="repeat"):
         lowtide.measure(lambda: None, repeat=0)
+    with pytest.raises(TypeError, match=r"measure takes a function to call, such as .*, not Tensor"):
+        lowtide.measure(torch.ones(1))  # type: ignore[arg-type]
 
 
 def test_errors_come_through_and_the_next_one_works() -> None:

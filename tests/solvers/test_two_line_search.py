@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,15 @@ def test_the_same_file_and_budget_give_the_same_plan(has_host_line: bool, monkey
     assert run.stdout.splitlines() == [plan.to_json() for plan in here]
     short, _, long = here[:3]
     assert long.extra_s <= short.extra_s
+
+
+def test_a_busy_machine_does_not_end_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wall-clock time does not count, as other processes add to it."""
+    effort = Effort(0.01)
+    hours = count(time.monotonic(), 3600.0)
+    for clock in ("monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, clock, lambda: next(hours))
+    assert not effort.is_over()
 
 
 def test_what_is_counted_ends_a_search() -> None:

@@ -23,6 +23,12 @@ def make() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)
 
 
+def run_backward(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).mean()
+    loss.backward()
+    return loss
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
     "tuple": (lambda model, x: (model(x).mean(), 1), "returned tuple, not a tensor: let it return the loss"),
     "nothing": (lambda model, x: None, "returned NoneType"),
@@ -30,6 +36,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
     "output": (lambda model, x: SimpleNamespace(loss=model(x).mean()), r"return `\.loss`"),
     "not scalar": (lambda model, x: model(x), r"shape \(4, 4\), not a scalar.*mean"),
     "no grad": (lambda model, x: model(x).mean().detach(), "needs no gradient"),
+    "backward": (run_backward, r"has run already.*without backward\(\)"),
     "empty": (lambda model, x: model(x)[:0], r"shape \(0, 4\)"),
     "not of the model": (
         lambda model, x: x.clone().requires_grad_().mean(),

@@ -69,6 +69,13 @@ class Estimate:
             f" ({format_bytes(workspace)} of it are workspace: fused=True needs none)" if workspace else ""
         )
 
+    def _limit_text(self) -> str:
+        if not self.graph.has_host_line:
+            return ""
+        lines = self.graph.lines
+        host, device = format_seconds(lines.host_s), format_seconds(lines.device_s)
+        return f", limited by the {lines.limit} (host {host}, device {device})"
+
     def __str__(self) -> str:
         device = self.graph.hardware
         rows = [
@@ -77,7 +84,7 @@ class Estimate:
             *self._split_row(),
             ("static", format_bytes(self.static_bytes)),
             *((f"  {kind}", format_bytes(size)) for kind, size in self.graph.static_bytes.items() if size),
-            ("step time", f"{format_seconds(self.graph.step_s)} without a plan"),
+            ("step time", f"{format_seconds(self.graph.step_s)} without a plan{self._limit_text()}"),
         ]
         if self.bytes_per_sample is not None:
             rows.append(("per sample", f"{format_bytes(self.bytes_per_sample)} (batch of {self.batch_size})"))

@@ -176,10 +176,9 @@ class FitRequest:
     group: Any = None
 
     def __post_init__(self) -> None:
-        if self.tune_s != 0:
-            check_seconds(self.tune_s, "tune_s")
-        if self.cache is not None:
-            os.fspath(self.cache)
+        check_seconds(self.tune_s, "tune_s", may_be_0=True)
+        if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
+            raise TypeError(f"cache is the path of a file, such as 'fit.json', or None, not {self.cache!r:.80}")
 
 
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:

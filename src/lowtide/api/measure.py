@@ -75,6 +75,11 @@ def measure(function: Callable[[], Any], *, device: torch.device | str | None = 
     >>> lowtide.measure(lambda: torch.ones(1000).exp(), device="cpu").peak_bytes
     8000
     """
+    if not callable(function):
+        raise TypeError(
+            "measure takes a function to call, such as lambda: loss_fn(batch).backward(), "
+            f"not {type(function).__name__}"
+        )
     if repeat < 1:
         raise ValueError(f"repeat is a number of calls, 1 or more, not {repeat}")
     where = torch.device(device) if device is not None else (_compat.accelerator() or torch.device("cpu"))

@@ -141,6 +141,8 @@ class Decisions:
     regions: dict[str, dict[int, Levels]] = field(default_factory=dict)
     moves: Moves | None = None
     splits: dict[str, SplitForward] = field(default_factory=dict)  # modules that run in parts, by path
+    forwards: tuple[int, ...] = ()  # `Plan.forwards`
+    calls_per_forward: dict[str, int] = field(default_factory=dict)  # by path, if the step has several forwards
 
     def levels(self, path: str, nth: int) -> Levels:
         calls = self.regions.get(path)

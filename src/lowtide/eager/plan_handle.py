@@ -78,6 +78,7 @@ class AppliedPlan(Applied):
         self.ranks = ALONE  # from `fit`: the ranks that have the same plan, and decide together
         self._all_moves: list[Moves] = []  # of every plan so far
         self._split_forwards: dict[Split, SplitForward] = {}  # likewise
+        self._next_forward = 0  # the number of the model's next forward in its step
         try:
             self.decisions = self.take_in(plan)
         except BaseException:
@@ -116,7 +117,8 @@ class AppliedPlan(Applied):
         for patched in known.values():
             patched.has_index_choices = patched.chooses or any(known[path].chooses for path in patched.inner_paths)
         self._all_moves += [] if moves is None else [moves]
-        return Decisions(regions, moves, splits)
+        per_forward = {each.path: each.num_calls // len(plan.forwards) for each in plan.modules if plan.forwards}
+        return Decisions(regions, moves, splits, plan.forwards, per_forward)
 
     def _patched(self, path: str, module: nn.Module) -> PatchedModule:
         patched = PatchedModule(path, module)
@@ -229,8 +231,13 @@ class AppliedPlan(Applied):
             return self._run_eagerly(region, module, forward, args, kwargs)
         if self.watch is not None and self.enabled and torch.is_grad_enabled():
             self.watch.forward_begins()
-        run = ForwardRun(self._decisions_for(args, kwargs), {}, _compat.checkpoint_in_force())
-        output = self._run_in(run, self._run_eagerly, (region, module, forward, args, kwargs), {})
+        decisions = self._decisions_for(args, kwargs)
+        run = ForwardRun(decisions, self._counts_before(decisions), _compat.checkpoint_in_force())
+        try:
+            output = self._run_in(run, self._run_eagerly, (region, module, forward, args, kwargs), {})
+        except BaseException:
+            self._next_forward = 0
+            raise
         if run.decisions.moves is not None:
             run.decisions.moves.end_of_forward(output)
         return output
@@ -240,6 +247,25 @@ class AppliedPlan(Applied):
         if not self.enabled:
             return NO_DECISIONS
         return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
+
+    def _counts_before(self, decisions: Decisions) -> dict[str, int]:
+        """The calls of each module in earlier forwards of the same step: where the forward that begins counts from.
+
+        A forward is recognised by its place in the step and by whether gradients are recorded: one of an evaluation is
+        not taken for a forward of the step. A replay ends the step's forwards, so that counting starts anew after it.
+        """
+        forwards, is_recorded = decisions.forwards, torch.is_grad_enabled()
+        if is_recorded not in forwards:
+            return {}
+        number = self._next_forward
+        if number >= len(forwards) or forwards[number] != is_recorded:
+            number = forwards.index(is_recorded)
+        self._next_forward = (number + 1) % len(forwards)
+        return {path: number * num_calls for path, num_calls in decisions.calls_per_forward.items()}
+
+    def _replay_part(self, *args: Any, **kwargs: Any) -> Any:
+        self._next_forward = 0
+        return super()._replay_part(*args, **kwargs)
 
     def _run_eagerly(
         self, region: PatchedModule, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -302,6 +328,7 @@ class AppliedPlan(Applied):
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replay a call that had no patched modules inside. Modules patched by later plans run plainly."""
         region.num_replays += 1
+        self._next_forward = 0
         if not region.inner_paths:
             return region.plain_forward(module)(*args, **kwargs)
         return self._run_in(ForwardRun(NO_DECISIONS).inside(frozenset()), region.plain_forward(module), args, kwargs)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -289,6 +289,17 @@ def _check(graph: StepGraph, span: Span, members: Sequence[int]) -> None:
             )
 
 
+def every_kth(graph: StepGraph, calls: Sequence[int], step: int) -> list[int]:
+    """Return every `step`-th of these calls, counted anew in each forward of the model."""
+    by_forward: dict[int, list[int]] = defaultdict(list)
+    for call in calls:
+        forward = call
+        while graph.calls[forward].parent >= 0:
+            forward = graph.calls[forward].parent
+        by_forward[forward].append(call)
+    return sorted(call for blocks in by_forward.values() for call in blocks[::step])
+
+
 def all_blocks(graph: StepGraph) -> list[int]:
     """Return the calls that one would put a checkpoint on: the last of `block_levels`."""
     levels = block_levels(graph)
@@ -312,7 +323,7 @@ def block_levels(graph: StepGraph) -> list[list[int]]:
         if apart and 4 * _num_ops(graph, calls) >= _num_ops(graph, groups[0]):
             outermost += calls
     levels = [sorted(outermost)] if outermost else []
-    chains = [calls for calls in groups if _is_chain_of_blocks(graph, calls)]
+    chains = sorted(_chains_of_blocks(graph, groups), key=lambda calls: -_num_ops(graph, calls))
     while levels:
         inner = [each for call in levels[-1] for each in _inner_blocks(graph, call, chains)]
         if inner == levels[-1]:
@@ -331,23 +342,27 @@ def _inner_blocks(graph: StepGraph, call: int, chains: list[list[int]]) -> list[
     return [call]
 
 
-def _is_chain_of_blocks(graph: StepGraph, calls: list[int]) -> bool:
-    """Return whether sibling calls contain calls, as single layers do not, and each is given an output of the last one.
+def _chains_of_blocks(graph: StepGraph, groups: list[list[int]]) -> Iterator[list[int]]:
+    """Yield siblings that contain calls, as single layers do not, and are each given an output of the one before.
 
     Experts of one layer are not, nor are the attentions of a decoder's layer, which have norms in between.
     """
     parents = {call.parent for call in graph.calls}
-    return all(call in parents for call in calls) and all(
-        not set(graph.calls[before].outputs).isdisjoint(graph.calls[after].inputs) for before, after in pairwise(calls)
-    )
+    for calls in groups:
+        for _, group in groupby(calls, key=lambda call: graph.calls[call].parent):
+            siblings = list(group)
+            pairs = pairwise(graph.calls[call] for call in siblings)
+            if len(siblings) > 1 and parents.issuperset(siblings):
+                if all(not set(before.outputs).isdisjoint(after.inputs) for before, after in pairs):
+                    yield siblings
 
 
 def _repeated(graph: StepGraph) -> list[list[int]]:
-    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, str | None], list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
         is_model = call.parent < 0 and not call.path
         if not is_model and call.end > call.first and index not in graph.unreplayable:
-            groups[call.kind, call.parent].append(index)
+            groups[call.kind, graph.calls[call.parent].path if call.parent >= 0 else None].append(index)
     return [calls for calls in groups.values() if len(calls) > 1]
 
 

@@ -281,6 +281,15 @@ class StepGraph:
         return next(own, self.num_forward)
 
     @cached_property
+    def forwards(self) -> tuple[int, ...]:
+        """For each call of the model itself, 1 if autograd saved tensors in it and 0 if not, as under `no_grad`."""
+        outermost = list(range(len(self.calls)))
+        for index, call in enumerate(self.calls):
+            outermost[index] = outermost[call.parent] if call.parent >= 0 else index
+        recorded = {outermost[save.call] for save in self.saves if save.call >= 0}
+        return tuple(int(call in recorded) for call in self.calls_by_path.get("", ()) if outermost[call] == call)
+
+    @cached_property
     def nths(self) -> list[int]:
         """For each call, how many calls of the same module came before it."""
         nths = [0] * len(self.calls)

@@ -188,6 +188,8 @@ class Plan:
       runs so; gradients may differ from the plain step's in the last bits.
     - `choosers` are modules inside regions with ops that compute indices from floating-point numbers, such as routers,
       or that reduce or exchange tensors between ranks; the results of the forward are kept for the replay.
+    - `forwards` has an entry for each call of the model if the step calls it more than once: 1 if autograd records that
+      call, 0 if not, as under `no_grad`. Calls of modules are counted through all of them.
     - `rows` list every saved value with its action.
 
     >>> import lowtide
@@ -215,6 +217,7 @@ class Plan:
     choosers: tuple[str, ...] = ()
     modules: tuple[PlannedModule, ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
+    forwards: tuple[int, ...] = ()
     rows: tuple[ValueRow, ...] = ()
     splits: tuple[Split, ...] = ()
     measured_peak_bytes: int | None = field(default=None, compare=False)

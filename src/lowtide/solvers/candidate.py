@@ -87,22 +87,26 @@ def some_subsets(items: Sequence[_Item], most_cuts: int) -> list[tuple[_Item, ..
 _EVENTS_PER_S = 1_000_000
 _OVERHEAD = 2_000  # fixed cost of one simulation, in events
 _BY_OP = 25  # cost of an event in `simulate` (op by op), in events of `EagerIntervals` (vectorised)
-_PATIENCE = 3.0  # the clock ends a search after this multiple of its limit, for machines that are slower or busy
+_PATIENCE = 3.0  # CPU time ends a search after this multiple of its limit, for machines that are slower
 
 
 class Effort:
-    """The simulated events that a search has left. The clock is only a safety net, as it depends on the machine."""
+    """The simulated events that a search has left. The clock is only a safety net, as it depends on the machine.
+
+    It counts the CPU time of the thread: on a busy machine, wall-clock time would end searches early and plans would
+    differ from run to run.
+    """
 
     def __init__(self, time_limit_s: float) -> None:
         check_seconds(time_limit_s, "time_limit_s")
-        self._left, self._deadline = time_limit_s * _EVENTS_PER_S, time.monotonic() + _PATIENCE * time_limit_s
+        self._left, self._deadline = time_limit_s * _EVENTS_PER_S, time.thread_time() + _PATIENCE * time_limit_s
 
     def spend(self, num_events: int, *, times: int = 1, by_op: bool = False) -> None:
         """Count `times` simulations of `num_events` events each; `by_op` if they are simulated op by op."""
         self._left -= times * (_OVERHEAD + num_events * (_BY_OP if by_op else 1))
 
     def is_over(self) -> bool:
-        return self._left <= 0 or time.monotonic() > self._deadline
+        return self._left <= 0 or time.thread_time() > self._deadline
 
     def is_over_after(self, num_plays: int, num_events: int) -> Callable[[], bool]:
         """Return an `is_over` for a loop: each call also counts `num_plays` simulations of `num_events` events."""
@@ -134,6 +138,7 @@ def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budg
         graph=graph,
         choosers=_index_choosing_modules(graph, timeline.plan),
         modules=_modules(graph, timeline.plan),
+        forwards=graph.forwards if len(graph.forwards) > 1 else (),
     )
     return replace(plan, rows=rows_of(graph, plan))
 

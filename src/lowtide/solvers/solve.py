@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.graph.segments import block_levels
+from lowtide.graph.segments import block_levels, every_kth
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import ENGINES, Frontier, Plan, Reference
 from lowtide.simulator.timeline import simulate
@@ -49,7 +49,7 @@ def solve(
     gives a plan that adds nothing. For `engine="compiled"` the plan says which single values a compiled step saves.
 
     The same graph and budget give the same plan on every machine: the search counts its work and stops after about as
-    much as one core does in `time_limit_s`. Wall-clock time stops it only on a machine that takes three times as long;
+    much as one core does in `time_limit_s`. CPU time stops it only on a machine that needs three times as much;
     the result is then the best plan so far.
 
     `lossy` is a codec, or several, that values may be written with where that is cheaper than to recompute or move
@@ -273,7 +273,7 @@ class _ShortlistSearch(EagerSearch):
         for kind, blocks in zip(("block", "stage", "outer stage"), reversed(levels), strict=False):
             yield f"a checkpoint per {kind}", self._tidied(blocks)
             for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
-                yield f"every {nth} {kind}", self._tidied(blocks[::step])
+                yield f"every {nth} {kind}", self._tidied(every_kth(graph, blocks, step))
         every = levels[-1] if levels else []
         for limit in (budget, int((1 + NEARLY) * budget)):
             for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):

@@ -93,6 +93,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
         self._begun: dict[nn.Module, Any] = {}  # hooks that run when a module's own pre-hooks are done
         self._gathered: list[_Gathered] = []
         self._gathered_now: list[int] = []  # values that belong to the next op
+        self._accumulations: list[tuple[int, RawValue]] = []  # ops, and the gradients that they add to
 
     def path_of(self, call: int) -> str:
         """Return the module path of a call, `""` for none (-1)."""
@@ -277,7 +278,24 @@ class Recorder(_compat.UnwrappedDispatchMode):
             )
         )
         self.ops[-1].flags = settled_flags(self.ops[-1], self.values)
+        if self.num_forward >= 0 and func is torch.ops.aten.add.Tensor:
+            self._note_accumulation(index, given)
         return out
+
+    def _note_accumulation(self, index: int, given: list[Tensor]) -> None:
+        """Remember an op that may add to the gradient of a tensor that the forward used several times.
+
+        Autograd adds in place if it has the only reference to the earlier gradient, but never under a dispatch mode. A
+        sum inside the backward of one node has operands from that node.
+        """
+        if len(given) != 2 or given[0].shape != given[1].shape:
+            return
+        if given[0].untyped_storage().nbytes() != given[0].nbytes:
+            return  # a part of a larger gradient, or an expanded one
+        earlier = self._value_of(given[0], "constant", "", born=-1)
+        born = self.values[earlier].born
+        if born >= self.num_forward and self.ops[born].forward_op != self.ops[index].forward_op:
+            self._accumulations.append((index, self.values[earlier]))
 
     def _owner(self) -> tuple[int, int]:
         """Return the module call that this op belongs to, and for a backward op its forward op."""
@@ -465,6 +483,9 @@ class Recorder(_compat.UnwrappedDispatchMode):
         for value in self.values:
             if value.dropped < 0 or value.born < 0:
                 value.dropped = end
+        for index, value in self._accumulations:
+            if value.dropped == index + 1:  # nobody else has it: the sum takes its memory
+                value.dropped = index
         for save in self.saves:
             if save.released < 0:
                 save.released = end

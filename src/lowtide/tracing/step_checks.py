@@ -123,6 +123,19 @@ def loss(result: object) -> None:
         )
 
 
+def backward(loss: Tensor) -> None:
+    """Run the backward; if `loss_fn` has done so already, raise an error that says so."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise TraceError(
+            "the backward of this loss has run already, or that of a part of it: let loss_fn only compute and return "
+            "the loss, without backward()"
+        ) from error
+
+
 def touched(names: Collection[str]) -> None:
     """Raise if no parameter got a gradient; `names` are those that did."""
     if not names:

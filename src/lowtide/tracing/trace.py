@@ -455,7 +455,7 @@ def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> No
         loss = checks.run(loss_fn, args, model)
         checks.loss(loss)
         restorer.add_leaves(_compat.leaves_of(loss))
-        loss.backward()
+        checks.backward(loss)
         restorer.reset_gradients()
 
 
@@ -497,7 +497,7 @@ def record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restor
         checks.loss(loss)
         recorder.begin_backward()
         restorer.add_leaves(_compat.leaves_of(loss))
-        loss.backward()
+        checks.backward(loss)
         _note_last_gradient(recorder, touched)
         _note_sharded_gradients(recorder, touched, model)
         checks.touched(touched)

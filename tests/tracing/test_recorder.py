@@ -1,0 +1,81 @@
+"""Gradients of tensors that are used several times: autograd adds them up in place, and traces say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.plans import Plan, Recompute
+
+
+class Scan(nn.Module):
+    """Reads a large tensor one step at a time, so that its gradient is a sum of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.into(x)[..., None] * torch.ones(8)
+        state = torch.zeros_like(wide[:, 0])
+        outputs = []
+        for step in range(wide.shape[1]):
+            state = 0.9 * state + wide[:, step]
+            outputs.append(state.sum(-1))
+        return x + self.out(torch.stack(outputs, 1))
+
+
+class Sum(torch.autograd.Function):
+    """Adds two tensors that its own backward makes: not in place, although nothing else needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.sin() + grad.cos()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # workspaces of kernels depend on it
+    yield
+    torch.set_num_threads(before)
+
+
+def measured(model: nn.Module, x: Tensor) -> int:
+    model.zero_grad()
+    own = x.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+    return own + lowtide.measure(lambda: model(x).square().mean().backward(), device="cpu").peak_bytes
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_gradients_are_added_up_in_place(mode: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Scan() for _ in range(3))), torch.randn(4, 12, 48)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode=mode)
+    for plan in (Plan(), Plan(regions=tuple(Recompute(str(block)) for block in range(3)))):
+        with lowtide.apply(model, plan):
+            predicted = lowtide.simulator.simulate(graph, plan).peak_bytes
+            assert predicted == pytest.approx(measured(model, x), rel=0.002 if mode == "real" else 0.044)
+
+
+def test_sums_in_the_backward_of_one_function_are_not() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Sum.apply(x * self.weight)  # type: ignore[no-any-return]
+
+    model, x = Odd(), torch.randn(512, 64)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x)
+    assert lowtide.simulator.simulate(graph).peak_bytes == pytest.approx(measured(model, x), rel=0.002)
