@@ -60,7 +60,7 @@ def test_statistics_of_norms_are_copied_in_one_kernel_per_dtype() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         copies = autograd.clone_all(statistics)
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    kernels = [event.name for event in profile.events() if event.name.startswith("void ")]
     assert len(kernels) == 2, kernels  # float32 and int64
     norms(torch.ones(4, 8, device="cuda"))
     autograd.overwrite_all(statistics, copies, autograd.versions_of(statistics))
