@@ -255,13 +255,13 @@ def changed(draw: st.DrawFn) -> str:
     return json.dumps(content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(changed())
 def test_any_change_is_refused_or_harmless(text: str) -> None:
     use(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(TEXT)), st.integers(0, 20), st.text(max_size=5))
 def test_any_damage_is_refused_or_harmless(start: int, length: int, inserted: str) -> None:
     use(TEXT[:start] + inserted + TEXT[start + length :])
