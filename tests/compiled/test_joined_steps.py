@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import lowtide
-from compiled.test_backend import MLP, Stack, squared
+from compiled.test_backend import MLP, Stack, squared_of_data
 from kernelless import COMPILED_MARKS, PLENTY, session_of
 from lowtide.compiled.joined_steps import joined_step
 from lowtide.plans.step_plan import Plan
@@ -16,7 +16,7 @@ pytestmark = COMPILED_MARKS
 
 def test_joined_steps_add_up() -> None:
     model = lowtide.compile(Stack(MLP(), MLP(), MLP()), budget=PLENTY)
-    squared(model).backward()
+    squared_of_data(model).backward()
     first, other = (graph.step for graph in session_of(model).graphs)
     assert first is not None and other is not None
     alone, firsts = joined_step([other], [("blocks.1", "MLP")])
