@@ -1,8 +1,8 @@
-"""Gradients of tensors that are used several times: autograd adds them up in place, and traces say so."""
+"""What autograd does in place, but not while a step is recorded: traces have it in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,18 @@ class Scan(nn.Module):
             state = 0.9 * state + wide[:, step]
             outputs.append(state.sum(-1))
         return x + self.out(torch.stack(outputs, 1))
+
+
+class Pick(nn.Module):
+    """Its backward fills a tensor of zeros, which torch does in place."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.pick = nn.Parameter(torch.randn(64)), pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x[:, :64] * self.weight
+        return self.pick(scores, x[:, 64:]).sin()
 
 
 class Sum(torch.autograd.Function):
@@ -65,6 +77,23 @@ def test_gradients_are_added_up_in_place(mode: Any) -> None:
         with lowtide.apply(model, plan):
             predicted = lowtide.simulator.simulate(graph, plan).peak_bytes
             assert predicted == pytest.approx(measured(model, x), rel=0.002 if mode == "real" else 0.044)
+
+
+PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda scores, x: scores.gather(1, x.long()),
+    "take": lambda scores, x: scores.take(x.long()),
+    "index": lambda scores, x: scores[x[:, 0].long()],
+    "mask": lambda scores, x: scores.masked_select(x[:, :1] >= 0),
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_zeros_are_filled_in_place(pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x = Pick(pick), torch.cat([torch.randn(512, 64), torch.zeros(512, 1)], 1)
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x)
+    names = [op.name for op in graph.ops[graph.num_forward :] if op.mutates and not op.outputs]
+    assert len(names) == 1 and names[0].split(".")[1] in ("scatter_add", "put", "index_put", "masked_scatter")
+    assert lowtide.simulator.simulate(graph).peak_bytes == pytest.approx(measured(model, x), rel=0.002)
 
 
 def test_sums_in_the_backward_of_one_function_are_not() -> None:

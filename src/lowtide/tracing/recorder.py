@@ -39,6 +39,14 @@ from lowtide.tracing.trace_records import (
 
 _fake_kernels = _compat.FakeKernels()
 
+# Ops of the backward, by forward op: torch runs them in place, and not in place under a dispatch mode.
+_FILLED_IN_PLACE = {
+    "aten.scatter_add.default": "aten.gather.default",
+    "aten.put.default": "aten.take.default",
+    "aten.index_put.default": "aten.index.Tensor",
+    "aten.masked_scatter.default": "aten.masked_select.default",
+}
+
 
 class _Alias:
     """What autograd holds instead of a saved tensor; its destructor tells the recorder when autograd drops it."""
@@ -93,7 +101,8 @@ class Recorder(_compat.UnwrappedDispatchMode):
         self._begun: dict[nn.Module, Any] = {}  # hooks that run when a module's own pre-hooks are done
         self._gathered: list[_Gathered] = []
         self._gathered_now: list[int] = []  # values that belong to the next op
-        self._accumulations: list[tuple[int, RawValue]] = []  # ops, and the gradients that they add to
+        self._in_place: list[tuple[int, int, int]] = []  # ops that may be in place: number, first operand, result
+        self._joined: set[int] = set()  # those of them that are
 
     def path_of(self, call: int) -> str:
         """Return the module path of a call, `""` for none (-1)."""
@@ -278,24 +287,55 @@ class Recorder(_compat.UnwrappedDispatchMode):
             )
         )
         self.ops[-1].flags = settled_flags(self.ops[-1], self.values)
-        if self.num_forward >= 0 and func is torch.ops.aten.add.Tensor:
-            self._note_accumulation(index, given)
+        if self.num_forward >= 0 and len(inputs) > 1 and len(outputs) == 1:
+            self._note_in_place(given[0])
         return out
 
-    def _note_accumulation(self, index: int, given: list[Tensor]) -> None:
-        """Remember an op that may add to the gradient of a tensor that the forward used several times.
+    def _note_in_place(self, first: Tensor) -> None:
+        """Remember the last op if autograd may write its result over the first operand when no dispatch mode is active.
 
-        Autograd adds in place if it has the only reference to the earlier gradient, but never under a dispatch mode. A
-        sum inside the backward of one node has operands from that node.
+        These are the sums of gradients of a tensor that the forward used several times, and ops that fill a new tensor
+        of zeros in the backward of another. A sum inside the backward of one node has its operands from that node.
         """
-        if len(given) != 2 or given[0].shape != given[1].shape:
+        op, value = self.ops[-1], self.values[self.values_of(iter([first]))[0]]
+        if value.born < self.num_forward or value.bytes != self.values[op.outputs[0]].bytes:
             return
-        if given[0].untyped_storage().nbytes() != given[0].nbytes:
-            return  # a part of a larger gradient, or an expanded one
-        earlier = self._value_of(given[0], "constant", "", born=-1)
-        born = self.values[earlier].born
-        if born >= self.num_forward and self.ops[born].forward_op != self.ops[index].forward_op:
-            self._accumulations.append((index, self.values[earlier]))
+        maker = self.ops[value.born]
+        filled = _FILLED_IN_PLACE.get(op.name)
+        if filled is None:
+            is_in_place = op.name == "aten.add.Tensor" and maker.forward_op != op.forward_op
+        else:
+            is_in_place = op.forward_op >= 0 and self.ops[op.forward_op].name == filled
+        if is_in_place:
+            self._in_place.append((len(self.ops) - 1, op.inputs[0], op.outputs[0]))
+
+    def _join_in_place(self) -> None:
+        """Make one value of the first operand and the result where nothing else had the operand after the op."""
+        joined: dict[int, int] = {}
+        for index, before, after in self._in_place:
+            if self.values[before].dropped != index + 1:
+                continue
+            first = joined[after] = joined.get(before, before)
+            op, value, result = self.ops[index], self.values[first], self.values[after]
+            op.outputs, op.mutates, op.flags = (), (first,), (*op.flags, "mutates")
+            self._joined.add(index)
+            value.kind, value.name, value.dropped = result.kind, result.name, result.dropped
+        if not joined:
+            return
+        kept = [value for value in range(len(self.values)) if value not in joined]
+        number = {value: index for index, value in enumerate(kept)}
+        number |= {after: number[first] for after, first in joined.items()}
+        self.values = [self.values[value] for value in kept]
+        for op in self.ops:
+            op.inputs, op.outputs, op.mutates = (
+                tuple(dict.fromkeys(number[value] for value in values))
+                for values in (op.inputs, op.outputs, op.mutates)
+            )
+        for save in self.saves:
+            save.value = number[save.value]
+        for call in self.calls:
+            call.inputs = tuple(number[value] for value in call.inputs)
+            call.outputs = tuple(number[value] for value in call.outputs)
 
     def _owner(self) -> tuple[int, int]:
         """Return the module call that this op belongs to, and for a backward op its forward op."""
@@ -457,9 +497,10 @@ class Recorder(_compat.UnwrappedDispatchMode):
         self.saves = [save for save in self.saves if save.released < 0]
 
     def add_workspaces(self, peaks: list[int]) -> None:
-        """Set each op's workspace from its peak allocation, `peaks`, which includes its outputs."""
-        for op, peak in zip(self.ops, peaks, strict=True):
-            op.workspace_bytes = max(0, peak - sum(self.values[value].bytes for value in op.outputs))
+        """Set each op's workspace from its peak allocation in the recording, `peaks`, which includes its outputs."""
+        for index, (op, peak) in enumerate(zip(self.ops, peaks, strict=True)):
+            made = op.mutates if index in self._joined else op.outputs
+            op.workspace_bytes = max(0, peak - sum(self.values[value].bytes for value in made))
 
     def note_gradient(self, gradient: Tensor, name: str) -> None:
         """Mark a leaf's gradient as such: it lives beyond the step and is not polled any more."""
@@ -483,9 +524,6 @@ class Recorder(_compat.UnwrappedDispatchMode):
         for value in self.values:
             if value.dropped < 0 or value.born < 0:
                 value.dropped = end
-        for index, value in self._accumulations:
-            if value.dropped == index + 1:  # nobody else has it: the sum takes its memory
-                value.dropped = index
         for save in self.saves:
             if save.released < 0:
                 save.released = end
@@ -494,6 +532,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
         for op, seconds in zip(self.ops, self._clock.seconds(self.marks), strict=True):
             op.seconds = seconds
         self.marks.clear()
+        self._join_in_place()
 
 
 class _Gathered:
