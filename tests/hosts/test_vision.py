@@ -16,7 +16,7 @@ from sweeps import sweep
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("quick_fit")
+pytestmark = pytest.mark.usefixtures("quick_search")
 
 
 def resnet() -> Any:
