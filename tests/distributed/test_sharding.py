@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import pytest
@@ -190,9 +191,9 @@ def check(results: list[dict[str, Any]], way: str) -> None:
         predicted, measured, budget, plain_peak = each["peaks"]
         assert each["same"] and each["regions"] and each["sharded again"]
         assert measured <= budget < plain_peak
-        # gloo's threads hold tensors of a collective a little longer than the step does, in some runs: that adds to a
-        # measured peak, and the lowest of several is the step's own.
-        assert abs(predicted - min(measured, *each["more peaks"])) <= 0.01 * predicted
+        # In some steps gloo's threads hold tensors of a collective a little longer, or allocate one that the profiler
+        # does not see: most of several measured peaks are the step's own.
+        assert abs(predicted - median([measured, *each["more peaks"]])) <= 0.01 * predicted
         assert each["collectives"][0] == each["collectives"][1]  # a replay communicates nothing
         if way.startswith("fsdp"):
             assert each["state bytes"] == each["planned state bytes"]
