@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,18 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lowtide
 from sweeps import sweep
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA is first used, for deterministic products
 
 SHARES = (0.9, 0.7, 0.5, 0.3)  # of the way from the floor to the plain peak
 TRANSFORMERS = ["gpt_dropout", "gpt_tied", "lora", "hf_llama", "hf_gpt2", "hf_bert", "hf_t5", "hf_vit", "hf_mixtral"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces of kernels depend on it
-    yield
-    torch.set_num_threads(before)
 
 
 def make(name: str, **options: Any) -> zoo.Job:

@@ -17,13 +17,7 @@ import lowtide
 from lowtide.eager.out_of_memory import is_out_of_memory
 from lowtide.simulator import simulate
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.plans import Plan, Recompute
 from lowtide.solvers.baselines import reference_plans
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):
@@ -56,14 +58,6 @@ class Student:
         self.model.zero_grad()
         own = self.x.nbytes + sum(parameter.nbytes for parameter in self.model.parameters())
         return own + lowtide.measure(lambda: self.loss_fn(self.x).backward(), device="cpu").peak_bytes
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces of kernels depend on it
-    yield
-    torch.set_num_threads(before)
 
 
 def per_block(student: Student) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.plans import Plan, Recompute
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Scan(nn.Module):
@@ -52,14 +54,6 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad.sin() + grad.cos()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # workspaces of kernels depend on it
-    yield
-    torch.set_num_threads(before)
 
 
 def measured(model: nn.Module, x: Tensor) -> int:
