@@ -398,3 +398,108 @@ def unet(size: Size) -> Job:
     model = SkipUNet(size.width, size.layers)
     latents = torch.randn(size.batch, 4, size.length, size.length)
     return Job(model, lambda x: model(x).float().square().mean(), (latents,), ["down.*", "up.*"])
+
+
+@family(device=Size(24, 1024, 16, 512), cpu=Size(4, 64, 2, 64))
+def deberta(size: Size) -> Job:
+    model = _transformer(
+        *("DebertaV2", "DebertaV2ForMaskedLM"),
+        vocab_size=size.words,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(4, size.width // 64),
+        relative_attention=True,
+        position_buckets=256,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+    )
+    ids = torch.randint(size.words, (size.batch, size.length))
+    return Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), _paths(model, "DebertaV2Layer"))
+
+
+@family(device=Size(18, 128, 64, 224), cpu=Size(2, 16, 2, 64), small_batch=8)
+def swin(size: Size) -> Job:
+    model = _transformer(
+        *("Swin", "SwinForImageClassification"),
+        image_size=size.length,
+        embed_dim=size.width,
+        depths=[2, 2, size.layers, 2],
+        num_heads=[max(1, size.width // 32) << stage for stage in range(4)],
+        window_size=7 if size.length == 224 else 2,
+    )
+    return _images(model, size, _paths(model, "SwinLayer"))
+
+
+@family(device=Size(16, 64, 64, 224), cpu=Size(3, 16, 4, 64), small_batch=8)
+def resnet(size: Size) -> Job:
+    """ResNet-101-like: batch norm in training mode, `layers` bottleneck blocks in the third stage."""
+    model = _transformer(
+        *("ResNet", "ResNetForImageClassification"),
+        embedding_size=size.width,
+        hidden_sizes=[size.width << stage for stage in range(2, 6)],
+        depths=[3, 4, size.layers, 3],
+    )
+    return _images(model, size, _paths(model, "ResNetBottleNeckLayer"))
+
+
+@family(device=Size(12, 1024, 4, 2048), cpu=Size(3, 64, 2, 64))
+def olmoe(size: Size) -> Job:
+    """Sixty-four small experts, of which each token uses eight."""
+    model = _transformer(
+        *("Olmoe", "OlmoeForCausalLM"),
+        vocab_size=size.words,
+        hidden_size=size.width,
+        intermediate_size=size.width // 2,
+        num_hidden_layers=size.layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=64 if size.width >= 1024 else 8,
+        num_experts_per_tok=8 if size.width >= 1024 else 2,
+        pad_token_id=0,
+    )
+    return _language(model, size, _paths(model, "OlmoeDecoderLayer"))
+
+
+@family(device=Size(24, 1024, 16, 160_000), cpu=Size(3, 64, 2, 4_000), small_batch=2)
+def wav2vec2(size: Size) -> Job:
+    """Speech: a stack of convolutions before the transformer; ten seconds a sample."""
+    model = _transformer(
+        *("Wav2Vec2", "Wav2Vec2ForSequenceClassification"),
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(4, size.width // 64),
+        layerdrop=0.0,
+        mask_time_prob=0.0,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+    )
+    audio = torch.randn(size.batch, size.length)
+    blocks = _paths(model, "Wav2Vec2EncoderLayerStableLayerNorm")
+    return Job(model, lambda x: model(x).logits.float().square().mean(), (audio,), blocks)
+
+
+@family(device=Size(12, 768, 128, 224), cpu=Size(2, 64, 2, 32), small_batch=16)
+def clip(size: Size) -> Job:
+    """Two towers whose outputs meet in the loss."""
+    tower = {
+        "hidden_size": size.width,
+        "intermediate_size": 4 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": max(4, size.width // 64),
+    }
+    model = _transformer(
+        *("CLIP", "CLIPModel"),
+        text_config={**tower, "vocab_size": size.words, "eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0},
+        vision_config={**tower, "image_size": size.length, "patch_size": 16},
+    )
+    ids = torch.randint(size.words, (size.batch, 77))
+    images = torch.randn(size.batch, 3, size.length, size.length)
+    return Job(
+        model,
+        lambda ids, images: model(input_ids=ids, pixel_values=images, return_loss=True).loss,
+        (ids, images),
+        _paths(model, "CLIPEncoderLayer"),
+    )

@@ -212,3 +212,35 @@ def test_grouped_mm_is_traced_in_float() -> None:
         a, b = torch.ones(8, 16), torch.ones(2, 16, 32)
         out = fake_tensors.FakeKernels()(op, (a, b), {"offs": torch.ones(2, dtype=torch.int32)})
     assert out.shape == (8, 32), "_create_grouped_mm_output_tensor returns another shape"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripts_run_op_by_op() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        return torch.relu(x) + 1
+
+    scripted = torch.jit.script(shifted)
+    for _ in range(3):
+        scripted(torch.ones(2))
+    assert scripted.get_debug_state().execution_plans, "TorchScript has not optimised a function after three runs"
+    with fake_tensors.fake_mode(), fake_tensors.scripts_run_op_by_op():
+        assert fake_tensors.is_fake(scripted(torch.ones(2))), "ScriptFunction.__call__ cannot be replaced"
+    with pytest.raises(RuntimeError):  # optimised code was dropped, and not made again
+        scripted.get_debug_state()
+    assert scripted(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_fused_scripts_do_not_read_fake_memory() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        return torch.relu(x * 2) + 1
+
+    scripted, x = torch.jit.script(shifted), torch.ones(1024, device="cuda")
+    for _ in range(4):
+        scripted(x)
+    with fake_tensors.fake_mode() as mode, fake_tensors.scripts_run_op_by_op():
+        for _ in range(4):
+            scripted(mode.from_tensor(x))
+    torch.cuda.synchronize()
+    assert torch.equal(scripted(x), torch.full_like(x, 3.0))

@@ -131,6 +131,7 @@ from lowtide._compat.fake_tensors import (
     fake_type,
     is_fake,
     quiet_fakes,
+    scripts_run_op_by_op,
     without_fake_mode,
 )
 from lowtide._compat.fx_graphs import (

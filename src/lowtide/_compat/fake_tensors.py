@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -116,6 +117,41 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was
+
+
+@contextlib.contextmanager
+def scripts_run_op_by_op() -> Iterator[None]:
+    """Run a block in which this thread runs TorchScript's functions op by op.
+
+    After a few runs TorchScript fuses ops into kernels of its own, which read the memory of their arguments. Fake
+    tensors have none: on CUDA that is an illegal memory access, after which the process cannot use the device. Fused
+    code is dropped before each call, and fused anew when the function runs outside of such a block. Obsolete when
+    TorchScript runs fake tensors op by op itself.
+    """
+    kinds = [kind for kind in (optional(f"torch._C.{name}", None) for name in _SCRIPT_KINDS) if kind is not None]
+    before = [kind.__call__ for kind in kinds]
+    tracing_thread = threading.get_ident()
+
+    def op_by_op(call: Any) -> Any:
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != tracing_thread:
+                return call(function, *args, **kwargs)
+            function._debug_flush_compilation_cache()
+            with torch.jit.optimized_execution(False):
+                return call(function, *args, **kwargs)
+
+        return run
+
+    for kind, call in zip(kinds, before, strict=True):
+        kind.__call__ = op_by_op(call)
+    try:
+        yield
+    finally:
+        for kind, call in zip(kinds, before, strict=True):
+            kind.__call__ = call
+
+
+_SCRIPT_KINDS = ("ScriptFunction", "ScriptMethod")
 
 
 def fake_errors() -> tuple[type[Exception], ...]:

@@ -82,7 +82,7 @@ class Faker:
                 for name, tensor in slots.items():
                     if tensor is not None:
                         slots[name] = self.fake(tensor)
-        with self.mode:
+        with self.mode, _compat.scripts_run_op_by_op():
             yield
 
 
