@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from graphs import repeated_blocks, with_host_line
 from lowtide.api import fit as fitting
 from lowtide.api import measure, tuner
 from lowtide.api.tuner import FitCache
@@ -27,6 +28,8 @@ from lowtide.eager.replanning import Limits
 from lowtide.plans import Frontier
 from lowtide.simulator import simulate
 from lowtide.solvers import placement, solve
+from lowtide.solvers.baselines import reference_plans
+from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.solve import SEARCHED, SMALLEST, UNMOVED, ShortlistedPlan, shortlist
 from sweeps import sweep
 
@@ -503,6 +506,25 @@ def test_one_disturbed_turn_drops_no_candidate() -> None:
     assert disturbed.seconds == 1.0 and steady.seconds == 1.1
     disturbed.times.pop()
     assert tuner._near_fastest([disturbed, steady], 2.0) == [disturbed, steady]  # its first step was not
+
+
+def test_of_equally_fast_candidates_the_one_with_less_work_for_the_host_is_kept() -> None:
+    """A plan that only just keeps the host ahead is slower than others as soon as the host is."""
+    graph = with_host_line(1, repeated_blocks(1, num_blocks=6))
+    graph = replace(graph, ops=tuple(replace(op, host_s=0.9 * op.seconds, flags=()) for op in graph.ops))
+    found = {
+        name: with_predictions(graph, simulate(graph, plan), simulate(graph), 0, 0.0)
+        for name, plan in reference_plans(graph).items()
+    }
+    heavy, light = found["a checkpoint per block"], found["nothing"]
+    lines = {name: simulate(graph, plan).lines for name, plan in (("heavy", heavy), ("light", light))}
+    assert lines["heavy"].host_s > lines["light"].host_s
+    measured = [tuner.MeasuredCandidate(ShortlistedPlan(name, plan), 0, 1.0, [1.0]) for name, plan in found.items()]
+    assert tuner._least_sensitive(measured).plan is light
+    quick = replace(heavy, extra_s=0.0)  # its predicted time does not decide
+    assert (
+        tuner._least_sensitive([measured[0], tuner.MeasuredCandidate(ShortlistedPlan("", quick), 0, 1.0)]).plan is light
+    )
 
 
 @pytest.fixture
