@@ -114,12 +114,12 @@ def squeeze(model: nn.Module, budget: int) -> None:
     session._end_step()
     session.budget = budget
     plan_again(session)
-    session._sequences = {session._sequence.numbers: session._sequence}
 
 
 def plan_again(session: Session) -> None:
-    """Choose variants for the current sequence as if it were new."""
-    session._sequence = session._planned(session._sequence.numbers)
+    """Choose variants for the current sequence as if it were new, and forget all others."""
+    session._sequence = session._only = session._planned(session._sequence.numbers)
+    session._sequences = {session._sequence.numbers: session._sequence}
     session._refuse_by_prediction(session._sequence)
 
 

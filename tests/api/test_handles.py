@@ -16,8 +16,7 @@ from compiled.test_backend import MLP, Stack, rows, squared, squared_of_data
 from kernelless import PLENTY, assert_equal, compiled_plainly, floor_of, left_behind, squeeze
 from lowtide.api.compile import handle_of
 from lowtide.compiled import backend
-from lowtide.compiled.compiled_handle import CompiledHandle
-from lowtide.compiled.session import NOTHING_YET
+from lowtide.compiled.compiled_handle import NOTHING_YET, CompiledHandle
 from lowtide.eager.plan_handle import AppliedPlan
 from sweeps import sweep
 

@@ -35,6 +35,7 @@ from lowtide import _compat
 from lowtide._compat.internals import exists
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend, other_memory
+from lowtide.compiled.compiled_handle import describe
 from sweeps import sweep
 
 pytestmark = COMPILED_MARKS
@@ -260,12 +261,11 @@ def test_the_backend_on_data_parallel(num_buckets: int) -> None:
     instances = [session._graphs[number] for number in session.current.numbers]
     session.budget = session.chooser.choose(instances, 0).peak_bytes
     plan_again(session)
-    session._sequences = {session._sequence.numbers: session._sequence}
     actual = left_behind(model, lambda _: wide(compiled_model))
     for name, value in expected.items():
         assert torch.allclose(value.float(), actual[name].float(), atol=1e-6), name
     assert any(variant.keeps is not None for variant in session.current.choice.variants)
-    assert explain_compiled(parallel) == session.describe()
+    assert explain_compiled(parallel) == describe(session)
 
 
 # Threads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.compiled.compiled_handle import describe
 from lowtide.compiled.session import Session
 from lowtide.compiled.step_profile import CallProfile, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
@@ -109,7 +111,7 @@ def test_a_prediction_that_holds_settles_at_once() -> None:
     ran = [steps.run() for _ in range(5)]
     assert all(each == ran[0] for each in ran) and saved(ran[0]) <= 95
     assert steps.meter.num_resets == 1, "reset when clean steps begin, left alone when settled"
-    assert "measured" in steps.session.describe()
+    assert "measured" in describe(steps.session)
 
 
 def test_over_the_budget_chooses_smaller_ones() -> None:
@@ -162,6 +164,41 @@ def test_larger_steps_are_measured_anew() -> None:
             steps.run(input_bytes=4)
 
 
+def functions_entered(num_calls: int) -> int:
+    """How many Python functions a settled step of so many calls enters."""
+    steps = Steps(10_000, lambda ran: BASE, num_blocks=num_calls)
+    for _ in range(4):
+        steps.run(num_calls)
+    num_entered = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_entered
+        num_entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        steps.run(num_calls)
+    finally:
+        sys.setprofile(None)
+    return num_entered
+
+
+def test_a_call_of_a_settled_step_costs_the_same_however_many_there_are() -> None:
+    """The host runs this for every compiled block, of which a step may have a hundred."""
+    assert functions_entered(64) - functions_entered(4) <= 19 * (64 - 4)
+
+
+def test_steps_that_differ_from_settled_ones_are_noticed() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + saved(ran))
+    for _ in range(4):
+        steps.run(3)
+    for num_calls in (2, 3, 5, 5, 5, 3, 1, 5):  # what is chosen for three calls does not hold for five
+        ran = steps.run(num_calls)
+    assert len(ran) == 5 and saved(ran) <= 95
+    steps.run(5, has_backward=False)  # forgotten
+    assert saved(steps.run(5)) == saved(ran)
+
+
 def test_short_steps_do_not_decide_for_long_ones() -> None:
     lengths = [1, 2] * 12
     steps = Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
@@ -184,7 +221,7 @@ def test_a_length_that_never_comes_again_is_not_waited_for() -> None:
 def test_without_a_meter_predictions_decide() -> None:
     steps = Steps(BASE + 95, None)
     assert all(saved(steps.run()) <= 95 for _ in range(3))
-    assert "measured" not in steps.session.describe()
+    assert "measured" not in describe(steps.session)
     hopeless = Steps(BASE + 25, None)
     hopeless.run()  # three calls were a guess
     with pytest.raises(InfeasibleBudgetError, match="predicted") as caught:

@@ -19,6 +19,7 @@ import lowtide
 from distributed.jobs import Net, Raised, batch, gradients, rank, run_ranks, same, succeeded
 from kernelless import Compiler, floor_of, session_of, squeeze
 from lowtide import _compat
+from lowtide.compiled.compiled_handle import describe
 from lowtide.compiled.session import Session
 from lowtide.compiled.step_profile import ProfilerMeter, StepProfile
 from lowtide.errors import InfeasibleBudgetError
@@ -161,7 +162,7 @@ def uneven() -> Any:
             step(model, x)
         except InfeasibleBudgetError as error:
             return number, error.floor_bytes, session._over is not None
-    return "did not raise", session.describe()
+    return "did not raise", describe(session)
 
 
 def failing_choice() -> Any:

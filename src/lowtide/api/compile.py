@@ -31,9 +31,9 @@ from lowtide.compiled.backend import (
     shared_backend,
     watch_sessions,
 )
-from lowtide.compiled.compiled_handle import CompiledHandle
+from lowtide.compiled.compiled_handle import NOTHING_YET, CompiledHandle, describe
 from lowtide.compiled.other_memory import FirstForward
-from lowtide.compiled.session import NOTHING_YET, Session
+from lowtide.compiled.session import Session
 from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes
@@ -108,7 +108,7 @@ def explain_compiled(model: nn.Module | None = None) -> str:
     """What the compiled graphs of a model save and what that costs, as text; without a model, of all models."""
     handle = None if model is None else _handle_on(model)
     sessions = _sessions_of(model) if handle is None else [handle.session]
-    return "\n\n".join(session.describe() for session in sessions) or NOTHING_YET
+    return "\n\n".join(describe(session) for session in sessions) or NOTHING_YET
 
 
 def handle_of(model: nn.Module) -> Applied | CompiledHandle:

@@ -8,6 +8,7 @@ A step of several compiled graphs, as in regional mode, is shown as one: the gra
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import weakref
@@ -21,7 +22,7 @@ from lowtide import _compat
 from lowtide.compiled.backend import SESSIONS
 from lowtide.compiled.joined_steps import plan_of, references
 from lowtide.compiled.other_memory import FirstForward
-from lowtide.compiled.session import NOTHING_YET, Session
+from lowtide.compiled.session import Session, count_of
 from lowtide.compiled.split_head import SplitHead
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
@@ -183,7 +184,7 @@ class CompiledHandle:
         """
         plan, sequence = self.plan, self.session.current
         if plan is None or sequence is None:
-            raise LowtideError(f"no report: {self.session.describe()}")
+            raise LowtideError(f"no report: {describe(self.session)}")
         if Path(path).suffix.lower() == ".md" and len(sequence.numbers) > 1:
             return self._write_calls(Path(path))
         return plan.report(
@@ -210,4 +211,41 @@ class CompiledHandle:
 
     def __str__(self) -> str:
         """What `explain_compiled` prints for the model."""
-        return NOTHING_YET if self.is_removed else self.session.describe()
+        return NOTHING_YET if self.is_removed else describe(self.session)
+
+
+ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which drop what graphs save: no plan is needed"
+NOTHING_YET = "nothing compiled for training yet: run a step first"
+
+
+def describe(session: Session) -> str:
+    """The budget, the peak, the slowdown and the variant of every call, as text."""
+    sequence = session.current
+    if sequence is None:
+        return session.unplanned or (ALL_REPLAYED if session.graphs else NOTHING_YET)
+    choice, instances = sequence.choice, session.instances_of(sequence)
+    step_s = max(sum(graph.step_s for graph in instances), 1e-12)
+    peaks = sequence.peaks
+    num_graphs = len(set(sequence.numbers))
+    lines = [
+        f"{count_of(len(instances), 'call')} of {count_of(num_graphs, 'compiled graph')} within "
+        f"{format_bytes(session.budget_bytes)}",
+        f"  peak    {format_bytes(choice.peak_bytes)} predicted"
+        + (f", {format_bytes(peaks[-1])} measured" if peaks else ""),
+        f"  slower  {100 * choice.extra_s / step_s:.1f} % predicted, at least "
+        f"{100 * choice.lower_bound_s / step_s:.1f} % with any choice",
+    ]
+    lines.append(f"  took    {session.watch}")
+    if choice.moves_any:
+        lines.append(f"  moved   {format_bytes(sum(map(sum, choice.moved)))} to the host and back")
+    names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
+    calls = zip(sequence.numbers, choice.variants, strict=True)
+    for (number, variant), run in itertools.groupby(calls):
+        what = "as torch decides" if variant.keeps is None else f"{count_of(len(variant.keeps), 'op')} kept"
+        what += ", indices recomputed" if variant.replays_indices else ""
+        lines.append(
+            f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
+        )
+    if session.unplanned is not None:
+        lines.append(f"  beside  {session.unplanned}")
+    return "\n".join(lines)

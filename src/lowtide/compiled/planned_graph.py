@@ -21,12 +21,12 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide import _compat
@@ -104,15 +104,14 @@ class _BackwardHook:
             self._mark(BACKWARD_END)
 
 
-@dataclass
 class _Call:
-    number: int
-    run: Any
-    hook: weakref.ref[_BackwardHook] | None = None
+    """A call of a step: the number of its graph, what it runs, and a reference to its hook while that is alive."""
 
-    @property
-    def is_alive(self) -> bool:
-        return self.hook is not None and self.hook() is not None
+    __slots__ = ("hook", "number", "run")
+
+    def __init__(self, number: int, run: Any) -> None:
+        self.number, self.run = number, run
+        self.hook: weakref.ref[_BackwardHook] | None = None
 
 
 class StepCalls:
@@ -120,34 +119,54 @@ class StepCalls:
 
     A call whose autograd nodes were freed before that, as nothing of the loss depends on it, is not planned for. When
     all were freed, the step begins anew. `on_dropped` is called when a call that is measured has lost its nodes.
+
+    This runs once for each compiled block, on the host's time: lists grow call by call, and are made anew only after a
+    call has lost its nodes.
     """
 
     def __init__(self) -> None:
         self.is_over = False
         self.on_dropped: Callable[[], None] = lambda: None
         self._calls: list[_Call] = []  # all of them
-        self._alive: list[_Call] = []  # or were, when the backward began
+        self._alive: list[_Call] = []  # those that have ended, and whose nodes are alive, or were at the backward
+        self._has_dead = False
 
     def _look(self) -> None:
-        if not self.is_over:
-            self._alive = [call for call in self._calls if call.is_alive]
-            self._calls = self._calls if self._alive else []
+        if self.is_over:
+            return
+        if self._has_dead:
+            self._has_dead = False
+            self._alive = [call for call in self._alive if call.hook is not None and call.hook() is not None]
+        if not self._alive:
+            self._calls = []
+
+    @property
+    def num_alive(self) -> int:
+        """The number of calls whose autograd nodes are alive, or were when the backward began."""
+        self._look()
+        return len(self._alive)
+
+    @property
+    def num_begun(self) -> int:
+        """The number of all calls, as of the last look at `num_alive` or `numbers`."""
+        return len(self._calls)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Graph numbers of the calls whose autograd nodes are alive, or were when the backward began, in order."""
         self._look()
-        return tuple(call.number for call in self._alive)
+        return tuple([call.number for call in self._alive])
 
     @property
     def begun(self) -> tuple[int, ...]:
-        """Graph numbers of all calls, in order, as of the last look at `numbers`."""
-        return tuple(call.number for call in self._calls)
+        """Graph numbers of all calls, in order, as of the last look at `num_alive` or `numbers`."""
+        return tuple([call.number for call in self._calls])
 
     def end(self) -> None:
         """A backward begins, which frees the autograd nodes of the step."""
-        self._look()
-        self.is_over = True
+        if not self.is_over:
+            self._look()
+            self.is_over = True
 
     def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
         """Record a call. Call the returned function with the graph's outputs when it has run.
@@ -161,17 +180,26 @@ class StepCalls:
         def end(outputs: Any) -> None:
             if mark is not None:
                 mark(FORWARD_END)
-            nodes = set(filter(None, (each.grad_fn for each in outputs if isinstance(each, Tensor))))
+            nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
+            if not nodes:  # nothing that a loss could depend on
+                if mark is not None:
+                    self._dropped(None)
+                return
             hook = _BackwardHook(self, mark, len(nodes))
             for node in nodes:
                 node.register_prehook(hook)
                 if mark is not None:
                     node.register_hook(hook.after)
-            call.hook = weakref.ref(hook, None if mark is None else self._drop)
+            call.hook = weakref.ref(hook, self._died if mark is None else self._dropped)
+            self._alive.append(call)
 
         return end
 
-    def _drop(self, hook: object) -> None:
+    def _died(self, hook: object) -> None:
+        self._has_dead = True
+
+    def _dropped(self, hook: object) -> None:
+        self._has_dead = True
         if not self.is_over:
             self.on_dropped()
 
@@ -183,8 +211,12 @@ class StepCalls:
         positions = {id(call): position for position, call in enumerate(self._alive)}
         found = tuple(positions.get(id(call)) for call in self._calls)
         runs = tuple(call.run for call in self._alive)
-        self._calls, self._alive, self.is_over = [], [], False
+        self.clear()
         return found, runs
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._calls, self._alive, self.is_over, self._has_dead = [], [], False, False
 
 
 class BlockOffload(torch.autograd.graph.saved_tensors_hooks):
@@ -245,6 +277,8 @@ class PlannedGraph:
         self._inputs = _compat.FakeInputs(module, inputs)
         self._symbolic = self._inputs.symbolic
         self._is_static = _compat.static_inputs(module)
+        self._parameter_positions: list[int] | None = None  # positions among the inputs, known when it is first called
+        self._first_tensor = next((index for index, each in enumerate(inputs) if isinstance(each, Tensor)), None)
         tensors = [each if isinstance(each, Tensor) else None for each in inputs]
         self.device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), _CPU)
         sizes = [0 if each is None else each.nbytes for each in tensors]
@@ -252,6 +286,7 @@ class PlannedGraph:
         self.batch_bytes = sum(sizes) - self.static_bytes
         self._context = _compat.TracingContext()
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._last: tuple[Variant | None, Callable[..., Any]] = None, lambda: None  # that ran: most calls run the same
         self._plain: Callable[..., Any] | None = None
         with self._compiling():
             first = compiler(module, inputs, self._first_partition)
@@ -266,10 +301,14 @@ class PlannedGraph:
             session.num_graph_calls += 1
         if self._plain is not None:
             return self._plain(*args)
-        if session is None or any(map(_compat.is_fake, args)):  # DDP's own compiler looks at the strides of outputs
+        # DDP's own compiler calls graphs with fake tensors, to see the strides of outputs.
+        is_fake = self._first_tensor is not None and _compat.is_fake(args[self._first_tensor])
+        if session is None or is_fake:
             return self._variant(self._first)(*args)
-        session.see(args)
-        run = session.next_run(self, sum(args[position].nbytes for position in self._symbolic))
+        if self._parameter_positions is None:  # Dynamo's guards keep the classes of inputs
+            self._parameter_positions = [index for index, each in enumerate(args) if isinstance(each, nn.Parameter)]
+        session.see(tuple([args[index] for index in self._parameter_positions]))
+        run = session.next_run(self, sum([args[position].nbytes for position in self._symbolic]))
         compiled = self._variant(run.variant)
         with run.context:
             outputs = compiled(*args)
@@ -309,9 +348,11 @@ class PlannedGraph:
 
     def _variant(self, variant: Variant) -> Callable[..., Any]:
         """The compiled code of a variant, compiled when it is first needed."""
-        if variant.key not in self._compiled:
-            self._compiled[variant.key] = self._compile(variant)
-        return self._compiled[variant.key]
+        if variant is not self._last[0]:
+            if variant.key not in self._compiled:
+                self._compiled[variant.key] = self._compile(variant)
+            self._last = variant, self._compiled[variant.key]
+        return self._last[1]
 
     def is_compiled(self, variant: Variant) -> bool:
         return variant.key in self._compiled

@@ -26,8 +26,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,12 +67,14 @@ _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned aga
 _numbers = itertools.count()
 
 
-@dataclass
-class GraphRun:
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+class GraphRun(NamedTuple):
     """How to run one call of a graph: the variant, a context around it, and `end`, to be called with the outputs."""
 
     variant: Variant
-    context: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    context: contextlib.AbstractContextManager[Any] = _NO_CONTEXT
     end: Callable[[Any], None] = lambda outputs: None
 
 
@@ -108,6 +110,9 @@ class Session:
         self.calling = ("", "")  # path and class of the module that runs now
         self._called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._seen_together: set[tuple[int, ...]] = (
+            set()
+        )  # by the calls of graphs: most run with those of the last step
         self.unplanned: str | None = None  # the warning that some code runs without the budget
         self._has_warned = self._has_warned_of_indices = False
         self.model: weakref.ref[nn.Module] | None = None  # if known, for the bytes of its gradients
@@ -119,6 +124,8 @@ class Session:
         self._calls.on_dropped = self._drop
         self._sequences: dict[tuple[int, ...], CallSequence] = {}
         self._sequence: CallSequence | None = None
+        self._only: CallSequence | None = None  # the sequence, if all steps so far made the same calls
+        self._num_followed = -1  # calls of this step that are those of `_only`
         self._num_steps = 0
         self._is_clean = self._has_dropped = False
         self._size = StepSize()  # of the present step, as far as it has run
@@ -156,13 +163,15 @@ class Session:
             # A checkpoint around the block drops its saved tensors, and compares those of the forward with those of the
             # replay: both must run the same variant.
             return GraphRun(graph.variants[0])
-        self._end_step()
-        called = self._calls.numbers
-        if self._has_dropped and not called and self._sequence is not None:
-            self._watch_next(self._sequence)
-        before = self._size if called else StepSize(self._gradient_bytes())
-        self._size = replace(before, input_bytes=before.input_bytes + input_bytes)
-        sequence, position = self._found((*called, graph.number), (*self._calls.begun, graph.number))
+        if self._calls.is_over:
+            self._end_step()
+        if not self._calls.num_alive:
+            if self._has_dropped and self._sequence is not None:
+                self._watch_next(self._sequence)
+            self._size = StepSize(self._gradient_bytes())
+        if input_bytes:
+            self._size = replace(self._size, input_bytes=self._size.input_bytes + input_bytes)
+        sequence, position = self._found(graph.number)
         if position is not None:
             self._called_modules[position] = self.calling
         if sequence is None or position is None:
@@ -174,10 +183,10 @@ class Session:
         if over is not None and (self._over is not None or self._ranks.is_alone or not self._ranks.is_open):
             self._refuse(over)  # if ranks are still to be told, they raise together in the next step
         choice = sequence.choice
-        variant, moved = _runs_of(choice)[position]
-        end = self._calls.begin(graph.number, (variant, moved), self._marker(position))
-        if not any(choice.moved):
-            return GraphRun(variant, end=end)
+        variant, moved = run = choice.runs[position]
+        end = self._calls.begin(graph.number, run, None if self._marking is None else self._marker(position))
+        if not choice.moves_any:
+            return GraphRun(variant, _NO_CONTEXT, end)
         store, is_last = self._store_for(choice), position == len(choice.variants) - 1
 
         def end_all(outputs: Any) -> None:
@@ -185,7 +194,7 @@ class Session:
             if is_last:
                 end_of_forward(store, (each for each in outputs if isinstance(each, torch.Tensor)))
 
-        return GraphRun(variant, BlockOffload(store, moved) if moved else contextlib.nullcontext(), end_all)
+        return GraphRun(variant, BlockOffload(store, moved) if moved else _NO_CONTEXT, end_all)
 
     def _store_for(self, choice: VariantChoice) -> ActivationStore:
         """The store that all sequences share, so that pinned host memory is allocated and counted once."""
@@ -207,11 +216,13 @@ class Session:
             yield
         self.is_compiling()
 
-    def see(self, inputs: Iterable[Any]) -> None:
-        """Remember the parameters among the inputs of a graph, for `has_run_with`."""
-        for each in inputs:
-            if isinstance(each, nn.Parameter) and id(each) not in self._seen:
-                self._seen[id(each)] = weakref.ref(each)
+    def see(self, parameters: tuple[nn.Parameter, ...]) -> None:
+        """Remember the parameters that a graph runs with, for `has_run_with`."""
+        ids = tuple(map(id, parameters))
+        if ids not in self._seen_together:
+            self._seen_together.add(ids)
+            for each in parameters:
+                self._seen.setdefault(id(each), weakref.ref(each))
 
     def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of these parameters was ever an input of a graph."""
@@ -231,13 +242,21 @@ class Session:
 
     # Call sequences.
 
-    def _found(self, alive: tuple[int, ...], begun: tuple[int, ...]) -> tuple[CallSequence | None, int | None]:
-        """The known sequence that begins with these calls, and the position of the last of them.
+    def _found(self, number: int) -> tuple[CallSequence | None, int | None]:
+        """The known sequence that begins with the calls of this step and one of graph `number`; that one's position.
 
         The sequence is None if there is none; the position is None if the loss will not use the call. Of several the
         longest: how many calls will follow is not known yet, as where layers are skipped at random, and what is chosen
         for a longer step saves less.
         """
+        num_begun, sequence = self._calls.num_begun, self._only
+        if sequence is not None and num_begun in (0, self._num_followed):
+            # All steps so far were alike, and so is this one up to here: compare no more than this call.
+            if num_begun < len(sequence.begun) and sequence.begun[num_begun] == number:
+                self._sequence, self._num_followed = sequence, num_begun + 1
+                return sequence, sequence.positions[num_begun]
+        self._num_followed = -1
+        alive, begun = (*self._calls.numbers, number), (*self._calls.begun, number)
         known = [*self._sequences.values(), *filter(None, [self._sequence])]
         known.sort(key=lambda each: (len(each.numbers), each is self._sequence), reverse=True)
         for sequence in known:
@@ -290,6 +309,13 @@ class Session:
         if not self._calls.is_over:
             return
         self._num_steps += 1
+        self._ranks.find(None if self.model is None else self.model())
+        if self._is_routine():
+            assert self._only is not None
+            self._only.last_step = self._num_steps
+            self._calls.clear()
+            return
+        self._only = None
         called, begun = self._calls.numbers, self._calls.begun
         positions, ran = self._calls.take()
         alive = {numbers: sequence for numbers, sequence in self._sequences.items() if self._is_alive(numbers)}
@@ -300,8 +326,7 @@ class Session:
         elif self._sequence is None or self._sequence.numbers != called:
             self._sequence = self._sequences.get(called) or self._planned(called)
         # A step that began like another one has run some of its variants: it says nothing about the present choice.
-        self._is_clean &= self._sequence is not None and ran == _runs_of(self._sequence.choice)
-        self._ranks.find(None if self.model is None else self.model())
+        self._is_clean &= self._sequence is not None and ran == self._sequence.choice.runs
         step, is_agreed = self._ranks.exchanged(self._report())
         if not self._ranks.is_alone:
             self._over, self._common_budget_bytes = step.over, step.budget_bytes
@@ -323,8 +348,24 @@ class Session:
         sequence.begun, sequence.positions, sequence.last_step = begun, positions, self._num_steps
         self._sequences.pop(called, None)
         self._sequences[called] = sequence  # moved to the end: the most recently used
+        self._only = sequence if len(self._sequences) == 1 else None
         self._watch_next(sequence)
         self._warn_of_replayed_indices(sequence)
+
+    def _is_routine(self) -> bool:
+        """Whether the step that has ended was like all steps before, and leaves nothing to decide."""
+        sequence = self._only
+        return (
+            sequence is not None
+            and self._num_followed == self._calls.num_begun == len(sequence.begun)
+            and self._calls.num_alive == len(sequence.numbers)
+            and sequence.is_settled
+            and sequence.over is None
+            and self._over is None
+            and self._marking is None
+            and (self._ranks.is_alone or not self._ranks.is_open)
+            and any(self._size.is_within(each) for each in sequence.held_sizes)
+        )
 
     def _report(self) -> StepReport:
         """What this rank knows of the step that has ended."""
@@ -459,7 +500,7 @@ class Session:
         missing = [graph.variants[-1].saved_bytes - each.saved_bytes for graph, each in pairs if each.replays_indices]
         warnings.warn(
             f"within {format_bytes(self.budget_bytes)} there is no room for the indices (topk, sort) of "
-            f"{_count(len(missing), 'compiled call')}, so they are computed again in the backward, as torch's "
+            f"{count_of(len(missing), 'compiled call')}, so they are computed again in the backward, as torch's "
             "checkpoint does. Where scores are equal but for rounding, a token may then be routed differently. Raise "
             f"the budget by {format_bytes(sum(missing))} to save them.",
             stacklevel=2,
@@ -526,47 +567,6 @@ class Session:
         """Bytes moved to host memory and held there; None if no call ever moved any."""
         return None if self._store is None else self._store.stats()
 
-    def describe(self) -> str:
-        """The budget, the peak, the slowdown and the variant of every call, as text."""
-        sequence = self.current
-        if sequence is None:
-            return self.unplanned or (ALL_REPLAYED if self._graphs else NOTHING_YET)
-        choice, instances = sequence.choice, self.instances_of(sequence)
-        step_s = max(sum(graph.step_s for graph in instances), 1e-12)
-        peaks = sequence.peaks
-        num_graphs = len(set(sequence.numbers))
-        lines = [
-            f"{_count(len(instances), 'call')} of {_count(num_graphs, 'compiled graph')} within "
-            f"{format_bytes(self.budget_bytes)}",
-            f"  peak    {format_bytes(choice.peak_bytes)} predicted"
-            + (f", {format_bytes(peaks[-1])} measured" if peaks else ""),
-            f"  slower  {100 * choice.extra_s / step_s:.1f} % predicted, at least "
-            f"{100 * choice.lower_bound_s / step_s:.1f} % with any choice",
-        ]
-        lines.append(f"  took    {self.watch}")
-        if any(choice.moved):
-            lines.append(f"  moved   {format_bytes(sum(map(sum, choice.moved)))} to the host and back")
-        names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
-        calls = zip(sequence.numbers, choice.variants, strict=True)
-        for (number, variant), run in itertools.groupby(calls):
-            what = "as torch decides" if variant.keeps is None else f"{_count(len(variant.keeps), 'op')} kept"
-            what += ", indices recomputed" if variant.replays_indices else ""
-            lines.append(
-                f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
-            )
-        if self.unplanned is not None:
-            lines.append(f"  beside  {self.unplanned}")
-        return "\n".join(lines)
 
-
-ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which drop what graphs save: no plan is needed"
-NOTHING_YET = "nothing compiled for training yet: run a step first"
-
-
-def _runs_of(choice: VariantChoice) -> tuple[tuple[Variant, tuple[int, ...]], ...]:
-    """The variant of each call and the sizes of what it moves."""
-    return tuple(zip(choice.variants, choice.moved, strict=True))
-
-
-def _count(number: int, what: str) -> str:
+def count_of(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")

@@ -64,6 +64,16 @@ class VariantChoice:
     in_flight_bytes: int = 0  # of the moved tensors, in each direction
     peak_key: Any = None  # (graph number, variant's key) of the call at the peak; None if it is outside of calls
 
+    @cached_property
+    def runs(self) -> tuple[tuple[Variant, tuple[int, ...]], ...]:
+        """The variant of each call and the sizes of what it moves."""
+        return tuple(zip(self.variants, self.moved, strict=True))
+
+    @cached_property
+    def moves_any(self) -> bool:
+        """Whether a call moves tensors to the host."""
+        return any(self.moved)
+
     @property
     def replays_indices(self) -> bool:
         """Whether a call recomputes ops that make indices."""
@@ -142,7 +152,7 @@ class VariantChooser:
         """
         self._assumes_largest = is_over
         self._learn_seconds(instances, choice, profile)
-        has_moves = any(choice.moved)
+        has_moves = choice.moves_any
         if profile is None or len(instances) == 1 or len(profile.calls) != len(instances) or has_moves:
             error = self._error_of(choice.peak_key, has_moves) + measured_bytes - choice.peak_bytes
             self.errors[has_moves][choice.peak_key] = error
@@ -166,7 +176,7 @@ class VariantChooser:
         )
 
     def _learn_seconds(self, instances: list[PlannedGraph], choice: VariantChoice, profile: StepProfile | None) -> None:
-        if profile is None or any(choice.moved):  # copies slow down the calls beside them
+        if profile is None or choice.moves_any:  # copies slow down the calls beside them
             return
         for graph, variant, call in zip(instances, choice.variants, profile.calls, strict=False):
             if call.seconds is not None:
@@ -209,7 +219,7 @@ class VariantChooser:
         if self.host_bytes > 0 and len(instances) > 1:
             moving = self._shared(instances, budget_bytes, _SHARES)
             is_worth_it = choice.extra_s - moving.extra_s >= WORTH_A_COMPILE * step_s
-            found += [moving] if moving.is_within and any(moving.moved) and is_worth_it else []
+            found += [moving] if moving.is_within and moving.moves_any and is_worth_it else []
         return [each for each in found if not any(map(each.is_like, (choice, *over)))]
 
     def smallest(self, instances: list[PlannedGraph]) -> VariantChoice:
