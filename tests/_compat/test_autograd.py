@@ -53,6 +53,7 @@ def test_tensors_are_overwritten_whatever_became_of_their_memory() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # of torch 2.11
 def test_statistics_of_norms_are_copied_in_one_kernel_per_dtype() -> None:
     norms = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(3))).cuda()
     statistics = list(norms.buffers())
