@@ -7,12 +7,11 @@ and `lowtide.eager`.
 
 from lowtide import hosts as hosts
 from lowtide.api.compile import compile, handle_of
-from lowtide.api.estimate import estimate
+from lowtide.api.estimate import estimate, estimate_parallel
 from lowtide.api.fit import fit, plan
 from lowtide.api.fit_pipeline import fit_pipeline
 from lowtide.api.max_batch import max_batch
 from lowtide.api.measure import measure
-from lowtide.api.parallel_estimate import estimate_parallel
 from lowtide.eager import host_costs as _host_costs  # noqa: F401  # registers the engine's costs with the tracer
 from lowtide.eager.handle import apply
 from lowtide.errors import (

@@ -29,8 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 import lowtide
-from lowtide.api.estimate import Estimate
-from lowtide.api.parallel_estimate import ParallelEstimate
+from lowtide.api.estimate import Estimate, ParallelEstimate
 from lowtide.errors import UnitError
 from lowtide.plans import Frontier
 from lowtide.units import format_bytes, format_seconds, parse_bytes
