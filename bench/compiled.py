@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.compiled.compiled_handle import describe
 from lowtide.tracing.model_blocks import find_regions
 
 GIB = 2**30
@@ -225,7 +226,7 @@ def _compare_ours(
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: **refused** ({str(error).splitlines()[0]})", "")
             continue
         if options.explain:
-            print(each.handle.session.describe(), flush=True)
+            print(describe(each.handle.session), flush=True)
         if each.is_settled:
             ours.append((target, each, settled_s))
         else:  # its next steps would still compile

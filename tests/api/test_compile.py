@@ -249,6 +249,24 @@ def test_two_models_are_two_sessions() -> None:
     assert explain_compiled(first) in explain_compiled()
 
 
+def test_blocks_that_another_model_takes_over_are_said_once() -> None:
+    first = lowtide.compile(Stack(MLP(), MLP(), MLP()), budget="1GiB")
+    for _ in range(2):
+        squared(first).backward()
+    handle = lowtide.handle_of(first)
+    with pytest.warns(UserWarning, match="2 modules of a model that was compiled within 1GiB") as caught:
+        second = lowtide.compile(Stack(*first.blocks[:2], MLP()), budget="2GiB")
+        for _ in range(2):
+            squared(second).backward()
+            squared(first).backward()
+    assert len(caught) == 1
+    assert str(caught[0].message) in str(handle)
+    assert str(lowtide.handle_of(second)).startswith("3 calls of 1 compiled graph within 2.0 GiB")
+    handle.remove()
+    assert [block._compiled_call_impl is None for block in second.blocks] == [False] * 3
+    assert first.blocks[2]._compiled_call_impl is None
+
+
 def test_nothing_of_a_deleted_model_stays() -> None:
     model, batch = stack(), rows().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters())

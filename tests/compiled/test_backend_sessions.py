@@ -300,6 +300,44 @@ def test_first_forwards_are_traced_one_at_a_time(monkeypatch: pytest.MonkeyPatch
         assert explain_compiled(model).startswith("3 calls of 1 compiled graph "), "Dynamo compiles again"
 
 
+def test_settled_models_that_share_code_train_in_turns_and_in_threads() -> None:
+    models = [lowtide.compile(stack(), budget=PLENTY) for _ in range(2)]
+    plain = [compiled_plainly(copy.deepcopy(model), regional=True) for model in models]
+    expected = [gradients_of(model) for model in plain]
+    for model in models:
+        for _ in range(2):
+            gradients_of(model)
+    squeeze(models[0], floor_of(models[0]))
+    chosen = [running(model) for model in models]
+    assert chosen[0] != chosen[1]
+    for _ in range(25):
+        for model, values in zip(models, expected, strict=True):
+            assert_equal(values, gradients_of(model))
+    assert all(session_of(model).current.is_settled for model in models)
+    ran: list[list[Any]] = [[], []]
+
+    def train(number: int) -> None:
+        for _ in range(10):
+            ran[number].append(gradients_of(models[number]))
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, model in enumerate(models):
+        assert len(ran[number]) == 10
+        for values in ran[number]:
+            assert_equal(expected[number], values)
+        assert running(model) == chosen[number] and len(session_of(model)._sequences) == 1
+
+
+def gradients_of(model: nn.Module) -> dict[str, Any]:
+    model.zero_grad()
+    squared(model).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
 # Arguments.
 
 

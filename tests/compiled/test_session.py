@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.compiled.compiled_handle import describe
 from lowtide.compiled.session import Session
+from lowtide.compiled.settling import StepSize
 from lowtide.compiled.step_profile import CallProfile, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
@@ -83,22 +84,26 @@ class Steps:
         graph: FakeGraph | None = None,
         has_backward: bool = True,
         input_bytes: int = 0,
+        unused: int = -1,
     ) -> list[Variant]:
-        x = self.forward(num_calls, graph or self.graph, input_bytes)
+        x = self.forward(num_calls, graph or self.graph, input_bytes, unused)
         if has_backward:
             x.backward()
         if self._measured is not None:
             self.meter.measured = self._measured(self.ran)
         return self.ran
 
-    def forward(self, num_calls: int, graph: FakeGraph, input_bytes: int = 0) -> Tensor:
+    def forward(self, num_calls: int, graph: FakeGraph, input_bytes: int = 0, unused: int = -1) -> Tensor:
+        """The loss depends on all calls but the one at position `unused`."""
         x = torch.ones(1, requires_grad=True)
         self.ran = []
-        for _ in range(num_calls):
+        for position in range(num_calls):
             run = self.session.next_run(graph, input_bytes)
             self.ran.append(run.variant)
-            x = x * 2
-            run.end((x,))
+            output = x * 2
+            run.end((output,))
+            x = x if position == unused else output
+            del output
         return x
 
 
@@ -197,6 +202,96 @@ def test_steps_that_differ_from_settled_ones_are_noticed() -> None:
     assert len(ran) == 5 and saved(ran) <= 95
     steps.run(5, has_backward=False)  # forgotten
     assert saved(steps.run(5)) == saved(ran)
+
+
+def test_settled_steps_follow_the_loss_when_it_uses_other_calls() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + saved(ran) - 10)
+    for _ in range(4):
+        first = steps.run(4, unused=1)
+    assert steps.session.current.is_settled and first[1] == VARIANTS[-1] and 60 < saved(first) - 10 <= 95
+    for _ in range(2):
+        second = steps.run(4, unused=2)
+    assert second == [first[0], first[2], VARIANTS[-1], first[3]]
+
+
+def test_gradients_that_are_kept_after_a_settled_step_make_the_next_one_larger() -> None:
+    parameter, more = torch.nn.Parameter(torch.zeros(5)), 0
+    steps = Steps(BASE + 95, lambda ran: BASE + more + saved(ran))
+    steps.session.see((parameter,))
+    for _ in range(4):
+        ran = steps.run()
+    assert steps.session.current.is_settled and 75 < saved(ran) <= 95
+    parameter.grad, more = torch.zeros(5), 20
+    for _ in range(4):
+        ran = steps.run()
+    assert steps.session.current.is_settled and saved(ran) <= 75
+    assert steps.session.current.held_sizes == [StepSize(20)]
+
+
+def test_a_gradient_counts_though_its_parameter_took_the_id_of_one_that_is_gone() -> None:
+    session, data = Session(1), torch.zeros(3)
+    parameter = torch.nn.Parameter(data)
+    session.see((parameter,))
+    assert session.has_run_with([parameter])
+    number = id(parameter)
+    del parameter
+    others = [torch.nn.Parameter(data) for _ in range(1000)]
+    parameter = next(each for each in others if id(each) == number)
+    assert not session.has_run_with(others)
+    session.see((parameter,))
+    parameter.grad = torch.zeros(3)
+    assert session._gradient_bytes() == 12 and session.has_run_with([parameter])
+
+
+def test_garbage_of_the_last_step_that_goes_during_a_call_leaves_that_call() -> None:
+    """A measured forward was dropped, and is freed while the first call of the next one runs."""
+    graph, meter = FakeGraph(7), TimedMeter(lambda variant: 1.0)
+    meter.session = Session(10_000, chooser=VariantsOnly(model_bytes=BASE), num_blocks=2, meter_of=lambda _: meter)
+    meter.session.first_variant(graph)
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        run = meter.session.next_run(graph)
+        y = x * 2
+        run.end((y,))
+        y.backward()
+    run, y = meter.session.next_run(graph), x * 2
+    run.end((y,))
+    run = meter.session.next_run(graph)
+    del y
+    z = x * 2
+    run.end((z,))
+    assert meter.session._calls.numbers == (7,) and meter.session._calls.begun == (7, 7)
+
+
+def test_steps_that_fail_after_settled_ones_change_nothing() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + saved(ran))
+    for _ in range(4):
+        ran = steps.run()
+    run = steps.session.next_run(steps.graph)  # fails in the first call
+    assert run.variant == ran[0] and steps.run() == ran
+    x = steps.forward(2, steps.graph)  # fails in the third call
+    steps.session.next_run(steps.graph)
+    del x
+    assert steps.run() == ran
+    x = steps.forward(3, steps.graph)
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        x.backward()
+    del x
+    assert steps.run() == ran and steps.run() == ran
+    assert list(steps.session._sequences) == [(7, 7, 7)] and steps.meter.num_resets == 1
+
+
+def test_a_settled_plan_is_switched_off_and_on_again() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + saved(ran))
+    for _ in range(4):
+        ran = steps.run()
+    for num_calls in (3, 5):
+        steps.session.enable(False)
+        assert steps.run(num_calls) == [VARIANTS[0]] * num_calls
+        steps.session.enable(True)
+        assert steps.run() == ran and steps.session.current.is_settled
+    assert list(steps.session._sequences) == [(7, 7, 7)] and steps.meter.num_resets == 1
 
 
 def test_short_steps_do_not_decide_for_long_ones() -> None:

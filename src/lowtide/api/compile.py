@@ -92,6 +92,8 @@ def compile(
     backend = shared_backend(inductor_compiler(options or {}, mode, dynamic), (options or {}, mode, dynamic))
     if model in _by_model:
         _by_model.pop(model).remove()
+    for other in list(_by_model.values()):
+        other.hand_over(blocks or [model])
     names = {module: name for name, module in model.named_modules()}
     head = SplitHead.on(model, blocks, session) if split else None
     for module in blocks or [model]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.backend import SESSIONS
+from lowtide.compiled.backend import SESSIONS, warn_unplanned
 from lowtide.compiled.joined_steps import plan_of, references
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.session import Session, count_of
@@ -123,6 +123,21 @@ class CompiledHandle:
             self.split_head.remove()
         SESSIONS.discard(self.session)
         self.is_removed = True
+
+    def hand_over(self, modules: list[nn.Module]) -> None:
+        """Warn if some of these are compiled for this handle: from now on they are compiled for another model.
+
+        They run for that model's budget, also when this model calls them.
+        """
+        kept = [reference for reference in self._compiled if reference() not in modules]
+        num_taken, self._compiled = len(self._compiled) - len(kept), kept
+        if num_taken and not self.is_removed:
+            warn_unplanned(
+                self.session,
+                f"{count_of(num_taken, 'module')} of a model that was compiled within {self.session.budget} "
+                "became part of a model that was compiled later, and now follow the budget of that one only. Compile "
+                "one model that contains both, or give each of them blocks of its own",
+            )
 
     @property
     def plan(self) -> Plan | None:

@@ -114,11 +114,15 @@ class _Call:
         self.hook: weakref.ref[_BackwardHook] | None = None
 
 
+def _is_alive(call: _Call) -> bool:
+    return call.hook is not None and call.hook() is not None
+
+
 class StepCalls:
     """The calls made so far in this step. `end()` is called when a backward begins.
 
     A call whose autograd nodes were freed before that, as nothing of the loss depends on it, is not planned for. When
-    all were freed, the step begins anew. `on_dropped` is called when a call that is measured has lost its nodes.
+    all were freed, the step begins anew; `on_dropped` is called then if the last one was measured.
 
     This runs once for each compiled block, on the host's time: lists grow call by call, and are made anew only after a
     call has lost its nodes.
@@ -136,7 +140,7 @@ class StepCalls:
             return
         if self._has_dead:
             self._has_dead = False
-            self._alive = [call for call in self._alive if call.hook is not None and call.hook() is not None]
+            self._alive = list(filter(_is_alive, self._alive))
         if not self._alive:
             self._calls = []
 
@@ -200,7 +204,7 @@ class StepCalls:
 
     def _dropped(self, hook: object) -> None:
         self._has_dead = True
-        if not self.is_over:
+        if not self.is_over and not any(map(_is_alive, self._alive)):
             self.on_dropped()
 
     def take(self) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:
@@ -348,11 +352,13 @@ class PlannedGraph:
 
     def _variant(self, variant: Variant) -> Callable[..., Any]:
         """The compiled code of a variant, compiled when it is first needed."""
-        if variant is not self._last[0]:
+        last, compiled = self._last  # read once: other threads run other models' variants of this graph
+        if variant is not last:
             if variant.key not in self._compiled:
                 self._compiled[variant.key] = self._compile(variant)
-            self._last = variant, self._compiled[variant.key]
-        return self._last[1]
+            compiled = self._compiled[variant.key]
+            self._last = variant, compiled
+        return compiled
 
     def is_compiled(self, variant: Variant) -> bool:
         return variant.key in self._compiled

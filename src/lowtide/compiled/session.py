@@ -109,10 +109,7 @@ class Session:
         self.num_graph_calls = 0  # also of graphs without a backward
         self.calling = ("", "")  # path and class of the module that runs now
         self._called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
-        self._seen: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._seen_together: set[tuple[int, ...]] = (
-            set()
-        )  # by the calls of graphs: most run with those of the last step
+        self._seen: dict[int, weakref.ref[nn.Parameter]] = {}  # by id; without those that are gone
         self.unplanned: str | None = None  # the warning that some code runs without the budget
         self._has_warned = self._has_warned_of_indices = False
         self.model: weakref.ref[nn.Module] | None = None  # if known, for the bytes of its gradients
@@ -218,16 +215,14 @@ class Session:
 
     def see(self, parameters: tuple[nn.Parameter, ...]) -> None:
         """Remember the parameters that a graph runs with, for `has_run_with`."""
-        ids = tuple(map(id, parameters))
-        if ids not in self._seen_together:
-            self._seen_together.add(ids)
-            for each in parameters:
-                self._seen.setdefault(id(each), weakref.ref(each))
+        seen = self._seen
+        if not seen.keys() >= set(map(id, parameters)):
+            for each in parameters:  # taken out when it is freed: another one may get its id
+                seen[id(each)] = weakref.ref(each, functools.partial(seen.pop, id(each)))
 
     def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of these parameters was ever an input of a graph."""
-        known = ((self._seen.get(id(each)), each) for each in parameters)
-        return any(reference is not None and reference() is each for reference, each in known)
+        return any(id(each) in self._seen for each in parameters)
 
     def enable(self, enabled: bool) -> None:
         """Switch the plan on or off. The current step is not measured."""
@@ -357,8 +352,8 @@ class Session:
         sequence = self._only
         return (
             sequence is not None
-            and self._num_followed == self._calls.num_begun == len(sequence.begun)
-            and self._calls.num_alive == len(sequence.numbers)
+            and self._num_followed == self._calls.num_begun == self._calls.num_alive
+            and self._num_followed == len(sequence.begun) == len(sequence.numbers)
             and sequence.is_settled
             and sequence.over is None
             and self._over is None
@@ -405,14 +400,17 @@ class Session:
         """Bytes on the CPU when a step begins."""
         assert self._sequence is not None
         model = None if self.model is None else self.model()
-        known = (reference() for reference in self._seen.values()) if model is None else model.parameters()
+        known = self._seen_parameters if model is None else model.parameters()
         gradients = (each.grad for each in known if each is not None and each.grad is not None)
         return self.chooser.start_bytes(self.instances_of(self._sequence)) + sum(each.nbytes for each in gradients)
 
     def _gradient_bytes(self) -> int:
         """Bytes of the gradients of all parameters that graphs have seen."""
-        known = (reference() for reference in self._seen.values())
-        return sum(each.grad.nbytes for each in known if each is not None and each.grad is not None)
+        return sum(each.grad.nbytes for each in self._seen_parameters if each is not None and each.grad is not None)
+
+    @property
+    def _seen_parameters(self) -> Iterable[nn.Parameter | None]:
+        return [reference() for reference in list(self._seen.values())]
 
     def _judge_step(self, sequence: CallSequence, step: StepReport) -> None:
         """Decide by a step that has ended, if it was measured, which choice its sequence runs next."""
@@ -468,14 +466,13 @@ class Session:
             self._marking, self._is_clean = None, False
 
     def _drop(self) -> None:
-        """A call that is measured has lost its autograd nodes: if all have, the step begins anew with the next call.
+        """All calls have lost their autograd nodes: the step begins anew with the next call.
 
-        A profiler must not stay active meanwhile. If others are left, as where a model computes what the loss does not
-        use, their step is measured: its peak, not call by call.
+        A profiler must not stay active meanwhile. While some are left, as where a model computes what the loss does not
+        use, the step is measured: its peak, not call by call.
         """
-        if not self._calls.numbers:
-            self._stop_marking()
-            self._has_dropped = True
+        self._stop_marking()
+        self._has_dropped = True
 
     def _judge(self, sequence: CallSequence, measured: int, profile: StepProfile | None) -> None:
         """Decide by a measured step which choice the sequence runs next."""
