@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
@@ -157,7 +159,7 @@ class Restorer:
             if isinstance(item, torch.Generator):  # now, as the step may seed it before the first draw
                 self.before_write(item)
         self._copies: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
-        self._hook = _compat.register_optimizer_step_pre_hook(self._before_optimizer_step)
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     def add_leaves(self, tensors: Iterable[Tensor]) -> None:
         """Add leaves whose gradients are restored."""
@@ -176,7 +178,7 @@ class Restorer:
                     noted.append(target)
             return
         with _compat.without_modes(), torch.no_grad():
-            for tensor in _compat.inner_tensors(target):
+            for tensor in _compat.parts_of(target):
                 key = _compat.storage_id(tensor)
                 if key not in self._copies and not _compat.is_fake(tensor) and not tensor.is_meta:
                     everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -247,8 +249,8 @@ class SnapshotBuffers:
     """Kept from one step to the next: which large buffers a step writes, and pinned host memory for gradients."""
 
     def __init__(self) -> None:
-        self.is_written: MutableMapping[Tensor, bool] = _compat.WeakTensorKeyDictionary()
-        self._pinned: MutableMapping[Tensor, Tensor] = _compat.WeakTensorKeyDictionary()
+        self.is_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self._pinned: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._stream: Any = None
 
     def copied_to_host(self, leaves: list[Tensor]) -> list[Tensor]:

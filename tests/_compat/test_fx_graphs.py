@@ -80,7 +80,7 @@ def test_inputs_of_dynamos_graph(seen: Seen) -> None:
 def test_values_and_modules_of_nodes(seen: Seen) -> None:
     node = node_of(seen.joint.graph, "addmm")
     assert isinstance(fx_graphs.value_of(node), Tensor), "meta['val'] is gone from nodes of joint graphs"
-    assert fx_graphs.hinted_numel(fx_graphs.value_of(node)) == 12
+    assert fx_graphs.hint(fx_graphs.value_of(node).numel()) == 12
     assert fx_graphs.node_flops(node) == 2 * 4 * 2 * 3, "FLOPs of addmm are counted otherwise"
     assert fx_graphs.node_argument(node, "beta") == 1 and fx_graphs.node_argument(node, "nothing") is None
     stack = fx_graphs.module_stack(node)

@@ -58,25 +58,12 @@ def test_global_hooks_leave_nothing_behind() -> None:
 
 
 def test_hooks_and_rules_of_optimizers() -> None:
-    steps, parameter = [], nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    assert any(modules.holds_hooks(name) for name in vars(optimizer)), "optimizers hold their hooks elsewhere"
-    handle = modules.register_optimizer_step_pre_hook(lambda *args: steps.append(args[0]))
-    optimizer.step()
-    handle.remove()
-    optimizer.step()
-    assert steps == [optimizer]
+    assert any(name.endswith("_hooks") for name in vars(optimizer)), "optimizers hold their hooks elsewhere"
     rule = modules.foreach_rule()
     assert rule({"foreach": True}, [parameter]) and not rule({"fused": True}, [parameter])
     assert rule({"foreach": None}, [parameter]) is False, "optimizers use foreach on the CPU now"
-
-
-def test_tensors_are_keys_by_identity() -> None:
-    facts, one, other = modules.WeakTensorKeyDictionary(), torch.ones(2), torch.ones(2)
-    facts[one] = 1
-    assert one in facts and other not in facts
-    del one
-    assert len(facts) == 0, "WeakTensorKeyDictionary keeps its keys alive"
 
 
 def test_wrappers_are_seen_through() -> None:

@@ -23,7 +23,7 @@ def test_kinds_of_tensors() -> None:
 def test_storages_are_identified() -> None:
     x, y = torch.ones(4), torch.ones(4)
     assert tensors.storage_id(x) == tensors.storage_id(x[1:]) != tensors.storage_id(y), "UntypedStorage._cdata is no id"
-    assert tensors.storages_of(x) == [tensors.storage_id(x)] and tensors.num_storages(x) == 1
+    assert tensors.storages_of(x) == [tensors.storage_id(x)]
 
 
 def test_references_follow_the_storage() -> None:
@@ -38,21 +38,21 @@ def test_references_follow_the_storage() -> None:
 
 def test_uses_are_counted() -> None:
     x = torch.ones(4)
-    uses = tensors.StorageUses(x.untyped_storage())
-    assert uses.count() == 1, "_storage_Use_Count counts otherwise: traces hold values for too long"
+    uses = tensors.StorageReference(x)
+    assert uses.num_uses() == 1, "_storage_Use_Count counts otherwise: traces hold values for too long"
     view = x[1:]
-    assert uses.count() == 2, "_storage_Use_Count counts otherwise: traces hold values for too long"
+    assert uses.num_uses() == 2, "_storage_Use_Count counts otherwise: traces hold values for too long"
     del x, view
-    assert uses.count() == 0
+    assert uses.num_uses() == 0
 
 
 @pytest.mark.filterwarnings("ignore")  # sparse CSR is in beta
 def test_parts_of_wrappers() -> None:
     x = torch.eye(2)
-    assert tensors.parts_of(x) == (x,) and tensors.inner_tensors(x) == [x]
-    assert len(tensors.inner_tensors(x.to_sparse())) == 2 and len(tensors.inner_tensors(x.to_sparse_csr())) == 3
+    assert tensors.parts_of(x) == (x,)
+    assert len(tensors.parts_of(x.to_sparse())) == 2 and len(tensors.parts_of(x.to_sparse_csr())) == 3
     seen = []
-    torch.func.vmap(lambda row: (seen.append(tensors.inner_tensors(row)), row)[1])(x)
+    torch.func.vmap(lambda row: (seen.append(tensors.parts_of(row)), row)[1])(x)
     assert seen[0][0].shape == (2, 2), "functorch's get_unwrapped no longer returns the batch"
 
 

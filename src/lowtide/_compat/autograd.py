@@ -181,14 +181,9 @@ def _array_type(size: int) -> Any:
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Set the version counter of a tensor whose earlier content was restored. Obsolete like `overwrite_all`."""
+    """Set a version counter: to an earlier one after a restore, or to 0 if new. Obsolete like `overwrite_all`."""
     if not tensor.is_inference():
         _set_version_counters((tensor,), (version,))
-
-
-def reset_version(tensor: Tensor) -> None:
-    """Set the version counter of a newly filled tensor to 0. Obsolete like `overwrite_all`."""
-    set_version(tensor, 0)
 
 
 # The sequence number that the next autograd node of this thread will get. Obsolete with a public one.

@@ -18,7 +18,6 @@ from lowtide._compat.internals import required
 
 _DEFAULT = "replays cannot restore the default device of their forward"
 _num_function_modes = required("torch._C._len_torch_function_stack", _DEFAULT)
-_device_index = required("torch._C._accelerator_getDeviceIndex", "replays cannot find the current accelerator")
 
 
 def default_device() -> torch.device | None:
@@ -31,14 +30,6 @@ def default_device() -> torch.device | None:
     function_modes = required("torch.overrides._get_current_function_mode_stack", _DEFAULT)
     context = required("torch.utils._device.DeviceContext", _DEFAULT)
     return next((mode.device for mode in reversed(function_modes()) if isinstance(mode, context)), None)
-
-
-def current_device_index() -> int:
-    """Return the index of the current accelerator, which must be initialised.
-
-    Obsolete when `torch.accelerator.current_device_index` is as fast.
-    """
-    return _device_index()
 
 
 def default_generator(kind: str, index: int) -> torch.Generator:

@@ -132,7 +132,7 @@ def is_cast_of_weight(op: Any, args: Any) -> bool:
 
     Obsolete with a public `_to_copy`.
     """
-    return op is _CAST and (isinstance(args[0], nn.Parameter) or is_cached_cast(op, args))
+    return op is _CAST and (isinstance(args[0], nn.Parameter) or (args[0].requires_grad and args[0].is_leaf))
 
 
 def writes(op: Any) -> bool:
@@ -179,11 +179,6 @@ def reveals_values(op: Any, args: Any, output: Any) -> bool:
 
 _reveals_values: dict[int, bool] = {}  # by the id of the op: ops live as long as torch and are slow to hash
 _MASKS = (torch.bool, torch.uint8)
-
-
-def is_cached_cast(op: Any, args: Any) -> bool:
-    """Return whether an op is a cast that autocast caches until its block ends. Obsolete with a public `_to_copy`."""
-    return op is _CAST and args[0].requires_grad and args[0].is_leaf
 
 
 def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
@@ -241,8 +236,8 @@ BOOKKEEPING_NAMES = (
     *("prim.device.default", "aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"),
     *("profiler._record_function_enter_new.default", "profiler._record_function_exit._RecordFunction"),
 )
-BOOKKEEPING_OPS = frozenset({optional(f"torch.ops.{name}", None) for name in BOOKKEEPING_NAMES} - {None})
-BOOKKEEPING_IDS = frozenset(map(id, BOOKKEEPING_OPS))  # ops live as long as torch and are slow to hash
+# Their ids, as ops are slow to hash and live as long as torch.
+BOOKKEEPING_IDS = frozenset(id(optional(f"torch.ops.{name}", None)) for name in BOOKKEEPING_NAMES)
 DEVICE_QUERY = optional("torch.ops.prim.device.default", None)
 
 
@@ -306,11 +301,6 @@ def op_flops(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
-def has_flops(op: Any) -> bool:
-    """Whether `op_flops` can count an op. Obsolete like it."""
-    return _flop_formula(op) is not None or _is_attention(op)
-
-
 @functools.cache
 def _flop_formula(op: Any) -> Any:
     """Torch's formula for an op, or for the op that it does in place: torch has none for `addmm_`."""
@@ -343,6 +333,6 @@ class OpNames(PlainDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in BOOKKEEPING_OPS:
+        if id(func) not in BOOKKEEPING_IDS:
             self.names.append(func._schema.name.partition("::")[2])
         return func(*args, **(kwargs or {}))

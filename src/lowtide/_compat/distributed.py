@@ -88,8 +88,7 @@ def gathered_parameters(model: nn.Module) -> list[list[Tensor]]:
     There are none before the first forward. Relies on `FSDPModule._get_fsdp_state`, `_fsdp_param_groups` and the
     `all_gather_outputs` of their parameters; obsolete when FSDP frees tensors and does not resize their storages.
     """
-    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
-    groups = list({id(group): group for group in groups}.values())
+    groups = _gathered_groups(model)
     return [[tensor for each in group.fsdp_params for tensor in each.all_gather_outputs] for group in groups]
 
 
@@ -125,9 +124,10 @@ def keep_prefetches_useful() -> None:
     done before. It would be gathered for nothing. Replaces `FSDPParamGroup._prefetch_unshard` once FSDP is imported;
     obsolete when FSDP does not prefetch in replays.
     """
-    if _prefetching.is_limited or "torch.distributed.fsdp" not in sys.modules:
+    global _prefetches_are_limited
+    if _prefetches_are_limited or "torch.distributed.fsdp" not in sys.modules:
         return
-    _prefetching.is_limited = True
+    _prefetches_are_limited = True
     group = required(f"{_GROUPS}.FSDPParamGroup", "replays would repeat gathers under explicit prefetching")
     plain = group._prefetch_unshard
 
@@ -139,11 +139,7 @@ def keep_prefetches_useful() -> None:
     group._prefetch_unshard = staticmethod(prefetch)
 
 
-class _Prefetching:
-    is_limited = False
-
-
-_prefetching = _Prefetching()
+_prefetches_are_limited = False
 _GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
@@ -182,10 +178,15 @@ def sharding_ranks(model: nn.Module) -> set[int]:
     Relies on `device_mesh` of DTensors, and on the sharded parameters of FSDP's groups, as those of a module are
     replaced while they are gathered; obsolete when FSDP2 tells its mesh.
     """
-    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
-    sharded = [each.sharded_param for group in groups for each in group.fsdp_params]
+    sharded = [each.sharded_param for group in _gathered_groups(model) for each in group.fsdp_params]
     meshes = [getattr(each, "device_mesh", None) for each in (*sharded, *model.parameters())]
     return {rank for mesh in dict.fromkeys(meshes) if mesh is not None for rank in mesh.mesh.flatten().tolist()}
+
+
+def _gathered_groups(model: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers at once, for all units of a model."""
+    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
+    return list({id(group): group for group in groups}.values())
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -201,10 +202,9 @@ def stays_gathered(module: nn.Module, model: nn.Module) -> bool:
     Known after the first forward. Relies on `_reshard_after_forward` of groups and `_module_info` of their parameters;
     obsolete when `FSDPModule` tells both.
     """
-    groups = [group for unit in gathered_units(model) for group in _groups_of(unit._get_fsdp_state())]
     held = {
         (id(info.module), info.param_name)
-        for group in groups
+        for group in _gathered_groups(model)
         if not group._reshard_after_forward
         for info in (each._module_info for each in group.fsdp_params)
     }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat.dispatch import has_flops, op_flops
+from lowtide._compat.dispatch import op_flops
 from lowtide._compat.internals import required
 
 _COMPILE = "torch.compile cannot run with lowtide's plans"
@@ -151,47 +151,33 @@ def clean_path(path: str) -> str:
     return path.strip(".")
 
 
-def hinted_numel(value: Tensor) -> int:
-    """Return the number of elements of a fake tensor; symbolic sizes count as their value at the time of tracing.
-
-    Obsolete when `torch.export` or `torch.compiler` shows the hints of symbolic sizes.
-    """
-    return int(hint(value.numel()) or 0)
-
-
 def node_flops(node: Any) -> int:
     """Return the FLOPs of a node by `op_flops`; 0 for nodes without an op. Obsolete like `op_flops`."""
-    if not has_flops(node.target):
-        return 0
     args, kwargs = node_arguments(node, lambda value: value)
     try:
         # Its hint, as int() of a symbolic number would make it a constant of the graph.
         return int(hint(op_flops(node.target, args, kwargs, value_of(node))))
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        AssertionError,
-    ):  # the formula does not handle these sizes
-        return 0
+    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):
+        return 0  # the formula does not handle these sizes
 
 
 def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Return a node's arguments, with each node among them replaced by `change(value of that node)`.
 
-    Relies on `torch.fx.node.map_arg`, which is undocumented.
+    Relies on `node.meta["val"]`, like `value_of`.
     """
-    map_arg = required("torch.fx.node.map_arg", "joint graphs cannot be read")
 
     def value(each: Any) -> Any:
         return change(value_of(each))
 
-    return map_arg(node.args, value), map_arg(node.kwargs, value)
+    return torch.fx.node.map_arg(node.args, value), torch.fx.node.map_arg(node.kwargs, value)
 
 
 def hint(size: Any) -> Any:
-    """Return a symbolic size's value at the time of tracing; other values unchanged. Obsolete like `hinted_numel`."""
+    """Return a symbolic size's value at the time of tracing; other values unchanged.
+
+    Obsolete when `torch.export` or `torch.compiler` shows the hints of symbolic sizes.
+    """
     node = getattr(size, "node", None)
     return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 

@@ -28,15 +28,14 @@ def required(path: str, consequence: str, also: tuple[str, ...] = ()) -> Any:
 
     `also` lists further paths without which the object is of no use: if one is missing, the placeholder is returned.
     """
-    for each in (path, *also):
-        INTERNALS[each] = consequence
-    try:
-        for each in also:
-            find(each)
+    INTERNALS.update(dict.fromkeys((path, *also), consequence))
+    missing = [each for each in (*also, path) if optional(each, _ABSENT) is _ABSENT]
+    if not missing:
         return find(path)
-    except (AttributeError, ImportError):
-        missing = next((each for each in (*also, path) if not exists(each)), path)
-        return _placeholder(f"torch {torch.__version__} has no {missing}: {consequence}. Use another version of torch")
+    return _placeholder(f"torch {torch.__version__} has no {missing[0]}: {consequence}. Use another version of torch")
+
+
+_ABSENT = object()
 
 
 def optional(path: str, fallback: Any) -> Any:
@@ -45,15 +44,6 @@ def optional(path: str, fallback: Any) -> Any:
         return find(path)
     except (AttributeError, ImportError):
         return fallback
-
-
-def exists(path: str) -> bool:
-    """Return whether torch has an object at `path`."""
-    try:
-        find(path)
-    except (AttributeError, ImportError):
-        return False
-    return True
 
 
 def find(path: str) -> Any:

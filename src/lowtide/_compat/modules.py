@@ -16,14 +16,6 @@ from torch import Tensor, nn
 
 from lowtide._compat.internals import optional, required
 
-# Runs a function before the step of any optimizer. Obsolete when `torch.optim` documents it.
-register_optimizer_step_pre_hook: Callable[..., Any] = required(
-    "torch.optim.optimizer.register_optimizer_step_pre_hook", "a step cannot be traced or undone without side effects"
-)
-# A dictionary whose keys are tensors, by identity, held weakly. Obsolete when `torch.utils` documents it.
-WeakTensorKeyDictionary: Callable[[], Any] = required(
-    "torch.utils.weak.WeakTensorKeyDictionary", "the engine cannot keep facts about tensors between steps"
-)
 # Hooks of all modules, which torch changes in place.
 _backward_hooks = optional("torch.nn.modules.module._global_backward_hooks", {})
 _backward_pre_hooks = optional("torch.nn.modules.module._global_backward_pre_hooks", {})
@@ -194,11 +186,6 @@ def remove_global_hook(handle: Any) -> None:
     """
     handle.remove()
     _forward_hooks_with_kwargs.pop(handle.id, None)
-
-
-def holds_hooks(name: str) -> bool:
-    """Return whether an optimizer's attribute of that name holds hooks. Obsolete with a public list of them."""
-    return name.endswith("_hooks")
 
 
 def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:

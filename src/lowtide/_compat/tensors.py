@@ -24,9 +24,7 @@ _FUNCTORCH = "tensors of torch.func transforms cannot be recognised"
 _is_functorch_tensor = required("torch._C._functorch.is_functorch_wrapped_tensor", _FUNCTORCH)
 _unwrapped = required("torch._C._functorch.get_unwrapped", _FUNCTORCH)
 
-_USES = "traces cannot count the tensors that share a storage"
-_StorageWeakRef = required("torch.multiprocessing.reductions.StorageWeakRef", _USES)
-_num_uses = required("torch._C._storage_Use_Count", _USES)
+_num_uses = required("torch._C._storage_Use_Count", "traces cannot count the tensors that share a storage")
 
 _LIFETIMES = "storages cannot be observed without keeping them alive, as the store and retained outputs do"
 _weak_ref = required(
@@ -92,6 +90,10 @@ class StorageReference:
     def is_alive(self) -> bool:
         return not torch.UntypedStorage._expired(self.id)
 
+    def num_uses(self) -> int:
+        """Return how many tensors share the storage. Obsolete with a public use count."""
+        return _num_uses(self.id) - _uses_by_python() if self.is_alive() else 0
+
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """Return a tensor at the beginning of the storage, which must be alive."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.id)
@@ -104,11 +106,6 @@ def storage_id(tensor: Tensor) -> int:
     Relies on `UntypedStorage._cdata`; obsolete with a public identity of storages.
     """
     return tensor.untyped_storage()._cdata
-
-
-def num_storages(tensor: Tensor) -> int:
-    """Return `len(storages_of(tensor))`, with a fast path for plain tensors."""
-    return 1 if len(parts_of(tensor)) == 1 else len(storages_of(tensor))
 
 
 def is_own(tensor: Tensor) -> bool:
@@ -134,46 +131,28 @@ def local_bytes(tensor: Tensor) -> int:
     return sum(part.nbytes for part in parts_of(tensor))
 
 
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """List the plain tensors that hold a tensor's bytes: itself, or those inside a wrapper subclass, at any depth.
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the plain tensors that hold a tensor's bytes: itself, or those inside a wrapper subclass, at any depth.
 
     Relies on `__tensor_flatten__`, on the parts of sparse layouts and on functorch's wrappers; obsolete with a public
     function that lists them.
     """
+    if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not _is_functorch_tensor(tensor):
+        return (tensor,)  # the usual case
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         held = (getattr(tensor, name) for name in names)  # a DTensor lists its mesh too
-        return [inner for part in held if isinstance(part, Tensor) for inner in inner_tensors(part)]
+        return [inner for part in held if isinstance(part, Tensor) for inner in parts_of(part)]
     if tensor.layout is not torch.strided:
         parts = {
             torch.sparse_coo: ("_indices", "_values"),
             torch.sparse_csr: ("crow_indices", "col_indices", "values"),
         }.get(tensor.layout, ())
         with disable_modes():
-            return [part for name in parts for part in inner_tensors(getattr(tensor, name)())]
+            return [part for name in parts for part in parts_of(getattr(tensor, name)())]
     while _is_functorch_tensor(tensor):
         tensor = _unwrapped(tensor)
-    return [tensor]
-
-
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """Return `inner_tensors`, with a fast path for plain tensors. Obsolete likewise."""
-    if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not _is_functorch_tensor(tensor):
-        return (tensor,)
-    return inner_tensors(tensor)
-
-
-class StorageUses:
-    """Counts the tensors that share a storage, through a weak reference. Obsolete with a public use count."""
-
-    __slots__ = ("_reference", "id")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = _StorageWeakRef(storage)
-        self.id: int = self._reference.cdata
-
-    def count(self) -> int:
-        return 0 if self._reference.expired() else _num_uses(self.id) - _uses_by_python()
+    return (tensor,)
 
 
 @functools.cache
@@ -181,7 +160,7 @@ def _uses_by_python() -> int:
     """Return what a storage's Python object adds to its use count, which differs between versions of torch."""
     with disable_modes():
         tensor = torch.empty(1)
-        return _num_uses(_StorageWeakRef(tensor.untyped_storage()).cdata) - 1
+        return _num_uses(StorageReference(tensor).id) - 1
 
 
 _LAZY = "no tensor can stand for logits that are not computed yet, as split=True needs"

@@ -176,7 +176,7 @@ class Counting:
 
     def pack(self, tensor: Tensor) -> KeptHere | KeptInStore:
         move = self._numbered.get(self._num_saves)
-        self._num_saves += _compat.num_storages(tensor)
+        self._num_saves += len(_compat.storages_of(tensor))
         return KeptHere(tensor) if move is None else self._moves.keep(tensor, move)
 
 

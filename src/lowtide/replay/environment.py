@@ -204,7 +204,7 @@ def _generators(devices: Iterable[torch.device], generators: Sequence[torch.Gene
             found = _default_generators(frozenset({0}))
         else:
             indices = {device.index for device in devices if device.type != "cpu"}
-            found = _default_generators(frozenset(indices | {_compat.current_device_index()}))
+            found = _default_generators(frozenset(indices | {torch.accelerator.current_device_index()}))
     return (*found, *generators) if generators else found
 
 

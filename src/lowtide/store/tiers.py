@@ -219,7 +219,7 @@ class StorageTiers:
         self._settle()
         flat = unit.decode(self._prefetch.receive(unit, self) if unit.parts is None else unit.parts)
         if unit.encoded is not None:
-            _compat.reset_version(flat)  # decoding wrote to it, which is not a change of the value
+            _compat.set_version(flat, 0)  # decoding wrote to it, which is not a change of the value
         self._prefetch.fetch_ahead(unit, self)
         return flat
 

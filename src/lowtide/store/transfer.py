@@ -229,7 +229,7 @@ class PlainMover(Mover):
     def to_host(self, parts: Parts, ready: Any) -> HostCopy:
         copies = tuple(part.clone() for part in parts)
         for copy in copies:
-            _compat.reset_version(copy)
+            _compat.set_version(copy, 0)
         return _PlainCopy(copies)
 
     @staticmethod
@@ -333,7 +333,7 @@ class AcceleratorMover(Mover):
             for target, source in _pair(parts, extents, self.pool):
                 target.copy_(source, non_blocking=True)
         for part in parts:
-            _compat.reset_version(part)  # the copy is not a change of the value
+            _compat.set_version(part, 0)  # the copy is not a change of the value
         return _Arriving(self, parts, consumer, self._recorded(into))
 
     def _wait_for(self, other: Any, stream: Any) -> None:

@@ -376,7 +376,7 @@ def _parts_of(node: fx.Node) -> Iterator[int | None]:
 
 
 def _bytes(value: Any) -> int:
-    return _compat.hinted_numel(value) * value.element_size()
+    return int(_compat.hint(value.numel()) or 0) * value.element_size()
 
 
 def _flat(item: Any) -> Iterator[Any]:

@@ -111,7 +111,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
     # Values.
     def add_existing(self, tensor: Tensor, kind: str, name: str) -> None:
         """Register a tensor that exists before the step."""
-        for part in _compat.inner_tensors(tensor):
+        for part in _compat.parts_of(tensor):
             self._value_of(part, kind, name, born=-1)
 
     def _value_of(self, tensor: Tensor, kind: str, name: str, born: int) -> int:
@@ -121,12 +121,12 @@ class Recorder(_compat.UnwrappedDispatchMode):
         storage = tensor.untyped_storage()
         is_here = tensor.device == self.device
         size = -(-storage.nbytes() // self.block_bytes) * self.block_bytes if is_here else 0
-        uses = _compat.StorageUses(storage)
-        value = RawValue(size, kind if is_here else "elsewhere", name, born, uses)
+        reference = _compat.StorageReference(tensor)
+        value = RawValue(size, kind if is_here else "elsewhere", name, born, reference)
         value.is_settled = not (tensor.is_floating_point() or tensor.is_complex())
         index = len(self.values)
         self.values.append(value)
-        self._by_storage[uses.id] = index
+        self._by_storage[reference.id] = index
         if born >= 0:
             self._polled[index] = value
         return index
@@ -153,9 +153,9 @@ class Recorder(_compat.UnwrappedDispatchMode):
         Ops that use them read a parameter of no bytes; the bytes are a value of their own, which no plan changes.
         """
         for tensor in tensors:
-            uses = _compat.StorageUses(tensor.untyped_storage())
-            self._by_storage[uses.id] = len(self.values)
-            self.values.append(RawValue(0, "parameter", name, -1, uses))
+            reference = _compat.StorageReference(tensor)
+            self._by_storage[reference.id] = len(self.values)
+            self.values.append(RawValue(0, "parameter", name, -1, reference))
         group = _Gathered(tensors, name)
         self._gathered.append(group)
         if size := group.num_bytes(self.block_bytes):
@@ -183,7 +183,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
         gone = [
             index
             for index, value in self._polled.items()
-            if value.uses is not None and value.uses.count() <= value.num_aliases
+            if value.storage is not None and value.storage.num_uses() <= value.num_aliases
         ]
         for index in gone:
             value = self._polled.pop(index)
@@ -194,14 +194,14 @@ class Recorder(_compat.UnwrappedDispatchMode):
     def _find_used(self, position: int) -> None:
         for index in list(self._in_use):
             value = self.values[index]
-            if value.uses is None or value.uses.count() <= value.num_saved:
+            if value.storage is None or value.storage.num_uses() <= value.num_saved:
                 for save in self._in_use.pop(index):
                     save.used = position if save.used < 0 else save.used
 
     def _forget(self, value: RawValue) -> None:
-        if value.uses is not None:
-            self._by_storage.pop(value.uses.id, None)
-            value.uses = None
+        if value.storage is not None:
+            self._by_storage.pop(value.storage.id, None)
+            value.storage = None
 
     # Ops.
 
@@ -512,9 +512,8 @@ class Recorder(_compat.UnwrappedDispatchMode):
 
     def survivors(self) -> list[str]:
         """Return the ops whose outputs are still referenced after the step."""
-        return [
-            value.name for value in self.values if value.born >= 0 and value.uses is not None and value.uses.count()
-        ]
+        made = (value for value in self.values if value.born >= 0)
+        return [value.name for value in made if value.storage is not None and value.storage.num_uses()]
 
     def finish(self) -> None:
         """End the recording: values and saves that are still alive live until the end of the step."""

@@ -572,7 +572,7 @@ def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measu
             part.untyped_storage().nbytes()
             for state in optimizer.state.values()
             for tensor in tensors_in(state)
-            for part in _compat.inner_tensors(tensor)
+            for part in _compat.parts_of(tensor)
             if part.device == setting.device
         )
     others = torch.accelerator.memory_allocated(setting.device) - known

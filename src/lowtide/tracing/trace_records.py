@@ -87,7 +87,7 @@ class RawValue:
     kind: str
     name: str
     born: int
-    uses: _compat.StorageUses | None
+    storage: _compat.StorageReference | None
     dropped: int = -1
     num_aliases: int = 0
     num_saved: int = 0

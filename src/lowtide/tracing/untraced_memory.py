@@ -70,7 +70,7 @@ def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer has a parameter of the model, or one that shares its storage (a flattened one)."""
 
     def memory_of(parameters: Iterable[Tensor]) -> set[int]:
-        return {_compat.storage_id(part) for parameter in parameters for part in _compat.inner_tensors(parameter)}
+        return {_compat.storage_id(part) for parameter in parameters for part in _compat.parts_of(parameter)}
 
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return not given or not memory_of(given).isdisjoint(memory_of(model.parameters()))
@@ -135,7 +135,7 @@ class _MetaCopies:
         copy = object.__new__(type(optimizer))
         own = vars(copy)
         for name, item in vars(optimizer).items():
-            if _compat.holds_hooks(name):
+            if name.endswith("_hooks"):
                 own[name] = OrderedDict()
             elif name == "state":
                 own[name] = defaultdict(dict)
@@ -180,7 +180,7 @@ class _MetaCopies:
                 self._tensors[id(tensor)] = tensor.clone()  # a step counter: its value is read
             else:
                 # Of a DTensor the shard: optimizers work on it element by element, with a state of its size.
-                held = _compat.inner_tensors(tensor)[0] if _compat.is_sharded(tensor) else tensor
+                held = _compat.parts_of(tensor)[0] if _compat.is_sharded(tensor) else tensor
                 bare = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=_META)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 self._tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
@@ -246,7 +246,7 @@ def _bytes_of(states: Any, block_bytes: int) -> int:
         for item in state.values() if isinstance(state, dict) else ():
             for tensor in item if isinstance(item, list | tuple) else [item]:
                 if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-                    for part in _compat.inner_tensors(tensor):
+                    for part in _compat.parts_of(tensor):
                         size = part.untyped_storage().nbytes()
                         sizes[_compat.storage_id(part)] = -(-size // block_bytes) * block_bytes
     return sum(sizes.values())
