@@ -7,7 +7,8 @@ call nested accordingly, in the forward and in every replay. Policies and plans 
 
 A handle may be switched off, removed or given another plan between a forward and its replays. A replay with other
 regions would save other tensors, so each forward has a `ForwardRun` with the decisions it started with and the number
-of calls so far, and `CallPart` keeps them for the replays.
+of calls so far, and `CallPart` keeps them for the replays. Where a step calls a module several times itself,
+`StepForwards` says which of these forwards one is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,8 +32,10 @@ from lowtide.plans.step_plan import Plan
 from lowtide.replay import index_choices as choices
 from lowtide.replay import region as replay
 from lowtide.replay import segment_replay as segments
+from lowtide.replay.arguments import tensors_in
 from lowtide.replay.retained import RetainedCall, RetainedOps
 from lowtide.replay.segment_replay import OpenSegment
+from lowtide.split.lazy_logits import first_in_backward
 from lowtide.split.split_forward import SplitForward
 
 
@@ -141,8 +145,8 @@ class Decisions:
     regions: dict[str, dict[int, Levels]] = field(default_factory=dict)
     moves: Moves | None = None
     splits: dict[str, SplitForward] = field(default_factory=dict)  # modules that run in parts, by path
-    forwards: tuple[int, ...] = ()  # `Plan.forwards`
-    calls_per_forward: dict[str, int] = field(default_factory=dict)  # by path, if the step has several forwards
+    # `Plan.forwards` by path: for each forward of that module the numbers from which calls in it are counted.
+    forwards: dict[str, list[dict[str, int]]] = field(default_factory=dict)
 
     def levels(self, path: str, nth: int) -> Levels:
         calls = self.regions.get(path)
@@ -162,13 +166,70 @@ class Decisions:
 NO_DECISIONS = Decisions()
 
 
+class StepForwards:
+    """The forwards of modules that the step calls several times itself, since the step began.
+
+    They are numbered by path. A forward whose graph is dropped before the next one begins does not count, such as one
+    of an evaluation or of a step that failed. When the backward reaches one of them, the step `is_over`: forwards after
+    that belong to another step.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.num_forwards: dict[str, int] = {}
+        self._recorded: list[tuple[str, weakref.ref[RecordedForward]]] = []
+
+    def next_number(self, path: str) -> int:
+        while not self.is_over and self._recorded and self._recorded[-1][1]() is None:
+            self.num_forwards[self._recorded.pop()[0]] -= 1
+        return self.num_forwards.get(path, 0)
+
+    def lacks(self, forwards: dict[str, list[dict[str, int]]]) -> str | None:
+        """Say which of the planned `forwards` this step did not run before its backward; None if it ran all."""
+        for path, planned in forwards.items():
+            number = self.num_forwards.get(path, 0)
+            if number < len(planned) > 1:
+                return f"a step called {path or 'the model'} {number} times, not {len(planned)} times"
+        return None
+
+    def begin(self, path: str) -> RecordedForward:
+        forward = RecordedForward(self)
+        self.num_forwards[path] = self.num_forwards.get(path, 0) + 1
+        self._recorded.append((path, weakref.ref(forward)))
+        return forward
+
+
+class RecordedForward:
+    """One of `StepForwards`. It lives as long as the graph does, as a hook of the nodes that made module outputs."""
+
+    hidden_from_replay = True
+
+    def __init__(self, step: StepForwards) -> None:
+        self._step = step
+        self.has_hooks = False
+
+    def watch(self, output: Any) -> None:
+        """Call with the outputs of modules in this forward."""
+        for tensor in (source for each in tensors_in(output) for source in first_in_backward(each)):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self)
+                self.has_hooks = True
+
+    @_compat.disable_dynamo
+    def __call__(self, gradients: Any) -> None:
+        if not torch.is_grad_enabled():  # else a gradient is computed in the forward, as for a penalty
+            self._step.is_over = True
+
+
 class ForwardRun:
     """State of one forward of the model, or of one replay of a part of it.
 
     `decisions` are those in force when it began. `counts` has the calls of each module so far; None outside of the
-    model's forward. `checkpoint` is the innermost checkpoint entered by this engine; one inside of it is the user's.
+    step's forwards. `checkpoint` is the innermost checkpoint entered by this engine; one inside of it is the user's.
     `opens` are the segments begun so far, by number, and `within` the numbers of those that the current call is part
-    of.
+    of. `recorded` is this forward among several of the step.
     """
 
     hidden_from_replay = True
@@ -180,9 +241,10 @@ class ForwardRun:
         checkpoint: Any = None,
         opens: dict[int, OpenSegment] | None = None,
         within: frozenset[int] = frozenset(),
+        recorded: RecordedForward | None = None,
     ) -> None:
         self.decisions, self.counts, self.checkpoint = decisions, counts, checkpoint
-        self.opens, self.within = {} if opens is None else opens, within
+        self.opens, self.within, self.recorded = {} if opens is None else opens, within, recorded
 
     def segment(self, number: int) -> OpenSegment:
         """The open segment with this number, made if need be. Each of its replays has a new `ForwardRun`."""
@@ -196,7 +258,7 @@ class ForwardRun:
         return inner is not None and inner is not self.checkpoint
 
     def count(self, path: str) -> int:
-        """Count a call of a module and return its number, from 0. Outside of the model's forward it is always 0."""
+        """Count a call of a module and return its number, from 0. Outside of the step's forwards it is always 0."""
         if self.counts is None:
             return 0
         nth = self.counts.get(path, 0)
@@ -205,7 +267,8 @@ class ForwardRun:
 
     def inside(self, within: frozenset[int]) -> ForwardRun:
         """This run for code inside the checkpoint that was just entered, as part of the segments `within`."""
-        return ForwardRun(self.decisions, self.counts, _compat.checkpoint_in_force(), self.opens, within)
+        checkpoint = _compat.checkpoint_in_force()
+        return ForwardRun(self.decisions, self.counts, checkpoint, self.opens, within, self.recorded)
 
     def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
         """Calls of these modules so far: where a replay of the current call starts counting."""
@@ -217,11 +280,15 @@ def _new_run(decisions: Decisions, is_counted: bool) -> ForwardRun:
 
 
 class CurrentRun(threading.local):
-    """The run of the current thread. Policies do not patch the model itself, and use `base` outside of any run."""
+    """The run of the current thread. Policies do not patch the model itself, and use `base` outside of any run.
+
+    `base` also has the open segments that forwards of one step share, and `step` numbers these forwards.
+    """
 
     def __init__(self, decisions: Decisions = NO_DECISIONS) -> None:
         self.run: ForwardRun | None = None
         self.base = ForwardRun(decisions)
+        self.step = StepForwards()
 
 
 class ReappliedPatches:

@@ -165,6 +165,7 @@ class Stepper:
     def _step(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], undo: StepUndo) -> Tensor:
         """Forward and backward. If one of them fails on any rank, it raises on all before the next collective."""
         ranks, self._in_backward = self._handle.ranks, False
+        self._handle.begin_step()
         with ranks.together("forward"):
             loss = loss_fn(*args)
             if not isinstance(loss, Tensor):

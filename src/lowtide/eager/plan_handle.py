@@ -1,9 +1,10 @@
 """Carries out a plan on a live model. `AppliedPlan` is the handle that `fit` and `apply(model, plan)` return.
 
 A plan recomputes single calls of modules, retains op outputs inside them and moves values to host memory or disk. The
-handle patches every module that the plan names, and the model itself to see where a forward begins. A module that is
-called several times in a step has one decision per call: calls are counted from the start of the model's forward, and a
-replay counts on from the call that it replays (`eager.calls`).
+handle patches every module that the plan names, and those that the step calls itself (`Plan.forwards`; mostly the model
+alone) to see where a forward begins. A module that is called several times in a step has one decision per call: each
+forward counts calls from where the one before it in the step ended, and a replay counts on from the call that it
+replays (`eager.calls`).
 
 Op outputs that a region retains are given by op position. If other ops run than planned, as in evaluation, the region
 retains other outputs or none; results stay the same.
@@ -12,6 +13,7 @@ retains other outputs or none; results stay the same.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +32,7 @@ from lowtide.eager.calls import (
     PatchedModule,
     ReappliedPatches,
     RegionLock,
+    StepForwards,
     levels_of,
     set_inner_paths,
 )
@@ -50,6 +53,9 @@ from lowtide.store.activation_store import ActivationStore
 if TYPE_CHECKING:
     from lowtide.plans.step_plan import Frontier
     from lowtide.reports.report_text import Report
+
+
+logger = logging.getLogger("lowtide")
 
 
 class Refits(Protocol):
@@ -78,7 +84,7 @@ class AppliedPlan(Applied):
         self.ranks = ALONE  # from `fit`: the ranks that have the same plan, and decide together
         self._all_moves: list[Moves] = []  # of every plan so far
         self._split_forwards: dict[Split, SplitForward] = {}  # likewise
-        self._next_forward = 0  # the number of the model's next forward in its step
+        self._has_said = False  # that forwards could not be numbered
         try:
             self.decisions = self.take_in(plan)
         except BaseException:
@@ -108,7 +114,10 @@ class AppliedPlan(Applied):
         check_splits(self.model, plan.splits)
         splits = {split.path: self._split_forwards.setdefault(split, SplitForward(split)) for split in plan.splits}
         paths = dict.fromkeys([*regions, *splits, *plan.choosers, *counted_paths(plan, self.model)])
-        for path in {"": None, **paths} if paths else {}:  # the model itself, to see where a forward begins
+        forwards: dict[str, list[dict[str, int]]] = {}
+        for forward in plan.forwards:
+            forwards.setdefault(forward.path, []).append(dict(forward.before))
+        for path in dict.fromkeys(["", *forwards, *paths]) if paths else {}:  # also to see where a forward begins
             if path not in known:
                 known[path] = self._patched(path, modules[path])
             known[path].recomputed |= path in regions
@@ -117,8 +126,7 @@ class AppliedPlan(Applied):
         for patched in known.values():
             patched.has_index_choices = patched.chooses or any(known[path].chooses for path in patched.inner_paths)
         self._all_moves += [] if moves is None else [moves]
-        per_forward = {each.path: each.num_calls // len(plan.forwards) for each in plan.modules if plan.forwards}
-        return Decisions(regions, moves, splits, plan.forwards, per_forward)
+        return Decisions(regions, moves, splits, forwards)
 
     def _patched(self, path: str, module: nn.Module) -> PatchedModule:
         patched = PatchedModule(path, module)
@@ -223,62 +231,93 @@ class AppliedPlan(Applied):
         forward = region.plain_forward(module)
         if torch.compiler.is_compiling():
             return self._run_compiled(region, forward, args, kwargs)
-        if not self.enabled and self._thread.run is None:  # replays follow their forward
-            if self.watch is not None and not region.name:
+        run = self._thread.run
+        if run is not None and region.name:
+            return self._run_eagerly(run, region, module, forward, args, kwargs)
+        if not self.enabled and run is None:  # replays follow their forward
+            if self.watch is not None:
                 self.watch.forward_without_plan()
             return forward(*args, **kwargs)
-        if region.name:
-            return self._run_eagerly(region, module, forward, args, kwargs)
-        if self.watch is not None and self.enabled and torch.is_grad_enabled():
-            self.watch.forward_begins()
-        decisions = self._decisions_for(args, kwargs)
-        run = ForwardRun(decisions, self._counts_before(decisions), _compat.checkpoint_in_force())
+        decisions = self._decisions_for(region.name, args, kwargs)
+        run, before = self._begin_forward(region.name, decisions), _compat.sequence_number()
         try:
-            output = self._run_in(run, self._run_eagerly, (region, module, forward, args, kwargs), {})
+            output = self._run_in(run, self._run_eagerly, (run, region, module, forward, args, kwargs), {})
         except BaseException:
-            self._next_forward = 0
+            self.begin_step()
             raise
-        if run.decisions.moves is not None:
-            run.decisions.moves.end_of_forward(output)
+        if run.recorded is not None and not run.recorded.has_hooks and _compat.sequence_number() != before:
+            self._say_once(f"no tensors with gradients are found in what {region.name or 'the model'} returns")
+        if decisions.moves is not None:
+            decisions.moves.end_of_forward(output)
         return output
 
-    def _decisions_for(self, args: Any, kwargs: dict[str, Any]) -> Decisions:
-        """The decisions for the model's input shapes. Inputs larger than any plan covers are planned for here."""
+    def begin_step(self) -> None:
+        """Count forwards that the step calls itself from here on, as at the start of a step."""
+        self._thread.step = StepForwards()
+
+    def _decisions_for(self, path: str, args: Any, kwargs: dict[str, Any]) -> Decisions:
+        """The decisions for a forward. Model inputs that are larger than any plan covers are planned for here."""
         if not self.enabled:
             return NO_DECISIONS
-        return self.shapes.decisions_for(args, kwargs) if torch.is_grad_enabled() else self.decisions
+        if not torch.is_grad_enabled():
+            return self.decisions
+        if self.watch is not None and path == next(iter(self.decisions.forwards), ""):
+            self.watch.forward_begins()
+        return self.decisions if path else self.shapes.decisions_for(args, kwargs)
 
-    def _counts_before(self, decisions: Decisions) -> dict[str, int]:
-        """The calls of each module in earlier forwards of the same step: where the forward that begins counts from.
+    def _begin_forward(self, path: str, decisions: Decisions) -> ForwardRun:
+        """The run for a forward that the step calls itself, with the counts that the plan has for it."""
+        starts, checkpoint = decisions.forwards.get(path), _compat.checkpoint_in_force()
+        if starts is None and not path:
+            return ForwardRun(decisions, {}, checkpoint)
+        if starts is None:
+            if any(decisions.regions.get(path, ())):
+                self._say_once(f"{path} is called by the step itself, which was not so in the step planned for")
+            return ForwardRun(decisions)
+        if self._thread.base.decisions is not decisions:
+            self._thread.base = ForwardRun(decisions)
+        opens, step = self._thread.base.opens, self._thread.step
+        if len(starts) == 1 or not torch.is_grad_enabled():
+            return ForwardRun(decisions, dict(starts[0]), checkpoint, opens)
+        # A replay of the user's own checkpoint does not tell which forward it repeats: `_anywhere` is for these.
+        if _compat.running_node() is not None:
+            return ForwardRun(decisions)
+        number = step.next_number(path)
+        if step.is_over or number == len(starts):
+            if step.is_over and (lack := step.lacks(decisions.forwards)) is not None:
+                self._say_once(lack)
+            self.begin_step()
+            number = 0
+        return ForwardRun(decisions, dict(starts[number]), None, opens, recorded=self._thread.step.begin(path))
 
-        A forward is recognised by its place in the step and by whether gradients are recorded: one of an evaluation is
-        not taken for a forward of the step. A replay ends the step's forwards, so that counting starts anew after it.
-        """
-        forwards, is_recorded = decisions.forwards, torch.is_grad_enabled()
-        if is_recorded not in forwards:
-            return {}
-        number = self._next_forward
-        if number >= len(forwards) or forwards[number] != is_recorded:
-            number = forwards.index(is_recorded)
-        self._next_forward = (number + 1) % len(forwards)
-        return {path: number * num_calls for path, num_calls in decisions.calls_per_forward.items()}
-
-    def _replay_part(self, *args: Any, **kwargs: Any) -> Any:
-        self._next_forward = 0
-        return super()._replay_part(*args, **kwargs)
+    def _say_once(self, what: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "%s: what the plan says of one call may be done in another, and peaks and times may differ from those "
+                "predicted. Plan for a loss_fn that runs the whole step",
+                what,
+            )
 
     def _run_eagerly(
-        self, region: PatchedModule, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        run: ForwardRun,
+        region: PatchedModule,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
-        run = self._thread.run or ForwardRun(self.decisions if self.enabled else NO_DECISIONS)
         nth, moves = run.count(region.name), run.decisions.moves
-        if moves is None:
-            return self._run_nth(run, region, module, nth, forward, args, kwargs)
-        caller = moves.set_aside()
+        caller = None if moves is None else moves.set_aside()
         try:
-            return self._run_nth(run, region, module, nth, forward, args, kwargs)
+            output = self._run_nth(run, region, module, nth, forward, args, kwargs)
         finally:
-            moves.resume(caller)
+            if moves is not None:
+                moves.resume(caller)
+        if run.recorded is not None:
+            run.recorded.watch(output)
+        return output
 
     def _run_nth(
         self,
@@ -328,7 +367,6 @@ class AppliedPlan(Applied):
     def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replay a call that had no patched modules inside. Modules patched by later plans run plainly."""
         region.num_replays += 1
-        self._next_forward = 0
         if not region.inner_paths:
             return region.plain_forward(module)(*args, **kwargs)
         return self._run_in(ForwardRun(NO_DECISIONS).inside(frozenset()), region.plain_forward(module), args, kwargs)

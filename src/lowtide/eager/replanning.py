@@ -55,9 +55,8 @@ def matching_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The model's modules by path. Raises `PlanError` with what differs if the plan was made for another model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     recomputed = [path for region in plan.regions for path in region.paths]
-    paths = dict.fromkeys(
-        recomputed + [move.path for move in plan.moves] + list(plan.choosers) + [each.path for each in plan.splits]
-    )
+    named = [*(each.path for each in plan.moves), *plan.choosers, *(each.path for each in plan.splits)]
+    paths = dict.fromkeys([*recomputed, *named, *(each.path for each in plan.forwards)])
     missing = [path for path in paths if path not in modules]
     if missing:
         raise PlanError(
@@ -451,7 +450,7 @@ class Planner:
         self._model, self._optimizer = model, optimizer
         self._correction_bytes = correction_bytes
         self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
-        self._num_calls = max(1, len(base.calls_by_path.get("", ())))  # of the model, in a step
+        self._num_forwards = max(1, sum(not forward.path for forward in base.forwards))  # of the model, in a step
 
     def for_inputs(
         self, target: Shapes, seen: Shapes, args: Any, kwargs: dict[str, Any]
@@ -501,7 +500,7 @@ class Planner:
 
         def loss_fn(args: Any, kwargs: dict[str, Any]) -> Tensor:
             with _uncached_autocast(next(model.parameters()).device.type):
-                losses = [output_sum_loss(model(*args, **kwargs)) for _ in range(self._num_calls)]
+                losses = [output_sum_loss(model(*args, **kwargs)) for _ in range(self._num_forwards)]
                 return sum(losses[1:], losses[0])
 
         # Largest shapes: of outputs whose size depends on values, such as `x[mask]`.

@@ -161,6 +161,17 @@ class Split:
             raise GraphError(f"{self.path} is to run in {self.num_parts} parts: a split has at least one")
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A call of a module by the step itself, outside of all other modules, that autograd records.
+
+    `before` has the modules called in it that the step called earlier, with the numbers of those earlier calls.
+    """
+
+    path: str
+    before: tuple[tuple[str, int], ...] = ()
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The device that times are for: peak speeds, and what the eager engine costs its host.
@@ -276,18 +287,31 @@ class StepGraph:
     @cached_property
     def reaches_model(self) -> int:
         """The position at which the backward reaches the model, after the backward of the loss function."""
-        spans = [(call.first, call.end) for call in self.calls if not call.path]
+        spans = [(self.calls[call].first, self.calls[call].end) for call in self._forward_calls]
         own = (at for at, op in enumerate(self.ops) if any(first <= op.forward_op < end for first, end in spans))
         return next(own, self.num_forward)
 
     @cached_property
-    def forwards(self) -> tuple[int, ...]:
-        """For each call of the model itself, 1 if autograd saved tensors in it and 0 if not, as under `no_grad`."""
-        outermost = list(range(len(self.calls)))
+    def forwards(self) -> tuple[Forward, ...]:
+        """The calls that the step makes itself, of the model or of modules in it, with tensors that autograd saved."""
+        return tuple(
+            Forward(self.calls[call].path, tuple((path, nth) for path, nth in first_nths.items() if nth))
+            for call, first_nths in self._forward_calls.items()
+        )
+
+    @cached_property
+    def _forward_calls(self) -> dict[int, dict[str, int]]:
+        """The calls of `forwards`, with the number of the first call of each module in them."""
+        outermost: list[int] = []
         for index, call in enumerate(self.calls):
-            outermost[index] = outermost[call.parent] if call.parent >= 0 else index
-        recorded = {outermost[save.call] for save in self.saves if save.call >= 0}
-        return tuple(int(call in recorded) for call in self.calls_by_path.get("", ()) if outermost[call] == call)
+            above = outermost[call.parent] if call.parent >= 0 else -1
+            outermost.append(index if above < 0 and not call.path.startswith("<") else above)
+        recorded = {outermost[save.call] for save in self.saves if save.call >= 0} - {-1}
+        found: dict[int, dict[str, int]] = {call: {} for call in sorted(recorded)}
+        for index, call in enumerate(self.calls):
+            if outermost[index] in found:
+                found[outermost[index]].setdefault(call.path, self.nths[index])
+        return found
 
     @cached_property
     def nths(self) -> list[int]:

@@ -21,7 +21,7 @@ from lowtide.graph.graph_json import (
     encode,
     parse_json,
 )
-from lowtide.graph.step_graph import Split
+from lowtide.graph.step_graph import Forward, Split
 from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
 
 FORMAT = "lowtide plan"
@@ -30,6 +30,7 @@ _RECORDS: dict[str, type[Any]] = {
     "regions": Recompute,
     "moves": Move,
     "modules": PlannedModule,
+    "forwards": Forward,
     "rows": ValueRow,
     "splits": Split,
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import GraphError, PlanError
 from lowtide.graph.codec_costs import CODEC_COSTS, LOSSLESS, EncodedForm, encoded_form
 from lowtide.graph.segments import SegmentedGraph, has_gaps, members_of, segment_name, with_segments
-from lowtide.graph.step_graph import UNKNOWN_HARDWARE, Hardware, Split, StepGraph
+from lowtide.graph.step_graph import UNKNOWN_HARDWARE, Forward, Hardware, Split, StepGraph
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -188,8 +188,8 @@ class Plan:
       runs so; gradients may differ from the plain step's in the last bits.
     - `choosers` are modules inside regions with ops that compute indices from floating-point numbers, such as routers,
       or that reduce or exchange tensors between ranks; the results of the forward are kept for the replay.
-    - `forwards` has an entry for each call of the model if the step calls it more than once: 1 if autograd records that
-      call, 0 if not, as under `no_grad`. Calls of modules are counted through all of them.
+    - `forwards` are the calls that the step makes itself, if these are not one call of the model: several, or calls of
+      modules in it (`model.encoder(x)`). Calls of modules are counted through all of them.
     - `rows` list every saved value with its action.
 
     >>> import lowtide
@@ -217,7 +217,7 @@ class Plan:
     choosers: tuple[str, ...] = ()
     modules: tuple[PlannedModule, ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
-    forwards: tuple[int, ...] = ()
+    forwards: tuple[Forward, ...] = ()
     rows: tuple[ValueRow, ...] = ()
     splits: tuple[Split, ...] = ()
     measured_peak_bytes: int | None = field(default=None, compare=False)

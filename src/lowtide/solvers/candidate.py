@@ -18,7 +18,7 @@ import numpy as np
 
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph.segments import Span
-from lowtide.graph.step_graph import StepGraph
+from lowtide.graph.step_graph import Forward, StepGraph
 from lowtide.plans.plan_text import rows_of
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.simulator.timeline import Timeline
@@ -120,6 +120,7 @@ class Effort:
 
 def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int, lower_bound_s: float) -> Plan:
     """The plan of a timeline, with its budget, predictions, lower bound and the facts of the graph filled in."""
+    modules = _modules(graph, timeline.plan)
     plan = replace(
         timeline.plan,
         splits=graph.splits,
@@ -137,8 +138,8 @@ def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budg
         versions=graph.versions,
         graph=graph,
         choosers=_index_choosing_modules(graph, timeline.plan),
-        modules=_modules(graph, timeline.plan),
-        forwards=graph.forwards if len(graph.forwards) > 1 else (),
+        modules=modules,
+        forwards=_forwards(graph, {module.path for module in modules}),
     )
     return replace(plan, rows=rows_of(graph, plan))
 
@@ -148,6 +149,14 @@ def _modules(graph: StepGraph, plan: Plan) -> tuple[PlannedModule, ...]:
     paths = dict.fromkeys([*recomputed, *(move.path for move in plan.moves), *(split.path for split in graph.splits)])
     calls = {path: graph.calls_by_path[path] for path in paths if path in graph.calls_by_path}
     return tuple(PlannedModule(path, graph.calls[numbers[0]].kind, len(numbers)) for path, numbers in calls.items())
+
+
+def _forwards(graph: StepGraph, paths: set[str]) -> tuple[Forward, ...]:
+    """The calls that the step makes itself, with the counts of these modules; none if that is one call of the model."""
+    forwards = tuple(
+        Forward(each.path, tuple((path, nth) for path, nth in each.before if path in paths)) for each in graph.forwards
+    )
+    return () if forwards == (Forward(""),) else forwards
 
 
 def _index_choosing_modules(graph: StepGraph, plan: Plan) -> tuple[str, ...]:
