@@ -67,8 +67,7 @@ class ModuleStacks:
     def _close_to(self, depth: int, op: int) -> None:
         while len(self._open) > depth:
             _, call = self._open.pop()
-            opened = self.calls[call]
-            self.calls[call] = Call(opened.path, opened.kind, opened.parent, opened.first, op, (), ())
+            self.calls[call] = replace(self.calls[call], end=op)
 
 
 # These return views, but their schemas do not say so.
@@ -196,7 +195,7 @@ class _Reader:
         if node.target is operator.getitem:
             self._share(node, (node.args[0], node.args[1]))
             return
-        if not any(True for _ in _tensor_values(node)):
+        if not _tensors_of(node):
             return  # sizes, assertions
         flags = self._flags_of(node, is_forward)
         if "view" in flags:
@@ -208,7 +207,7 @@ class _Reader:
         index = len(self._ops)
         parts = tuple(user for user in node.users if user.target is operator.getitem)
         inputs = tuple(dict.fromkeys(self._values_read(node)))
-        outputs = tuple(self._new_value(node, part, index, "activation") for part in _parts_of(node))
+        outputs = tuple(self._new_value(node, part, index, "activation") for part in _tensors_of(node))
         name, flops = str(node.target), _compat.node_flops(node)
         if not is_own_kernel(name, flops, flags):
             flags = (*flags, "fused")
@@ -256,10 +255,9 @@ class _Reader:
                 yield from (value for (owner, _), value in self._value_of.items() if owner is each)
 
     def _new_value(self, node: fx.Node, part: int | None, born: int, kind: str) -> int:
-        value = _compat.value_of(node)
-        value = value if part is None else value[part]
         self._value_of[node, part] = len(self._values)
-        self._values.append(Value(_bytes(value), kind, str(node.target) if born >= 0 else node.name, born, born + 1))
+        size, name = _bytes(_tensors_of(node)[part]), str(node.target) if born >= 0 else node.name
+        self._values.append(Value(size, kind, name, born, born + 1))
         return len(self._values) - 1
 
     # Lifetimes and costs.
@@ -285,8 +283,8 @@ class _Reader:
             if "fused" in op.flags:
                 moved = sum(self._values[value].bytes for value in touched if not is_inline[value])
             else:
-                moved = sum(_bytes(value) for each in (*node.all_input_nodes, node) for value in _tensor_values(each))
-            dtype = next((value.dtype for value in _tensor_values(node)), None)
+                moved = sum(sum(map(_bytes, _tensors_of(each).values())) for each in (*node.all_input_nodes, node))
+            dtype = next((value.dtype for value in _tensors_of(node).values()), None)
             seconds = self._seconds_of(NodeFacts(node, op.flags, op.flops, moved, dtype))
             self._ops[index] = replace(op, seconds=seconds)
 
@@ -357,25 +355,14 @@ def _flags(node: fx.Node) -> tuple[str, ...]:
     return flags
 
 
-def _tensor_values(node: fx.Node) -> Iterator[Any]:
-    """Yield the fake tensors that a node returns."""
+def _tensors_of(node: fx.Node) -> dict[int | None, Tensor]:
+    """Return the fake tensors that a node returns, by their position in a tuple; None for a single one."""
     value = _compat.value_of(node)
-    for item in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(item, Tensor):
-            yield item
+    items: Any = enumerate(value) if isinstance(value, tuple | list) else [(None, value)]
+    return {part: item for part, item in items if isinstance(item, Tensor)}
 
 
-def _parts_of(node: fx.Node) -> Iterator[int | None]:
-    value = _compat.value_of(node)
-    if not isinstance(value, tuple | list):
-        yield None
-        return
-    for index, item in enumerate(value):
-        if isinstance(item, Tensor):
-            yield index
-
-
-def _bytes(value: Any) -> int:
+def _bytes(value: Tensor) -> int:
     return int(_compat.hint(value.numel()) or 0) * value.element_size()
 
 

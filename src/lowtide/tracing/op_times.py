@@ -218,7 +218,7 @@ def clock_for(device: torch.device) -> Clock:
 
 def time_step(loss_fn: Any, args: Any, device: torch.device) -> PlainTimes:
     """Run and time a plain step without a profiler."""
-    clock = clock_for(device) if device.type != "cpu" else Clock()
+    clock = clock_for(device)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     started, marks = time.perf_counter(), [clock.mark()]

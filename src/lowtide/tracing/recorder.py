@@ -521,6 +521,7 @@ class Recorder(_compat.UnwrappedDispatchMode):
         self._is_over = True
         end = len(self.ops)
         for value in self.values:
+            value.item_bytes = value.item_bytes or 0
             if value.dropped < 0 or value.born < 0:
                 value.dropped = end
         for save in self.saves:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -70,30 +70,8 @@ from lowtide.units import format_bytes
 
 def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: Any) -> StepGraph:
     """Convert a finished recording to a graph; `facts` are the remaining fields of `StepGraph`."""
-    values = [
-        Value(v.bytes, v.kind, v.name, v.born, v.dropped, v.item_bytes or 0, v.row_length) for v in recorder.values
-    ]
-    ops = [
-        Op(
-            op.name,
-            op.call,
-            op.seconds,
-            op.flops,
-            op.inputs,
-            op.outputs,
-            op.mutates,
-            op.workspace_bytes,
-            op.flags,
-            op.forward_op,
-            op.host_s,
-        )
-        for op in recorder.ops
-    ]
-    saves = [Save(s.value, s.call, s.made, s.read, s.released, s.used, s.number) for s in recorder.saves]
-    calls = [
-        Call(c.path, c.kind, c.parent, c.first, c.end, c.inputs, c.outputs, changes=c.changes) for c in recorder.calls
-    ]
-    calls = with_structures(ops[: recorder.num_forward], calls, values, saves)
+    ops, values, saves = _frozen(Op, recorder.ops), _frozen(Value, recorder.values), _frozen(Save, recorder.saves)
+    calls = with_structures(ops[: recorder.num_forward], _frozen(Call, recorder.calls), values, saves)
     return StepGraph(
         ops=tuple(with_even_times(ops, calls)),
         num_forward=recorder.num_forward,
@@ -104,6 +82,12 @@ def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: 
         notes=(*dict.fromkeys(recorder.notes), *notes),
         **facts,
     )
+
+
+def _frozen(record: type[Any], raws: Sequence[Any]) -> list[Any]:
+    """Convert records of a recording to those of a graph, which have some of the same fields."""
+    names = [field.name for field in fields(record) if field.name != "structure"]
+    return [record(**{name: getattr(raw, name) for name in names}) for raw in raws]
 
 
 def output_sum_loss(output: Any) -> Tensor:
