@@ -251,9 +251,8 @@ class _Lossless(Codec):
 
     name, is_lossless = "lossless", True
     _INTEGERS = (torch.int64, torch.int32, torch.int16)
-    _WORTH = (
-        0.75  # encode only if the result is at most this share of the bytes, as both directions take a pass over them
-    )
+    # Encode only if the result is at most this share of the bytes, as both directions take a pass over them.
+    _WORTH = 0.75
 
     def _takes(self, flat: Tensor) -> bool:
         return flat.dtype == torch.bool or flat.dtype in self._INTEGERS or flat.is_floating_point()

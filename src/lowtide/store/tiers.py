@@ -17,7 +17,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,24 +36,15 @@ from lowtide.store.storage_units import (
     new_unit,
     source_of,
 )
-from lowtide.store.transfer import AcceleratorMover, Fetched, Mover, Parts, PinnedPool, PlainMover
+from lowtide.store.transfer import AcceleratorMover, Fetched, Mover, Parts, PinnedPool
 from lowtide.units import format_bytes
 
 
-class PrefetchSource(Protocol):
-    """What `Prefetch` needs of `StorageTiers`. Passed to each call, as holding it would be a reference cycle."""
-
-    def bring(self, unit: Unit) -> Fetched:
-        """Start fetching a unit to its device."""
-        ...
-
-    def prefetch_limit(self) -> float:
-        """Bytes that fetched units may hold on the device."""
-        ...
-
-
 class Prefetch:
-    """Units fetched to the device. `bytes` counts those of which not all entries were returned yet."""
+    """Units fetched to the device. `bytes` counts those of which not all entries were returned yet.
+
+    The tiers that it fetches from are passed to each call, as holding them would be a reference cycle.
+    """
 
     def __init__(self) -> None:
         self._on_host: list[Unit] = []  # dict order: the oldest first
@@ -76,19 +66,19 @@ class Prefetch:
         if index < len(self._on_host) and self._on_host[index] is unit:
             del self._on_host[index]
 
-    def receive(self, unit: Unit, origin: PrefetchSource) -> Parts:
+    def receive(self, unit: Unit, tiers: StorageTiers) -> Parts:
         """The unit's parts on its device, fetched now if they were not. The current stream waits for them."""
         if unit.served_in == self._backward:
             self._backward += 1
             self._front = 0
         if unit.fetched is None:
-            if self.bytes >= origin.prefetch_limit():
+            if self.bytes >= tiers.prefetch_limit():
                 self.cancel_all()  # the backward asks in another order
             try:
-                self._fetch(unit, origin)
+                self._fetch(unit, tiers)
             except torch.OutOfMemoryError:
                 self.cancel_all()  # free what was fetched ahead, and try once more
-                self._fetch(unit, origin)
+                self._fetch(unit, tiers)
         assert unit.fetched is not None
         parts = unit.fetched.wait()
         if unit.encoded is None and any(_compat.versions_of(parts)):
@@ -101,22 +91,22 @@ class Prefetch:
             self.cancel(unit)
         return parts
 
-    def fetch_ahead(self, unit: Unit, origin: PrefetchSource) -> None:
+    def fetch_ahead(self, unit: Unit, tiers: StorageTiers) -> None:
         """Start fetching the units put before `unit`, which was just asked for."""
         if unit.mover.is_asynchronous:
-            self.fetch_before(unit.put_at, origin)
+            self.fetch_before(unit.put_at, tiers)
 
-    def fetch_before(self, put_before: int, origin: PrefetchSource) -> None:
+    def fetch_before(self, put_before: int, tiers: StorageTiers) -> None:
         """Start fetching the units put before that time, the latest first, up to the limit."""
         self._front = max(self._front, put_before)
-        limit = origin.prefetch_limit()
+        limit = tiers.prefetch_limit()
         for index in range(bisect_left(self._on_host, self._front, key=_put_at) - 1, -1, -1):
             earlier = self._on_host[index]
             if self.bytes >= limit or (self.bytes and self.bytes + earlier.stored_bytes > limit):
                 return
             if earlier.fetched is None and earlier.served_in != self._backward and earlier.mover.is_asynchronous:
                 try:
-                    self._fetch(earlier, origin)
+                    self._fetch(earlier, tiers)
                 except torch.OutOfMemoryError:
                     return  # fetching ahead is optional
 
@@ -132,8 +122,8 @@ class Prefetch:
             if not unit.num_served:
                 self.cancel(unit)
 
-    def _fetch(self, unit: Unit, origin: PrefetchSource) -> None:
-        unit.fetched = origin.bring(unit)
+    def _fetch(self, unit: Unit, tiers: StorageTiers) -> None:
+        unit.fetched = tiers.bring(unit)
         unit.num_served = 0
         self._in_progress[id(unit)] = unit
         self.bytes += unit.stored_bytes
@@ -405,7 +395,7 @@ class StorageTiers:
         mover = self._movers.get(device)
         if mover is None:
             if device.type == "cpu":
-                mover = PlainMover()
+                mover = Mover()
             else:
                 # One pool per device, as reuse of its memory is ordered by that device's streams.
                 budget = int(self._tiers[HOST].budget_bytes) if HOST in self._tiers else 0
@@ -494,7 +484,7 @@ class StorageTiers:
         else:
             assert unit.file is not None and self._spill_folder is not None
             parts = self._spill_folder.read(unit.file)
-            fetched = PlainMover.here(tuple(part.to(unit.device) for part in parts))
+            fetched = Fetched(tuple(part.to(unit.device) for part in parts))
         self._waited_s += time.perf_counter() - start
         self._moved_up_bytes += unit.nbytes
         return fetched

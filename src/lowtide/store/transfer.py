@@ -1,7 +1,7 @@
 """Copies between device and host memory, and the pool of pinned host memory that they use.
 
 `store.tiers` calls a `Mover` per device: `to_host` starts a copy out and returns a `HostCopy`, whose `fetch` starts the
-copy in. For tensors on the CPU (`PlainMover`) these are plain copies.
+copy in. For tensors on the CPU these are plain copies.
 
 On an accelerator (`AcceleratorMover`) copies overlap with compute, on one stream out and one stream in. Three orderings
 have to hold. Each is a wait of a stream on the device; the host does not wait.
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -163,53 +162,60 @@ Parts = tuple[Tensor, ...]
 _UNREAD_WAITS = 64  # pairs of timing events kept before the oldest are read and reused
 
 
-class HostCopy(ABC):
-    """Parts of a value in host memory, where they take `nbytes`."""
+class Fetched:
+    """Parts that are on their device, or (`_Arriving`) are being copied there."""
 
-    __slots__ = ("nbytes",)
+    __slots__ = ("_parts",)
 
-    nbytes: int
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
-    @abstractmethod
-    def fetch(self) -> Fetched:
-        """Start copying the parts back to their device."""
-
-    @abstractmethod
-    def on_host(self) -> Parts:
-        """The parts as CPU tensors. Waits for the copy out."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the host memory."""
-
-
-class Fetched(ABC):
-    """Parts that are being copied to the device."""
-
-    __slots__ = ()
-
-    @abstractmethod
     def wait(self) -> Parts:
         """The parts. The current stream waits until they have arrived."""
+        return self._parts
 
 
-class Mover(ABC):
-    """Copies values of one device. `in_flight_bytes` counts sources held until their copies have finished."""
+class HostCopy:
+    """Parts of a value in host memory, where they take `nbytes`: of a value on the CPU, the parts themselves."""
 
-    in_flight_bytes = 0
+    __slots__ = ("_parts", "nbytes")
+
+    def __init__(self, parts: Parts, nbytes: int) -> None:
+        self._parts, self.nbytes = parts, nbytes
+
+    def fetch(self) -> Fetched:
+        """Start copying the parts back to their device."""
+        return Fetched(self._parts)
+
+    def on_host(self) -> Parts:
+        """The parts as CPU tensors. Waits for the copy out."""
+        return self._parts
+
+    def release(self) -> None:
+        """Free the host memory."""
+        self._parts = ()
+
+
+class Mover:
+    """Copies values of one device; of the CPU, a copy out clones, and fetching returns the clone."""
+
+    in_flight_bytes = 0  # of sources held until their copies have finished
     is_asynchronous = False  # whether copies overlap with later work
 
-    @abstractmethod
     def cost_bytes(self, nbytes: int) -> int:
         """Bytes of the host's budget that a value of `nbytes` takes."""
+        return nbytes
 
     def now(self) -> Any:
         """The current stream and an event on it, for copies to wait for; None without streams."""
         return None
 
-    @abstractmethod
     def to_host(self, parts: Parts, ready: Any) -> HostCopy | None:
         """Start copying parts to the host, after `ready` (from `now()`) or the current work; None without room."""
+        copies = tuple(part.clone() for part in parts)
+        for copy in copies:
+            _compat.set_version(copy, 0)
+        return HostCopy(copies, sum(part.nbytes for part in parts))
 
     def settle(self, max_in_flight_bytes: float) -> None:
         """Free sources whose copies have finished, and the oldest others until the limit holds."""
@@ -218,51 +224,6 @@ class Mover(ABC):
     def waited_s(self) -> float:
         """Seconds for which compute waited for copies, as far as the events have been read."""
         return 0.0
-
-
-class PlainMover(Mover):
-    """For CPU tensors: a copy out clones, and fetching returns the clone."""
-
-    def cost_bytes(self, nbytes: int) -> int:
-        return nbytes
-
-    def to_host(self, parts: Parts, ready: Any) -> HostCopy:
-        copies = tuple(part.clone() for part in parts)
-        for copy in copies:
-            _compat.set_version(copy, 0)
-        return _PlainCopy(copies)
-
-    @staticmethod
-    def here(parts: Parts) -> Fetched:
-        """Parts that are on their device already."""
-        return _Here(parts)
-
-
-class _PlainCopy(HostCopy):
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.nbytes = sum(part.nbytes for part in parts)
-
-    def fetch(self) -> Fetched:
-        return _Here(self._parts)
-
-    def on_host(self) -> Parts:
-        return self._parts
-
-    def release(self) -> None:
-        self._parts = ()
-
-
-class _Here(Fetched):
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def wait(self) -> Parts:
-        return self._parts
 
 
 class AcceleratorMover(Mover):
@@ -428,10 +389,10 @@ class _PinnedCopy(HostCopy):
     __slots__ = ("_done", "_extents", "_mover", "_shapes")
 
     def __init__(self, mover: AcceleratorMover, extents: list[Extent], sources: Parts, done: _StreamEvent) -> None:
+        super().__init__((), extents[0].nbytes if len(extents) == 1 else sum(extent.nbytes for extent in extents))
         self._mover, self._extents, self._done = mover, extents, done
         # Plain tuples of numbers: the garbage collector stops tracking those.
         self._shapes = tuple([(tuple(part.shape), part.dtype) for part in sources])
-        self.nbytes = extents[0].nbytes if len(extents) == 1 else sum(extent.nbytes for extent in extents)
 
     def fetch(self) -> Fetched:
         device = self._mover.device
@@ -452,11 +413,11 @@ class _PinnedCopy(HostCopy):
 
 class _Arriving(Fetched):
     # Uses a plain event: the garbage collector may finalize a `_StreamEvent` before the object that holds it.
-    __slots__ = ("_done", "_mover", "_owner", "_parts", "_waited")
+    __slots__ = ("_done", "_mover", "_owner", "_waited")
 
     def __init__(self, mover: AcceleratorMover, parts: Parts, owner: Any, done: Any) -> None:
-        self._mover, self._parts, self._owner, self._done = mover, parts, owner, done
-        self._waited = False
+        super().__init__(parts)
+        self._mover, self._owner, self._done, self._waited = mover, owner, done, False
 
     def wait(self) -> Parts:
         consumer = self._mover.current_stream()
