@@ -277,6 +277,7 @@ def test_gradients_of_an_earlier_backward(job: Any, caplog: pytest.LogCaptureFix
     handle = fitted(job, budget := tight(job, share=0.6))
     train(job, 4)
     assert not said(caplog)
+    handle.watch.budget_bytes = handle.measured_peak_bytes  # whichever candidate was the fastest
     for _ in range(8):
         backward_twice(job)
     (message,) = said(caplog)
