@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,3 +160,19 @@ def test_prefetches_of_fsdp(alone: None) -> None:
     group._training_state = TrainingState.IDLE
     FSDPParamGroup._prefetch_unshard(group, "forward")
     assert group._all_gather_result is not None or group.is_unsharded, "prefetches are made elsewhere"
+
+
+def test_schedules_of_pipelines(alone: None) -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
+    single, several = Schedule1F1B(stage, 2, loss_fn=torch.sum), ScheduleInterleaved1F1B([stage], 2, loss_fn=torch.sum)
+    assert _compat.pipeline_stages(single) == _compat.pipeline_stages(several) == [stage], (
+        "schedules keep stages elsewhere"
+    )
+    kinds = [kind for _, kind in _compat.pipeline_actions(several)]
+    assert kinds == ["F", "B", "F", "B"], "the actions of schedules have other names"
+
+
+def test_a_job_without_other_ranks() -> None:
+    with _compat.fake_process_group(4):
+        distributed.all_reduce(torch.ones(2))
+        assert distributed.get_world_size() == 4, "the fake process group has other ranks"

@@ -82,6 +82,8 @@ def test_values_and_modules_of_nodes(seen: Seen) -> None:
     assert isinstance(fx_graphs.value_of(node), Tensor), "meta['val'] is gone from nodes of joint graphs"
     assert fx_graphs.hint(fx_graphs.value_of(node).numel()) == 12
     assert fx_graphs.node_flops(node) == 2 * 4 * 2 * 3, "FLOPs of addmm are counted otherwise"
+    (bias, *products), _ = fx_graphs.node_arguments(node, lambda value: tuple(value.shape))
+    assert (bias, *products) == ((3,), (4, 2), (2, 3)), "torch.fx.node.map_arg replaces nodes otherwise"
     assert fx_graphs.node_argument(node, "beta") == 1 and fx_graphs.node_argument(node, "nothing") is None
     stack = fx_graphs.module_stack(node)
     assert stack, "meta['nn_module_stack'] is gone: ops of compiled graphs belong to no module"
@@ -108,6 +110,7 @@ def test_saved_values_and_tags(seen: Seen) -> None:
         fx_graphs.set_tag(node, CheckpointPolicy.MUST_SAVE)
         fx_graphs.set_tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         assert node.meta[fx_graphs.PARTITIONER_TAG] is CheckpointPolicy.MUST_SAVE
+        assert not fx_graphs.is_tagged_recomputed(node)
     assert fx_graphs.PARTITIONER_TAG not in node.meta
 
 

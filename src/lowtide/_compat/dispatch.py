@@ -59,7 +59,7 @@ _MISSING_OPS = [op for op in (_INDEX, *_COPIES) if isinstance(op, type)]  # plac
 
 
 class PlainDispatchMode(TorchDispatchMode):
-    """A `TorchDispatchMode` that also sees random ops of DTensors."""
+    """A `TorchDispatchMode` that also sees random ops of DTensors. Obsolete when torch's own does, and is public."""
 
     def __init__(self) -> None:
         if type(self) not in _SEE_RANDOM_OPS:

@@ -237,7 +237,7 @@ class _Stopped(Exception):
 
 
 class Partition:
-    """A run of torch's partitioner, at the point where it chooses what to save. Made by `watched_partition`."""
+    """A run of torch's partitioner, at the point where it chooses what to save. Obsolete like `watched_partition`."""
 
     def __init__(
         self,

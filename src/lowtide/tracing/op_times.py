@@ -286,7 +286,7 @@ def calibrated(step: ProfiledStep, num_forward: int, measured: PlainTimes) -> tu
 
 
 def _root(missing: Callable[[float], float], low: float, high: float) -> float:
-    """Find the root of an increasing function by bisection; the nearer end if it is outside of the interval."""
+    """Find by bisection where an increasing function becomes positive (or true); the nearer end if it does outside."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if missing(middle) > 0 else (middle, high)
@@ -309,11 +309,5 @@ def fit_to_total(times: list[float], total_s: float, *, device: torch.device) ->
         return []
     if device.type == "cpu" and sum(times) > total_s:
         return [seconds * total_s / sum(times) for seconds in times]
-    low, high = -total_s, max(times)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(max(t - middle, 0.0) for t in times) > total_s:
-            low = middle
-        else:
-            high = middle
-    return [max(t - high, 0.0) for t in times]
+    mark_s = _root(lambda by: sum(max(t - by, 0.0) for t in times) <= total_s, -total_s, max(times))
+    return [max(t - mark_s, 0.0) for t in times]
