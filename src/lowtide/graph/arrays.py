@@ -346,12 +346,12 @@ class CompiledArrays:
     def __init__(self, graph: StepGraph) -> None:
         made = [index for index, value in enumerate(graph.values) if value.born >= 0]
         values = [graph.values[index] for index in made]
-        self.made = np.array(made, dtype=np.int64)
-        self.born = np.array([value.born for value in values], dtype=np.int64)
-        self.dropped = np.array([value.dropped for value in values], dtype=np.int64)
+        self.made = _ints(made)
+        self.born = _ints(value.born for value in values)
+        self.dropped = _ints(value.dropped for value in values)
         self.is_free = self.dropped > graph.num_forward
         self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
-        self.sizes = np.array([0 if v.kind == "elsewhere" else v.bytes for v in graph.values], dtype=np.int64)
+        self.sizes = _ints(0 if v.kind == "elsewhere" else v.bytes for v in graph.values)
         arrays = graph.arrays
         self.seconds, self.workspaces = arrays.seconds, arrays.workspaces
         self.static_bytes, self.static_gradient_bytes = arrays.static_bytes, arrays.static_gradient_bytes
@@ -397,11 +397,10 @@ class BackwardNeeds:
         outputs = ((index, graph.ops[index].outputs) for index in range(num - 1, -1, -1))
         self._makers = [(index, made) for index, made in outputs if made]
         reads = [save for save in graph.saves if save.read >= 0 and graph.values[save.value].born >= 0]
-        self.value_of = np.array([save.value for save in reads], dtype=np.int64)
-        self.read_at = np.array([save.read for save in reads], dtype=np.int64)
-        self.released_at = np.array([save.released for save in reads], dtype=np.int64)
-        ends = [save.released if save.used < 0 else save.used for save in reads]
-        self.used_at = np.array(ends, dtype=np.int64)
+        self.value_of = _ints(save.value for save in reads)
+        self.read_at = _ints(save.read for save in reads)
+        self.released_at = _ints(save.released for save in reads)
+        self.used_at = _ints(save.released if save.used < 0 else save.used for save in reads)
 
     @cached_property
     def facts(self) -> CompiledArrays:

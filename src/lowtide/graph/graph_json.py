@@ -64,7 +64,7 @@ def decode(content: Any) -> StepGraph:
             hardware=hardware,
             notes=tuple(_strings(content["notes"])),
             versions=decode_versions(content["versions"]),
-            splits=tuple(_split(each) for each in content["splits"]),
+            splits=tuple(_record(each, Split, "a split") for each in content["splits"]),
         )
     except GraphError:
         raise
@@ -153,11 +153,16 @@ def _strings(items: Any) -> list[str]:
     return names
 
 
-def _split(content: Any) -> Split:
-    if not isinstance(content, dict) or content.keys() != {"path", "num_parts", "kind"}:
-        raise ValueError("a split does not have the fields of a Split")
-    path, kind = _strings([content["path"], content["kind"]])
-    return Split(path, _number(content["num_parts"], int, "num_parts"), kind)
+def _record(content: Any, record: type[Any], label: str) -> Any:
+    """Return the record of strings and numbers that `asdict` made an object of."""
+    kinds = {field.name: str(field.type) for field in fields(record)}
+    if not isinstance(content, dict) or content.keys() != kinds.keys():
+        raise ValueError(f"{label} does not have the fields of a {record.__name__}")
+    return record(**{name: _field(content[name], kind, name) for name, kind in kinds.items()})
+
+
+def _field(item: Any, kind: str, label: str) -> Any:
+    return _strings([item])[0] if kind == "str" else _number(item, int if kind == "int" else float, label)
 
 
 def decode_versions(content: Any) -> dict[str, str]:
@@ -169,11 +174,7 @@ def decode_versions(content: Any) -> dict[str, str]:
 
 def decode_hardware(content: Any) -> Hardware:
     """Return the `Hardware` that `asdict` wrote. Raises `ValueError` if it is damaged."""
-    kinds = {field.name: int if field.type == "int" else float for field in fields(Hardware)}
-    if not isinstance(content, dict) or content.keys() != kinds.keys():
-        raise ValueError("hardware does not have the fields of a Hardware")
-    name = _strings([content["name"]])[0]
-    numbers = {key: _number(item, kinds[key], key) for key, item in content.items() if key != "name"}
-    if any(number < 0 for number in numbers.values()):
+    hardware: Hardware = _record(content, Hardware, "hardware")
+    if min(hardware.memory_bytes, hardware.block_bytes) < 0:
         raise ValueError("a number of hardware is negative")
-    return Hardware(name, **numbers)
+    return hardware
