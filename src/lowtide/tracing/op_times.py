@@ -1,6 +1,6 @@
 """Seconds per op of a plain step, on the host and on the device: measured, or predicted from FLOPs and bytes.
 
-`tracing.trace` calls this after recording a step. There are three sources:
+`tracing.trace` calls this after recording a step (`set_seconds`). There are three sources:
 
 - **One run under torch's profiler** (`profiled`, `matched`), on CUDA: gives both time lines. The trace has a span for
   every op on the host, a runtime call for every launch, and a span for every kernel on the device; launches and kernels
@@ -230,6 +230,33 @@ def time_step(loss_fn: Any, args: Any, device: torch.device) -> PlainTimes:
     ended = time.perf_counter()
     forward, backward = clock.seconds([(marks[0], marks[1]), (marks[1], marks[2])])
     return PlainTimes(forward, backward, between - started, ended - between)
+
+
+def set_seconds(
+    ops: Sequence[RawOp],
+    alike: Sequence[Sequence[RawOp]],
+    events: Sequence[dict[str, Any]],
+    num_forward: int,
+    plain: PlainTimes,
+    device: torch.device,
+) -> bool:
+    """Set the measured seconds of a recording's ops; return whether they are on two time lines, host and device.
+
+    They are if the profiler's `events` match the ops. Else an op takes its median over the recordings `alike`.
+    """
+    both_lines = matched(events, [op.name for op in ops])
+    if both_lines is not None:
+        host, device_s = calibrated(both_lines, num_forward, plain)
+        for op, op_s, host_s, is_sync in zip(ops, device_s, host, both_lines.is_sync, strict=True):
+            op.seconds, op.host_s = op_s, host_s
+            op.flags = (*op.flags, "sync") if is_sync else op.flags
+        return True
+    medians_s = medians([[op.seconds for op in each] for each in alike])
+    fitted = fit_to_total(medians_s[:num_forward], plain.forward_s, device=device)
+    fitted += fit_to_total(medians_s[num_forward:], plain.backward_s, device=device)
+    for op, op_s in zip(ops, fitted, strict=True):
+        op.seconds = op_s
+    return False
 
 
 def predicted_s(op: RawOp, hardware: Hardware) -> float:

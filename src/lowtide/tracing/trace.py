@@ -51,14 +51,11 @@ from lowtide.tracing.devices import (
 from lowtide.tracing.fakes import Faker, Shadows
 from lowtide.tracing.op_times import (
     PlainTimes,
-    calibrated,
     clock_for,
-    fit_to_total,
-    matched,
-    medians,
     predicted_host_s,
     predicted_s,
     profiled,
+    set_seconds,
     time_step,
 )
 from lowtide.tracing.recorder import Recorder
@@ -403,25 +400,14 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
         recorder.notes.append("workspaces of kernels are predicted, not measured: another torch.profiler is active")
     hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
     names = [op.name for op in recorder.ops]
-    alike = [each for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
+    alike = [each.ops for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
     if device.type == "cpu":
         plain = PlainTimes(*map(min, zip(*times, strict=True)))
     else:
         plain = sorted(times, key=lambda each: each.step_s)[len(times) // 2]
-    both_lines = matched(profile, names)
-    if both_lines is not None:
-        host, seconds = calibrated(both_lines, recorder.num_forward, plain)
-        for op, op_s, host_s, is_sync in zip(recorder.ops, seconds, host, both_lines.is_sync, strict=True):
-            op.seconds, op.host_s = op_s, host_s
-            op.flags = (*op.flags, "sync") if is_sync else op.flags
-    else:
-        medians_s, cut = medians([[op.seconds for op in each.ops] for each in alike]), recorder.num_forward
-        fitted = fit_to_total(medians_s[:cut], plain.forward_s, device=device)
-        fitted += fit_to_total(medians_s[cut:], plain.backward_s, device=device)
-        for op, op_s in zip(recorder.ops, fitted, strict=True):
-            op.seconds = op_s
-        if device.type != "cpu":
-            hardware = _without_host_line(recorder, hardware, plain)
+    has_both_lines = set_seconds(recorder.ops, alike, profile, recorder.num_forward, plain, device)
+    if not has_both_lines and device.type != "cpu":
+        hardware = _without_host_line(recorder, hardware, plain)
     return _finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
 
 
