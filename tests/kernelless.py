@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from joints import compile_without_kernels
 from lowtide import _compat
 from lowtide.api.compile import _by_model
+from lowtide.compiled.call_sequences import KnownSequences
 from lowtide.compiled.session import Session
 from lowtide.tracing.model_blocks import find_regions
 
@@ -104,7 +105,7 @@ def floor_of(model: nn.Module) -> int:
     """The smallest budget that a model's compiled step is predicted to meet; it has run before."""
     session = session_of(model)
     session._end_step()
-    instances = [session._graphs[number] for number in session._sequence.numbers]
+    instances = [session._graphs[number] for number in session.sequences.current.numbers]
     return session.chooser.choose(instances, 0).peak_bytes
 
 
@@ -118,11 +119,12 @@ def squeeze(model: nn.Module, budget: int) -> None:
 
 def plan_again(session: Session) -> None:
     """Choose variants for the current sequence as if it were new, and forget all others."""
-    session._sequence = session._only = session._planned(session._sequence.numbers)
-    session._sequences = {session._sequence.numbers: session._sequence}
-    session._refuse_by_prediction(session._sequence)
+    sequence = session._planned(session.sequences.current.numbers)
+    session.sequences = KnownSequences()
+    session.sequences.keep(sequence)
+    session._refuse_by_prediction(sequence)
 
 
 def running(model: nn.Module) -> list[Any]:
     """The variants that the calls of a step run."""
-    return session_of(model)._sequence.choice.variants
+    return session_of(model).sequences.current.choice.variants

@@ -77,7 +77,7 @@ def test_accumulation_evaluation_and_several_forwards_per_backward() -> None:
     for _ in range(2):
         assert_equal(expected, left_behind(ours, loop))
     squared(ours).backward()
-    assert {len(numbers) for numbers in session_of(ours)._sequences} == {3, 6}
+    assert {len(numbers) for numbers in session_of(ours).sequences.by_numbers} == {3, 6}
 
 
 @pytest.mark.parametrize("use_reentrant", sweep([False, True], keep=1))
@@ -96,7 +96,7 @@ def test_a_checkpoint_around_compiled_blocks(use_reentrant: bool) -> None:
         actual = left_behind(ours, squared)
         for name, value in expected.items():
             assert torch.allclose(value.float(), actual[name].float(), atol=1e-6), name
-    assert len(session_of(ours)._sequence.numbers) == 2
+    assert len(session_of(ours).sequences.current.numbers) == 2
 
 
 def test_checkpoints_around_all_blocks() -> None:
@@ -135,7 +135,7 @@ def test_exceptions_leave_the_next_step_as_it_was() -> None:
     del loss
     for _ in range(2):
         assert_equal(expected, left_behind(ours, squared))
-    assert len(session_of(ours)._sequence.numbers) == 3
+    assert len(session_of(ours).sequences.current.numbers) == 3
 
 
 def test_inside_data_parallel() -> None:
@@ -165,11 +165,11 @@ def test_graph_breaks_share_one_budget(compiler: Compiler) -> None:
         squared(model).backward()
     session = session_of(model)
     session._end_step()
-    sequence = session._sequence
+    sequence = session.sequences.current
     assert len(sequence.numbers) > 1
     floor, plain = floor_of(model), sequence.choice.peak_bytes
     squeeze(model, (floor + plain) // 2)
-    choice = session._sequence.choice
+    choice = session.sequences.current.choice
     assert choice.peak_bytes <= (floor + plain) // 2 < plain
     held = sum(variant.saved_bytes for variant in choice.variants)
     assert held < sum(session._graphs[number].variants[0].saved_bytes for number in sequence.numbers)
@@ -224,7 +224,7 @@ def test_layers_of_torchs_own_are_compiled() -> None:
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     expected = left_behind(copy.deepcopy(model), squared)
     ours = tight(model)
-    assert len(session_of(ours)._sequence.numbers) == 2 and len(session_of(ours).graphs) == 1
+    assert len(session_of(ours).sequences.current.numbers) == 2 and len(session_of(ours).graphs) == 1
     assert any(variant.keeps is not None for variant in running(ours))
     actual = left_behind(ours, squared)
     assert all(torch.allclose(value.float(), actual[name].float(), atol=1e-6) for name, value in expected.items())

@@ -234,7 +234,7 @@ def test_what_crosses_is_what_was_planned(regional: bool, compiler: Compiler) ->
     model = lowtide.compile(Stack(*(MLP() for _ in range(3)), Attention()), budget=PLENTY, regional=regional)
     for _ in range(2):
         squared(model).backward()
-    floor, plain = floor_of(model), session_of(model)._sequence.choice.peak_bytes
+    floor, plain = floor_of(model), session_of(model).sequences.current.choice.peak_bytes
     seen = set()
     for share in (0.0, 0.3, 0.6, 0.9):
         squeeze(model, int(floor + share * (plain - floor)))
@@ -296,12 +296,12 @@ def test_what_blocks_save_waits_in_host_memory(step: Any, monkeypatch: pytest.Mo
     session.chooser.__dict__["_link_bytes_per_s"] = 1e15
     expected = left_behind(reference, step)
     assert_equal(expected, left_behind(model, step))
-    floor, most = floor_of(model), session._sequence.choice.peak_bytes
+    floor, most = floor_of(model), session.sequences.current.choice.peak_bytes
     squeeze(model, (floor + most) // 2)
-    assert any(session._sequence.choice.moved) and not session._sequence.choice.moved[-1]
+    assert any(session.sequences.current.choice.moved) and not session.sequences.current.choice.moved[-1]
     loss = step(model)
-    store = session._store
-    assert store is not None and store.stats().held_bytes == sum(map(sum, session._sequence.choice.moved))
+    store = session.store
+    assert store is not None and store.stats().held_bytes == sum(map(sum, session.sequences.current.choice.moved))
     del loss
     assert len(store) == 0
     handle = model.blocks[3].register_forward_hook(lambda *_: 1 / 0)

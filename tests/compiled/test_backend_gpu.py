@@ -77,7 +77,7 @@ def test_moved_values_come_back_as_they_were() -> None:
     for _ in range(4):
         step(model, batch)
     here, expected = peak_bytes(model, batch), gradients(model)
-    sequence = session_of(model)._sequence
+    sequence = session_of(model).sequences.current
     assert sequence is not None and not any(sequence.choice.moved)
     # The largest of what each block saves, but for the last, which is needed again at once.
     moved = tuple(variant.movable[:1] for variant in sequence.choice.variants[:-1])

@@ -46,7 +46,7 @@ def test_kernels_at_several_budgets(regional: bool) -> None:
     for _ in range(2):
         model.zero_grad()
         squared(model).backward()
-    floor, plain = floor_of(model), session_of(model)._sequence.choice.peak_bytes
+    floor, plain = floor_of(model), session_of(model).sequences.current.choice.peak_bytes
     for budget in (floor, (floor + plain) // 2):
         squeeze(model, budget)
         model.zero_grad()

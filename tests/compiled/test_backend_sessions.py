@@ -329,7 +329,7 @@ def test_settled_models_that_share_code_train_in_turns_and_in_threads() -> None:
         assert len(ran[number]) == 10
         for values in ran[number]:
             assert_equal(expected[number], values)
-        assert running(model) == chosen[number] and len(session_of(model)._sequences) == 1
+        assert running(model) == chosen[number] and len(session_of(model).sequences.by_numbers) == 1
 
 
 def gradients_of(model: nn.Module) -> dict[str, Any]:

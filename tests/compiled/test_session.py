@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.compiled.call_sequences import StepSize
 from lowtide.compiled.compiled_handle import describe
 from lowtide.compiled.session import Session
-from lowtide.compiled.settling import StepSize
 from lowtide.compiled.step_profile import CallProfile, StepMeter, StepProfile
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser
 from lowtide.errors import InfeasibleBudgetError
@@ -51,15 +51,27 @@ class VariantsOnly(VariantChooser):
         return self._shared([graph], budget_bytes)
 
 
-class FakeMeter:
+class FakeMeter(StepMeter):
+    """Measures whole steps, not their calls."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.measured, self.num_resets = 0, 0
 
     def peak_bytes(self) -> int:
         return self.measured
 
+    def profile(self) -> None:
+        return None
+
     def reset(self) -> None:
         self.num_resets += 1
+
+
+def spoil(session: Session) -> None:
+    """Compile something in the present step."""
+    with session.compiling():
+        pass
 
 
 class Steps:
@@ -75,7 +87,7 @@ class Steps:
         )
         self.graph, self._measured = FakeGraph(7), measured
         self.session.first_variant(self.graph)
-        self.session.is_compiling()
+        spoil(self.session)
 
     def run(
         self,
@@ -137,7 +149,7 @@ def test_peaks_that_follow_no_rule_end_at_a_choice_that_was_seen_to_hold() -> No
     steps = Steps(BASE + 70, lambda ran: BASE + (20 if saved(ran) <= 70 else 71))
     for _ in range(20):
         last = steps.run()
-    sequence = steps.session._sequence
+    sequence = steps.session.sequences.current
     assert sequence.is_settled and 2 <= len(sequence.measured) <= 6
     assert last in [choice.variants for choice, peak in sequence.measured if peak <= BASE + 70]
 
@@ -148,7 +160,7 @@ def test_a_budget_that_no_choice_meets_is_an_error_in_the_end() -> None:
         for _ in range(20):
             steps.run()
     assert caught.value.floor_bytes == BASE + 200 + 30
-    assert len(steps.session._sequence.measured) <= 6
+    assert len(steps.session.sequences.current.measured) <= 6
     with pytest.raises(InfeasibleBudgetError):
         steps.run()
 
@@ -279,7 +291,7 @@ def test_steps_that_fail_after_settled_ones_change_nothing() -> None:
         x.backward()
     del x
     assert steps.run() == ran and steps.run() == ran
-    assert list(steps.session._sequences) == [(7, 7, 7)] and steps.meter.num_resets == 1
+    assert list(steps.session.sequences.by_numbers) == [(7, 7, 7)] and steps.meter.num_resets == 1
 
 
 def test_a_settled_plan_is_switched_off_and_on_again() -> None:
@@ -291,7 +303,7 @@ def test_a_settled_plan_is_switched_off_and_on_again() -> None:
         assert steps.run(num_calls) == [VARIANTS[0]] * num_calls
         steps.session.enable(True)
         assert steps.run() == ran and steps.session.current.is_settled
-    assert list(steps.session._sequences) == [(7, 7, 7)] and steps.meter.num_resets == 1
+    assert list(steps.session.sequences.by_numbers) == [(7, 7, 7)] and steps.meter.num_resets == 1
 
 
 def test_short_steps_do_not_decide_for_long_ones() -> None:
@@ -352,7 +364,7 @@ def test_several_forwards_with_one_backward_are_one_step() -> None:
     for _ in range(2):
         first, second = steps.forward(3, steps.graph), steps.forward(3, steps.graph)
         (first + second).backward()
-    assert len(steps.session._sequence.numbers) == 6
+    assert len(steps.session.sequences.current.numbers) == 6
     both = [*(steps.forward(3, steps.graph), steps.ran)[1]]
     assert saved(both) <= 130
 
@@ -363,7 +375,7 @@ def test_a_forward_without_a_backward_is_forgotten() -> None:
         steps.run(3, has_backward=False)
         gc.collect()
     assert steps.run(3) == steps.run(3) == [VARIANTS[0]] * 3
-    assert steps.session._sequence.numbers == (7, 7, 7)
+    assert steps.session.sequences.current.numbers == (7, 7, 7)
 
 
 def test_a_forward_that_fails_is_forgotten() -> None:
@@ -372,7 +384,7 @@ def test_a_forward_that_fails_is_forgotten() -> None:
     steps.session.next_run(steps.graph)  # and nothing comes of it
     assert steps.run() == [VARIANTS[0]] * 3
     steps.run()
-    assert steps.session._sequence.numbers == (7, 7, 7)
+    assert steps.session.sequences.current.numbers == (7, 7, 7)
 
 
 def test_graphs_that_are_gone_are_not_planned_for() -> None:
@@ -384,7 +396,7 @@ def test_graphs_that_are_gone_are_not_planned_for() -> None:
     assert steps.session.graphs == []
     steps.session.first_variant(steps.graph)
     assert steps.run() == steps.run() == [VARIANTS[0]] * 3
-    assert list(steps.session._sequences) == [(8, 8, 8)]
+    assert list(steps.session.sequences.by_numbers) == [(8, 8, 8)]
 
 
 def test_two_courses_are_each_measured() -> None:
@@ -396,7 +408,7 @@ def test_two_courses_are_each_measured() -> None:
     for _ in range(12):
         one, two = steps.run(), steps.run(graph=other)
     assert saved(one) <= 82 and saved(two) <= 82
-    assert all(sequence.is_settled for sequence in steps.session._sequences.values())
+    assert all(sequence.is_settled for sequence in steps.session.sequences.by_numbers.values())
 
 
 def test_what_graphs_hand_to_one_another_counts() -> None:
@@ -481,8 +493,8 @@ class Moving:
 
     @property
     def held_bytes(self) -> int:
-        assert self.session._store is not None
-        return self.session._store.stats().held_bytes
+        assert self.session.store is not None
+        return self.session.store.stats().held_bytes
 
 
 def test_courses_share_one_store() -> None:
@@ -491,12 +503,12 @@ def test_courses_share_one_store() -> None:
     small, large = steps.graphs
     waiting = steps.step(large)
     waiting.backward(retain_graph=True)
-    store = steps.session._store
+    store = steps.session.store
     assert steps.held_bytes == 32 * KIB
     steps.step(small)
-    choices = [sequence.choice for sequence in steps.session._sequences.values()]
+    choices = [sequence.choice for sequence in steps.session.sequences.by_numbers.values()]
     assert {choice.in_flight_bytes for choice in choices} == {8 * KIB, 16 * KIB}
-    assert steps.session._store is store and steps.held_bytes == 32 * KIB, "no room for more"
+    assert steps.session.store is store and steps.held_bytes == 32 * KIB, "no room for more"
     waiting.backward()
     assert steps.held_bytes == 0
     loss = steps.step(small)
@@ -549,7 +561,7 @@ class TimedMeter(StepMeter):
         return StepProfile((), 0, 0, profile.seconds, is_timed_only=True) if self.times_only else profile
 
     def _whole_profile(self) -> StepProfile:
-        choice, calls = self.session._sequence.choice, []
+        choice, calls = self.session.sequences.current.choice, []
         held = BASE + self._more_bytes + (self._moving_bytes if any(choice.moved) else 0)
         for variant, moved in zip(choice.variants, choice.moved, strict=True):
             after = held + variant.saved_bytes
@@ -561,7 +573,7 @@ class TimedMeter(StepMeter):
 
 def settled(session: Session, graph: FakeGraph) -> VariantChoice:
     session.first_variant(graph)
-    session.is_compiling()
+    spoil(session)
     for _ in range(90):
         if session.current is not None and session.current.is_settled:
             break

@@ -26,7 +26,7 @@ class NoisyMeter(TimedMeter):
 
     def profile(self) -> StepProfile:
         factor = self._random.gauss(1, self._noise) + (self._random.random() < 0.1) * 0.3 * self._random.random()
-        return replace(super().profile(), seconds=factor * self._seconds_of(self.session._sequence.choice))
+        return replace(super().profile(), seconds=factor * self._seconds_of(self.session.sequences.current.choice))
 
 
 def kept_with_moves(share: float, noise: float, seed: int) -> bool:

@@ -161,7 +161,7 @@ def uneven() -> Any:
         try:
             step(model, x)
         except InfeasibleBudgetError as error:
-            return number, error.floor_bytes, session._over is not None
+            return number, error.floor_bytes, session._ranks.over is not None
     return "did not raise", describe(session)
 
 

@@ -3,7 +3,11 @@
 `lowtide.handle_of(model)` returns it. The handle reads its numbers from the model's `Session`, which plans in the first
 step, so most of them are None or empty before that. It holds no reference to the model.
 
-A step of several compiled graphs, as in regional mode, is shown as one: the graphs of its calls are joined.
+A step of several compiled graphs, as in regional mode, is shown as one. `joined_step` puts the ops of its calls in the
+order in which they run: the forwards, then the backwards from the last call to the first. Values are renumbered; the
+output of a call lives until its backward begins, as the input of the next call. What is outside of the compiled graphs
+(embedding, head, loss) has no ops here: its memory is part of `other_bytes`. Nothing is decided by this step:
+`variant_choice` chooses, without joining graphs.
 """
 
 from __future__ import annotations
@@ -12,25 +16,30 @@ import itertools
 import os
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lowtide import _compat
 from lowtide.compiled.backend import SESSIONS, warn_unplanned
-from lowtide.compiled.joined_steps import plan_of, references
+from lowtide.compiled.call_sequences import CallSequence
 from lowtide.compiled.other_memory import FirstForward
-from lowtide.compiled.session import Session, count_of
+from lowtide.compiled.planned_graph import PlannedGraph
+from lowtide.compiled.session import Session
 from lowtide.compiled.split_head import SplitHead
+from lowtide.compiled.variant_choice import torch_way
 from lowtide.errors import LowtideError
-from lowtide.plans.step_plan import Plan
+from lowtide.graph.segments import with_structures
+from lowtide.graph.step_graph import Call, Op, Save, StepGraph, Value
+from lowtide.plans.step_plan import Frontier, Plan, Reference
+from lowtide.reports.report_text import Report, counted
+from lowtide.simulator.timeline import Timeline, simulate
+from lowtide.solvers.candidate import with_predictions
+from lowtide.solvers.shared_budget import Variant
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.plans.step_plan import Frontier
-    from lowtide.reports.report_text import Report
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class CompiledHandle:
         if num_taken and not self.is_removed:
             warn_unplanned(
                 self.session,
-                f"{count_of(num_taken, 'module')} of a model that was compiled within {self.session.budget} "
+                f"{counted(num_taken, 'module')} of a model that was compiled within {self.session.budget} "
                 "became part of a model that was compiled later, and now follow the budget of that one only. Compile "
                 "one model that contains both, or give each of them blocks of its own",
             )
@@ -152,8 +161,17 @@ class CompiledHandle:
         The step is timed as a whole; the time without a budget is that of calls which run torch's own choice. None
         until each graph has run both.
         """
-        sequence = self.session.current
-        return None if sequence is None else self.session.slowdown_of(sequence)
+        session, sequence = self.session, self.session.current
+        step_s = None if sequence is None else sequence.seconds_of(sequence.choice)
+        if sequence is None or step_s is None:
+            return None
+        plain_s = step_s
+        for graph, variant in zip(session.instances_of(sequence), sequence.choice.variants, strict=True):
+            own_s, fastest_s = (session.chooser.seconds_of(graph, each) for each in (variant, graph.variants[0]))
+            if own_s is None or fastest_s is None:
+                return None
+            plain_s -= own_s - fastest_s
+        return step_s / plain_s - 1 if plain_s > 0 else None
 
     @property
     def measured_step_s(self) -> float | None:
@@ -177,7 +195,7 @@ class CompiledHandle:
             for number, variant, moved in zip(sequence.numbers, choice.variants, choice.moved, strict=True):
                 num_kept = None if variant.keeps is None else len(variant.keeps)
                 calls.append(CompiledCall(names[number], variant.saved_bytes, num_kept, sum(moved)))
-        store = self.session.store_stats()
+        store = None if self.session.store is None else self.session.store.stats()
         return CompiledStats(
             tuple(calls),
             peak_bytes=0 if sequence is None else sequence.choice.peak_bytes,
@@ -212,8 +230,6 @@ class CompiledHandle:
         )
 
     def _write_calls(self, path: Path) -> Report:
-        from lowtide.reports.report_text import Report
-
         start, text = time.monotonic(), str(self)
         lines = ["# Compiled step", "", "```text", text, "```", "", "| call | graph | saved | kept ops | moved |"]
         lines += ["|---|---|---|---|---|"]
@@ -243,7 +259,7 @@ def describe(session: Session) -> str:
     peaks = sequence.peaks
     num_graphs = len(set(sequence.numbers))
     lines = [
-        f"{count_of(len(instances), 'call')} of {count_of(num_graphs, 'compiled graph')} within "
+        f"{counted(len(instances), 'call')} of {counted(num_graphs, 'compiled graph')} within "
         f"{format_bytes(session.budget_bytes)}",
         f"  peak    {format_bytes(choice.peak_bytes)} predicted"
         + (f", {format_bytes(peaks[-1])} measured" if peaks else ""),
@@ -256,7 +272,7 @@ def describe(session: Session) -> str:
     names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
     calls = zip(sequence.numbers, choice.variants, strict=True)
     for (number, variant), run in itertools.groupby(calls):
-        what = "as torch decides" if variant.keeps is None else f"{count_of(len(variant.keeps), 'op')} kept"
+        what = "as torch decides" if variant.keeps is None else f"{counted(len(variant.keeps), 'op')} kept"
         what += ", indices recomputed" if variant.replays_indices else ""
         lines.append(
             f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
@@ -264,3 +280,168 @@ def describe(session: Session) -> str:
     if session.unplanned is not None:
         lines.append(f"  beside  {session.unplanned}")
     return "\n".join(lines)
+
+
+# The plan of a step.
+
+_NOTE = "only the compiled blocks are shown op by op; the memory of everything else is in 'other'"
+
+
+def plan_of(session: Session, sequence: CallSequence) -> Plan:
+    """The plan of a sequence, with its graph; several calls are joined.
+
+    Memory outside of several calls is set so that the plan has the peak of the choice.
+    """
+    instances, choice = session.instances_of(sequence), sequence.choice
+    steps = [graph.step for graph in instances if graph.step is not None]
+    if len(instances) == 1:
+        (step,), firsts = steps, [0]
+        other_bytes = session.chooser.start_bytes(instances)
+    else:
+        step, firsts = joined_step(steps, _modules_of(session, sequence))
+        inside = _simulated(step, _saved(instances, choice.variants, firsts)).peak_bytes
+        other_bytes = max(0, choice.peak_bytes - inside)
+    step = replace(step, other_bytes=other_bytes)
+    timeline = _simulated(step, _saved(instances, choice.variants, firsts))
+    return with_predictions(step, timeline, simulate(step), session.budget_bytes, choice.lower_bound_s)
+
+
+def references(session: Session, sequence: CallSequence, plan: Plan) -> tuple[Reference, ...]:
+    """What torch's partitioner does at each fraction, simulated on the graph of `plan_of(session, sequence)`."""
+    assert plan.graph is not None
+    instances = session.instances_of(sequence)
+    firsts = [0, *accumulate(graph.step.num_forward for graph in instances if graph.step is not None)][:-1]
+    found = []
+    for fraction in sorted({each for graph in instances for each in graph.torch_ways}, reverse=True):
+        ways = [torch_way(graph, fraction) for graph in instances]
+        timeline = _simulated(plan.graph, _saved(instances, ways, firsts))
+        found.append(Reference(f"activation_memory_budget {fraction:g}", timeline.peak_bytes, timeline.extra_s))
+    return tuple(found)
+
+
+def _modules_of(session: Session, sequence: CallSequence) -> list[tuple[str, str]]:
+    """Path and class of the module that each call runs; a part of the model between graph breaks has neither."""
+    names = {number: f"graph {index}" for index, number in enumerate(dict.fromkeys(sequence.numbers))}
+    modules = [session.called_modules.get(position, ("", "")) for position in range(len(sequence.numbers))]
+    pairs = zip(sequence.numbers, modules, strict=True)
+    return [module if module[0] else (names[number], "Graph") for number, module in pairs]
+
+
+def _simulated(step: StepGraph, saved: tuple[int, ...]) -> Timeline:
+    return simulate(step, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+
+
+def _saved(instances: list[PlannedGraph], variants: list[Variant], firsts: list[int]) -> tuple[int, ...]:
+    """The ops whose outputs are saved, numbered in the joined step."""
+    saved = (
+        graph.default if variant.keeps is None else variant.keeps
+        for graph, variant in zip(instances, variants, strict=True)
+    )
+    return tuple(first + op for first, ops in zip(firsts, saved, strict=True) for op in ops)
+
+
+def joined_step(steps: Sequence[StepGraph], modules: Sequence[tuple[str, str]]) -> tuple[StepGraph, list[int]]:
+    """The calls `steps` as one step, and the number of the first op of each. `modules` are their paths and classes."""
+    forwards = [step.num_forward for step in steps]
+    backwards = [len(step.ops) - step.num_forward for step in steps]
+    first_forward = [0, *accumulate(forwards)]
+    num_forward = first_forward[-1]
+    first_backward = [num_forward + sum(backwards[index + 1 :]) for index in range(len(steps))]
+    end = num_forward + sum(backwards)
+    ops: list[Op] = [Op("", -1, 0.0, 0, (), ())] * end
+    values: list[Value] = []
+    saves: list[Save] = []
+    calls: list[Call] = []
+    for index, (step, (path, kind)) in enumerate(zip(steps, modules, strict=True)):
+        joined = _Joined(step, first_forward[index], first_backward[index], len(values), len(calls) + 1)
+        outputs = (n for n, value in enumerate(step.values) if 0 <= value.born < step.num_forward < value.dropped)
+        first = first_forward[index]
+        made = tuple(number + len(values) for number in outputs)
+        calls.append(Call(path, kind, -1, first, first + step.num_forward, (), made))
+        for number, op in enumerate(step.ops):
+            ops[joined.op(number)] = joined.as_op(op)
+        # Its gradient goes to the call before, whose backward runs next.
+        gradient_until = first_backward[index - 1] + 1 if index else end
+        values += [joined.value(value, gradient_until, end) for value in step.values]
+        saves += map(joined.save, step.saves)
+        calls += [joined.call(call, path) for call in step.calls]
+    return (
+        StepGraph(
+            ops=tuple(ops),
+            num_forward=num_forward,
+            values=tuple(values),
+            saves=tuple(saves),
+            calls=tuple(with_structures(ops[:num_forward], calls, values, saves)),
+            hardware=steps[0].hardware,
+            step_s=sum(step.step_s for step in steps),
+            notes=(_NOTE,),
+            versions=steps[0].versions,
+        ),
+        first_forward[:-1],
+    )
+
+
+class _Joined:
+    """Maps the numbers of one call's step to those of the joined step."""
+
+    def __init__(
+        self, step: StepGraph, first_forward: int, first_backward: int, first_value: int, first_call: int
+    ) -> None:
+        self._step, self._forward, self._backward = step, first_forward, first_backward
+        self._value, self._call = first_value, first_call
+
+    def op(self, number: int) -> int:
+        """The joined number of an op, or of a position: the one before the first op of the backward counts to it."""
+        is_forward = number < self._step.num_forward
+        return number + (self._forward if is_forward else self._backward - self._step.num_forward)
+
+    def _values(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number + self._value for number in numbers)
+
+    def _call_of(self, number: int) -> int:
+        return number + self._call if number >= 0 else self._call - 1  # the call of the whole graph
+
+    def as_op(self, op: Op) -> Op:
+        return replace(
+            op,
+            call=self._call_of(op.call),
+            inputs=self._values(op.inputs),
+            outputs=self._values(op.outputs),
+            mutates=self._values(op.mutates),
+            forward_op=self.op(op.forward_op) if op.forward_op >= 0 else -1,
+        )
+
+    def value(self, value: Value, gradient_until: int, end: int) -> Value:
+        step = self._step
+        if value.born < 0 or value.kind == "gradient":
+            dropped = end
+        elif value.dropped < len(step.ops):
+            # A position is the end of an op: the last one of the forward lies before the other calls' ops.
+            dropped = self.op(value.dropped - 1) + 1
+        else:
+            dropped = self._backward if value.born < step.num_forward else gradient_until
+        born = self.op(value.born) if value.born >= 0 else -1
+        return replace(value, born=born, dropped=max(dropped, born + 1))
+
+    def save(self, save: Save) -> Save:
+        used = self.op(save.used - 1) + 1 if save.used >= 0 else -1
+        return replace(
+            save,
+            value=save.value + self._value,
+            call=self._call_of(save.call),
+            made=self.op(save.made - 1) + 1,
+            read=self.op(save.read) if save.read >= 0 else -1,
+            released=self.op(save.released - 1) + 1,
+            used=used,
+        )
+
+    def call(self, call: Call, path: str) -> Call:
+        return replace(
+            call,
+            path=f"{path}.{call.path}".strip("."),
+            parent=self._call_of(call.parent),
+            first=self._forward + call.first,
+            end=self._forward + call.end,
+            inputs=self._values(call.inputs),
+            outputs=self._values(call.outputs),
+        )

@@ -7,8 +7,6 @@ share a graph and its variants: the session is asked for in every call.
 
 - **Carrying out a choice.** `tag` marks every forward node of AOTAutograd's joint graph as saved or recomputed, and
   torch's own partitioner splits the graph accordingly.
-- **Where a step ends.** `StepCalls` records the graphs that a step has called. A step is all calls until a backward
-  begins, of one forward or of several. A forward that failed, or whose loss was deleted, does not count.
 - **Offload.** A compiled graph hands all its saved tensors to autograd when its forward ends. `BlockOffload` catches
   some of them with saved-tensor hooks and copies them to host memory while the next block runs; in the backward they
   are copied back one block ahead. A block can therefore move what the link carries during one block's forward.
@@ -18,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
@@ -30,7 +27,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide import _compat
-from lowtide.compiled.step_profile import BACKWARD, BACKWARD_END, FORWARD_END
 from lowtide.distributed.agreement import hash_of
 from lowtide.errors import CapacityError
 from lowtide.graph.arrays import recompute_s
@@ -80,147 +76,6 @@ def _kept(step: JointStep, names: Iterable[str]) -> tuple[int, ...]:
     """The ops whose outputs are saved if these nodes are, and those that have to be saved as well."""
     needs = step.graph.needs
     return needs.keeps_of(needs.derive(frozenset(step.makers[name] for name in names if name in step.makers)))
-
-
-Mark = Callable[[int], None]  # called with FORWARD_END, BACKWARD, BACKWARD_END
-
-
-class _BackwardHook:
-    """Hook before and after the autograd nodes of one call. It is freed with them, so it also shows if they live."""
-
-    def __init__(self, calls: StepCalls, mark: Mark | None, num_nodes: int) -> None:
-        self._calls, self._mark, self._num_left = calls, mark, num_nodes
-        self._has_begun = False
-
-    def __call__(self, gradients: Any) -> None:
-        self._calls.end()
-        if self._mark is not None and not self._has_begun:
-            self._has_begun = True
-            self._mark(BACKWARD)
-
-    def after(self, *gradients: Any) -> None:
-        self._num_left -= 1
-        if self._mark is not None and self._num_left == 0:
-            self._mark(BACKWARD_END)
-
-
-class _Call:
-    """A call of a step: the number of its graph, what it runs, and a reference to its hook while that is alive."""
-
-    __slots__ = ("hook", "number", "run")
-
-    def __init__(self, number: int, run: Any) -> None:
-        self.number, self.run = number, run
-        self.hook: weakref.ref[_BackwardHook] | None = None
-
-
-def _is_alive(call: _Call) -> bool:
-    return call.hook is not None and call.hook() is not None
-
-
-class StepCalls:
-    """The calls made so far in this step. `end()` is called when a backward begins.
-
-    A call whose autograd nodes were freed before that, as nothing of the loss depends on it, is not planned for. When
-    all were freed, the step begins anew; `on_dropped` is called then if the last one was measured.
-
-    This runs once for each compiled block, on the host's time: lists grow call by call, and are made anew only after a
-    call has lost its nodes.
-    """
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.on_dropped: Callable[[], None] = lambda: None
-        self._calls: list[_Call] = []  # all of them
-        self._alive: list[_Call] = []  # those that have ended, and whose nodes are alive, or were at the backward
-        self._has_dead = False
-
-    def _look(self) -> None:
-        if self.is_over:
-            return
-        if self._has_dead:
-            self._has_dead = False
-            self._alive = list(filter(_is_alive, self._alive))
-        if not self._alive:
-            self._calls = []
-
-    @property
-    def num_alive(self) -> int:
-        """The number of calls whose autograd nodes are alive, or were when the backward began."""
-        self._look()
-        return len(self._alive)
-
-    @property
-    def num_begun(self) -> int:
-        """The number of all calls, as of the last look at `num_alive` or `numbers`."""
-        return len(self._calls)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Graph numbers of the calls whose autograd nodes are alive, or were when the backward began, in order."""
-        self._look()
-        return tuple([call.number for call in self._alive])
-
-    @property
-    def begun(self) -> tuple[int, ...]:
-        """Graph numbers of all calls, in order, as of the last look at `num_alive` or `numbers`."""
-        return tuple([call.number for call in self._calls])
-
-    def end(self) -> None:
-        """A backward begins, which frees the autograd nodes of the step."""
-        if not self.is_over:
-            self._look()
-            self.is_over = True
-
-    def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
-        """Record a call. Call the returned function with the graph's outputs when it has run.
-
-        `run` says what it runs, for `take`. `mark` is called when the forward has ended, and when the backward of the
-        call begins and ends.
-        """
-        call = _Call(number, run)
-        self._calls.append(call)
-
-        def end(outputs: Any) -> None:
-            if mark is not None:
-                mark(FORWARD_END)
-            nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
-            if not nodes:  # nothing that a loss could depend on
-                if mark is not None:
-                    self._dropped(None)
-                return
-            hook = _BackwardHook(self, mark, len(nodes))
-            for node in nodes:
-                node.register_prehook(hook)
-                if mark is not None:
-                    node.register_hook(hook.after)
-            call.hook = weakref.ref(hook, self._died if mark is None else self._dropped)
-            self._alive.append(call)
-
-        return end
-
-    def _died(self, hook: object) -> None:
-        self._has_dead = True
-
-    def _dropped(self, hook: object) -> None:
-        self._has_dead = True
-        if not self.is_over and not any(map(_is_alive, self._alive)):
-            self.on_dropped()
-
-    def take(self) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:
-        """Return the position in `numbers` of each call of the finished step, and what those have run; start anew.
-
-        The position is None for a call that is in `begun` only.
-        """
-        positions = {id(call): position for position, call in enumerate(self._alive)}
-        found = tuple(positions.get(id(call)) for call in self._calls)
-        runs = tuple(call.run for call in self._alive)
-        self.clear()
-        return found, runs
-
-    def clear(self) -> None:
-        """Start anew."""
-        self._calls, self._alive, self.is_over, self._has_dead = [], [], False, False
 
 
 class BlockOffload(torch.autograd.graph.saved_tensors_hooks):

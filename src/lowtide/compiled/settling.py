@@ -1,7 +1,7 @@
-"""Which choice of variants a step runs next, by what was measured so far.
+"""Which choice of variants a step runs next, by what was measured so far, and alike on all ranks.
 
-A `CallSequence` holds the calls of a step in order, the variants they run, and the steps that were measured with them;
-`settle_further` sets its next choice after each of them.
+After each step the session makes a `StepReport`. `SessionRanks` puts those of all ranks together, and `settle_further`
+sets the next choice of the step's `CallSequence`.
 
 - **Corrections.** Variants are chosen again with measured bytes in place of predictions, until a choice holds and none
   is predicted to be faster: six measured steps at most. If none holds by then, the choices that save least are tried.
@@ -14,18 +14,41 @@ A `CallSequence` holds the calls of a step in order, the variants they run, and 
   backward to the next (gradient accumulation) and longer batches in graphs with symbolic shapes make a step larger.
   When such a step comes, the sequence is measured again with steps of that size, and only those count: a choice that
   holds on the first part of an accumulated gradient may not hold on the second.
+- **Ranks.** They measure different peaks and times, and a budget that one rank cannot meet must not leave the others
+  waiting in a collective. In the first steps, after each backward and before the next forward, every rank therefore
+  sends its report. Budgets are reduced by MIN, peaks by MAX, and times are the lowest rank's. If all ranks have called
+  the same graphs, they take over what the lowest rank then decides. Ranks whose batches have other shapes run other
+  graphs: each of them decides for its own. A budget that does not hold is an error on all ranks, in the same forward.
+  When all have settled, the exchange ends and costs nothing any more. Steps of a new kind that come later are planned
+  by each rank on its own, since the others may not have them, and raise no error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
+from typing import Any
 
+from torch import nn
+
+from lowtide import _compat
+from lowtide.compiled.call_sequences import CallSequence, OverBudget, StepSize
 from lowtide.compiled.planned_graph import PlannedGraph
-from lowtide.compiled.step_profile import StepProfile
+from lowtide.compiled.step_profile import StepProfile, largest_profile
 from lowtide.compiled.variant_choice import WORTH_A_COMPILE, VariantChoice, VariantChooser
+from lowtide.distributed.agreement import hash_of
+from lowtide.distributed.ranks import ALONE, Ranks, is_in_job, ranks_among, ranks_of
+from lowtide.units import format_bytes
 
+logger = logging.getLogger("lowtide")
+
+# Steps that could not be measured, or were smaller than expected, before predictions are taken for it: such as steps
+# that a profiler of the user's watched, or that compiled something each time.
+_MOST_UNMEASURED = 20
 # Measured steps per sequence before the best choice so far is kept. A larger number costs a compile per correction.
 _MOST_CORRECTIONS = 6
 # A candidate is faster if it was so in this many more turns than it was slower. With steps that vary by 1.5 %, of which
@@ -39,202 +62,273 @@ _MOST_TURNS = 16  # after which the first of the candidates is kept, unless anot
 _MOST_TRIALS = 80  # measured steps in all, likewise
 # A candidate whose fastest step is slower than the median of another's by this share is not timed further.
 _CLEARLY_SLOWER = 0.05
+# Steps after which ranks that have not settled, as with batches of ever new shapes, stop to wait for each other.
+_MOST_EXCHANGES = 200
+_ABOUT = "variants of a compiled step"
 
 
 @dataclass(frozen=True)
-class OverBudget:
-    """The smallest peak of a step that does not fit its budget, and how it is known: "predicted" or "measured"."""
+class StepReport:
+    """What a rank knows of the step that has ended, or what all ranks know together.
 
-    floor_bytes: int
-    how: str
-
-
-@dataclass(frozen=True)
-class StepSize:
-    """Bytes of gradients that are there when a step's first call begins, and of inputs whose shapes are symbolic."""
-
-    gradient_bytes: int = 0
-    input_bytes: int = 0
-
-    def is_within(self, other: StepSize) -> bool:
-        return self.gradient_bytes <= other.gradient_bytes and self.input_bytes <= other.input_bytes
-
-
-@dataclass
-class CallSequence:
-    """The graph numbers of a step's calls, in order, and the variants chosen for them.
-
-    Calls on which the loss does not depend lose their autograd nodes before the backward, and are in `begun` only.
-    `over` says that no choice fits the budget. `measured` lists the choices that ran and their peaks, for steps of the
-    present `size`. `profiled` and `turns` list their seconds on an accelerator: of steps that were measured call by
-    call, which takes the host time, and of steps that were only timed. When corrections have ended, `trials` are run;
-    `is_settled` ends both. `held_sizes` are those of steps at which the choice was measured to hold.
+    `calls` tells which graphs it called, in the same way on all ranks; None if Dynamo has dropped them. `is_settled`
+    says that no sequence of calls is waiting for a decision. `peak_bytes` are None if the step was not measured.
     """
 
-    numbers: tuple[int, ...]
-    choice: VariantChoice
-    begun: tuple[int, ...] = ()  # graph numbers of all calls
-    positions: tuple[int | None, ...] = ()  # of these in `numbers`, or None
-    last_step: int = 0  # number of the last step that made these calls
-    over: OverBudget | None = None
+    calls: str | None
+    budget_bytes: int
+    size: StepSize
     is_settled: bool = False
-    num_unmeasured: int = 0
-    measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
-    profiled: list[tuple[VariantChoice, float]] = field(default_factory=list)
-    turns: list[tuple[VariantChoice, float]] = field(default_factory=list)
-    trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
-    size: StepSize | None = None
-    held_sizes: list[StepSize] = field(default_factory=list)
+    peak_bytes: int | None = None
+    profile: StepProfile | None = None
+    over: OverBudget | None = None
 
-    def __post_init__(self) -> None:
-        self.begun = self.begun or self.numbers
-        self.positions = self.positions or tuple(range(len(self.numbers)))
 
-    def expect(self, size: StepSize) -> None:
-        """Measure anew from here on if a step of this size is larger than those measured."""
-        if any(size.is_within(each) for each in self.held_sizes):
-            return
-        if self.is_settled or self.size is None or (size != self.size and self.size.is_within(size)):
-            self.size, self.is_settled, self.trials, self.num_unmeasured = size, False, None, 0
-            self.measured, self.profiled, self.turns = [], [], []
+def settle_further(
+    sequence: CallSequence, chooser: VariantChooser, instances: list[PlannedGraph], step: StepReport
+) -> None:
+    """Set the next choice of a sequence, or settle it, after a step that has ended. `instances` are its graphs."""
+    if sequence.over is None:
+        sequence.expect(step.size)
+    if sequence.is_settled:
+        return
+    if step.peak_bytes is None or step.size != sequence.size:
+        _leave_unmeasured(sequence, step.size)
+        return
+    before, sequence.num_unmeasured = sequence.choice, 0
+    _Decision(sequence, chooser, instances, step.budget_bytes, step.peak_bytes, step.profile).make()
+    logger.info(
+        "compiled step: peak %s measured, %s predicted, within %s%s",
+        format_bytes(step.peak_bytes),
+        format_bytes(before.peak_bytes),
+        format_bytes(step.budget_bytes),
+        "" if sequence.choice.is_like(before) else "; choosing again",
+    )
 
-    def settle(self) -> None:
-        """Keep the present choice for steps up to the present size."""
-        assert self.size is not None
-        size, self.is_settled = self.size, True
-        self.held_sizes = [each for each in self.held_sizes if not each.is_within(size)] + [size]
 
-    @property
-    def peaks(self) -> list[int]:
-        """Measured peaks of the present choice, in bytes."""
-        return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
-
-    @property
-    def is_timed_only(self) -> bool:
-        """Whether the next step is timed, and not measured call by call: its choice was measured before."""
-        return self.trials is not None and bool(self.peaks)
-
-    def turns_of(self, choice: VariantChoice) -> list[float]:
-        """Seconds of the steps under a choice that were only timed."""
-        return [seconds for each, seconds in self.turns if each.is_like(choice)]
-
-    def seconds_of(self, choice: VariantChoice) -> float | None:
-        """Median measured seconds of forward and backward under a choice; None if it was not timed."""
-        found = self.turns_of(choice) or [seconds for each, seconds in self.profiled if each.is_like(choice)]
-        return median(found) if found else None
+def _leave_unmeasured(sequence: CallSequence, size: StepSize) -> None:
+    sequence.num_unmeasured += 1
+    if sequence.num_unmeasured < _MOST_UNMEASURED:
+        return
+    if size != sequence.size:
+        sequence.is_settled = True  # until a step comes that is not known to hold
+        return
+    if not sequence.choice.is_within and not sequence.held_sizes:
+        sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
+    sequence.settle()
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
-    """A step that ran a choice of variants of `instances`: its peak, and its times if it was profiled."""
+class _Decision:
+    """What a sequence runs next, after a step that ran its present choice was measured."""
 
+    sequence: CallSequence
+    chooser: VariantChooser
     instances: list[PlannedGraph]
     budget_bytes: int
     peak_bytes: int
     profile: StepProfile | None
 
     @property
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         return self.peak_bytes > self.budget_bytes
 
+    def make(self) -> None:
+        sequence, profile = self.sequence, self.profile
+        sequence.measured.append((sequence.choice, self.peak_bytes))
+        if profile is not None and profile.seconds is not None:
+            steps = sequence.turns if profile.is_timed_only else sequence.profiled
+            steps.append((sequence.choice, profile.seconds))
+        if sequence.trials is None:
+            self._correct()
+        else:
+            self._try_next(sequence.trials)
 
-def settle_further(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> None:
-    """Set the next choice of a sequence, or settle it, after a step that ran its present choice."""
-    sequence.measured.append((sequence.choice, step.peak_bytes))
-    if step.profile is not None and step.profile.seconds is not None:
-        steps = sequence.turns if step.profile.is_timed_only else sequence.profiled
-        steps.append((sequence.choice, step.profile.seconds))
-    if sequence.trials is None:
-        _correct(sequence, chooser, step)
-    else:
-        _try_next(sequence, chooser, step)
+    def _learn(self) -> None:
+        self.chooser.learn(self.instances, self.sequence.choice, self.peak_bytes, self.profile, is_over=self._is_over)
 
-
-def _correct(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> None:
-    before = sequence.choice
-    chooser.learn(step.instances, before, step.peak_bytes, step.profile, is_over=step.is_over)
-    now = chooser.choose(step.instances, step.budget_bytes, is_measured=True)
-    is_worth_it = before.extra_s - now.extra_s >= WORTH_A_COMPILE * sum(graph.step_s for graph in step.instances)
-    is_worth_it |= before.replays_indices and not now.replays_indices
-    if not step.is_over and (sequence.held_sizes or not is_worth_it):
-        now = before  # a faster choice may not hold for the sizes before this one
-    is_last = len(sequence.measured) >= _MOST_CORRECTIONS
-    held = [choice for choice, peak in sequence.measured if peak <= step.budget_bytes]
-    if not held and (is_last or _has_run(sequence, now)):
-        others = chooser.last_resorts(step.instances)
-        now = next((each for each in others if not _has_run(sequence, each)), before)
-    sequence.choice = now
-    if not _has_run(sequence, now) and not (is_last and held):
-        return
-    if not held:
-        sequence.choice, floor = min(sequence.measured, key=lambda each: each[1])
-        sequence.over, sequence.is_settled = OverBudget(floor + floor // _FLOOR_MARGIN, "measured"), True
-        return
-    sequence.choice = min(held, key=lambda choice: (choice.replays_indices, choice.extra_s))
-    is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
-    others = _alternatives(sequence, chooser, step) if is_timed else []
-    if not others or sequence.held_sizes:
-        sequence.settle()
-    else:
-        sequence.trials = [sequence.choice, *others]
-        _take_turns(sequence)
-
-
-def _alternatives(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> list[VariantChoice]:
-    """What to time beside the first choice that holds; nothing that was measured to be over the budget."""
-    over = [choice for choice, peak in sequence.measured if peak > step.budget_bytes]
-    best = sequence.choice if sequence.trials is None else sequence.trials[0]
-    return chooser.alternatives(step.instances, best, step.budget_bytes, over)
-
-
-def _try_next(sequence: CallSequence, chooser: VariantChooser, step: MeasuredStep) -> None:
-    assert sequence.trials is not None
-    ran = sequence.choice
-    if step.is_over:
-        sequence.trials = [each for each in sequence.trials if not each.is_like(ran)]
-        if not sequence.trials:  # it held before: correct it again
-            sequence.trials, sequence.measured = None, sequence.measured[-1:]
-            _correct(sequence, chooser, step)
+    def _correct(self) -> None:
+        sequence, chooser, before = self.sequence, self.chooser, self.sequence.choice
+        self._learn()
+        now = chooser.choose(self.instances, self.budget_bytes, is_measured=True)
+        is_worth_it = before.extra_s - now.extra_s >= WORTH_A_COMPILE * sum(graph.step_s for graph in self.instances)
+        is_worth_it |= before.replays_indices and not now.replays_indices
+        if not self._is_over and (sequence.held_sizes or not is_worth_it):
+            now = before  # a faster choice may not hold for the sizes before this one
+        is_last = len(sequence.measured) >= _MOST_CORRECTIONS
+        held = [choice for choice, peak in sequence.measured if peak <= self.budget_bytes]
+        if not held and (is_last or sequence.has_run(now)):
+            others = chooser.last_resorts(self.instances)
+            now = next((each for each in others if not sequence.has_run(each)), before)
+        sequence.choice = now
+        if not sequence.has_run(now) and not (is_last and held):
             return
-        chooser.learn(step.instances, ran, step.peak_bytes, step.profile, is_over=True)
-        listed = [*sequence.trials, *(choice for choice, _ in sequence.measured)]
-        others = [each for each in _alternatives(sequence, chooser, step) if not any(map(each.is_like, listed))]
-        if others:
-            sequence.trials += others
-            sequence.turns = []  # turns are compared one by one
-    _take_turns(sequence)
+        if not held:
+            sequence.choice, floor = min(sequence.measured, key=lambda each: each[1])
+            sequence.over, sequence.is_settled = OverBudget(floor + floor // _FLOOR_MARGIN, "measured"), True
+            return
+        sequence.choice = min(held, key=lambda choice: (choice.replays_indices, choice.extra_s))
+        is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
+        others = self._alternatives(sequence.choice) if is_timed else []
+        if not others or sequence.held_sizes:
+            sequence.settle()
+        else:
+            self._take_turns([sequence.choice, *others])
+
+    def _alternatives(self, best: VariantChoice) -> list[VariantChoice]:
+        """What to time beside the first choice that holds; nothing that was measured to be over the budget."""
+        over = [choice for choice, peak in self.sequence.measured if peak > self.budget_bytes]
+        return self.chooser.alternatives(self.instances, best, self.budget_bytes, over)
+
+    def _try_next(self, trials: list[VariantChoice]) -> None:
+        sequence = self.sequence
+        if self._is_over:
+            trials = [each for each in trials if not each.is_like(sequence.choice)]
+            if not trials:  # it held before: correct it again
+                sequence.trials, sequence.measured = None, sequence.measured[-1:]
+                self._correct()
+                return
+            self._learn()
+            listed = [*trials, *(choice for choice, _ in sequence.measured)]
+            others = [each for each in self._alternatives(trials[0]) if not any(map(each.is_like, listed))]
+            if others:
+                trials += others
+                sequence.turns = []  # turns are compared one by one
+        self._take_turns(trials)
+
+    def _take_turns(self, trials: list[VariantChoice]) -> None:
+        """Run the candidate that was timed least next, or settle when it is known which is fastest.
+
+        The first of the candidates is kept unless another is faster: those without moves come first.
+        """
+        sequence = self.sequence
+        turns = [sequence.turns_of(choice) for choice in trials]
+        best_s = min((median(found) for found in turns if len(found) > 1), default=inf)
+        kept = [
+            choice
+            for choice, found in zip(trials, turns, strict=True)
+            if len(found) < 2 or min(found) <= (1 + _CLEARLY_SLOWER) * best_s
+        ]
+        best = kept[0]
+        for choice in kept[1:]:
+            best = choice if sequence.lead(choice, best) >= _LEAD else best
+        kept = [choice for choice in kept if choice is best or sequence.lead(best, choice) < _LEAD]
+        sequence.trials = kept
+        fewest = min(kept, key=lambda choice: len(sequence.turns_of(choice)))
+        is_late = len(sequence.turns_of(fewest)) >= _MOST_TURNS or len(sequence.measured) >= _MOST_TRIALS
+        if len(kept) == 1 or is_late:
+            sequence.choice = best
+            sequence.settle()
+        else:
+            sequence.choice = fewest
 
 
-def _take_turns(sequence: CallSequence) -> None:
-    """Run the candidate that was timed least next, or settle when it is known which is fastest.
+class SessionRanks:
+    """The ranks that decide with a session. `is_open` until all have settled; `over` if a rank's budget does not hold.
 
-    The first of the candidates is kept unless another is faster: those without moves come first.
+    They are the ranks of the `DistributedDataParallel` around the model, or those that hold its sharded parameters
+    (FSDP2, tensor parallelism). Ranks with copies that are not connected decide alone.
     """
-    assert sequence.trials
-    turns = [sequence.turns_of(choice) for choice in sequence.trials]
-    best_s = min((median(found) for found in turns if len(found) > 1), default=inf)
-    kept = [
-        choice
-        for choice, found in zip(sequence.trials, turns, strict=True)
-        if len(found) < 2 or min(found) <= (1 + _CLEARLY_SLOWER) * best_s
-    ]
-    best = kept[0]
-    for choice in kept[1:]:
-        best = choice if _lead(sequence, choice, best) >= _LEAD else best
-    kept = [choice for choice in kept if choice is best or _lead(sequence, best, choice) < _LEAD]
-    sequence.trials = kept
-    fewest = min(kept, key=lambda choice: len(sequence.turns_of(choice)))
-    is_late = len(sequence.turns_of(fewest)) >= _MOST_TURNS or len(sequence.measured) >= _MOST_TRIALS
-    sequence.choice = best if len(kept) == 1 or is_late else fewest
-    if len(kept) == 1 or is_late:
-        sequence.settle()
+
+    def __init__(self) -> None:
+        self._ranks, self._num_exchanges, self._has_looked = ALONE, 0, False
+        self.is_open = True
+        self.over: OverBudget | None = None
+        self.budget_bytes: int | None = None  # the smallest of all ranks
+
+    @property
+    def is_alone(self) -> bool:
+        return self._ranks.is_alone
+
+    @property
+    def is_known_alone(self) -> bool:
+        """Whether no other ranks were found, and not because `find` was not called yet."""
+        return self._has_looked and self._ranks.is_alone
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether other ranks still wait for this one's reports."""
+        return self.is_open and not self._ranks.is_alone
+
+    def find(self, model: nn.Module | None) -> None:
+        """Look for the ranks that share a model, which may be wrapped after it was compiled. Called in a forward."""
+        if self._ranks.is_alone:
+            self._ranks, self._has_looked = ranks_sharing(model), True
+
+    def exchanged(self, own: StepReport) -> tuple[StepReport, bool]:
+        """What all ranks know together, and whether they called the same graphs and decide together."""
+        if not self.is_waiting:
+            if not self.is_alone:
+                self.over = own.over
+            return own, False
+        self._num_exchanges += 1
+        reports = self._ranks.gathered(own, _ABOUT)
+        floors = [each.over for each in reports if each.over is not None]
+        self.over = max(floors, key=lambda each: each.floor_bytes, default=None)
+        is_done = self.over is None and all(each.is_settled for each in reports)
+        self.is_open = not is_done and self._num_exchanges < _MOST_EXCHANGES
+        self.budget_bytes = min(each.budget_bytes for each in reports)
+        is_agreed = own.calls is not None and len({each.calls for each in reports}) == 1
+        return replace(_common(reports) if is_agreed else own, budget_bytes=self.budget_bytes), is_agreed
+
+    def together(self, is_agreed: bool) -> contextlib.AbstractContextManager[None]:
+        """Context manager around a decision that all ranks make: if one fails, all raise."""
+        return self._ranks.together(_ABOUT) if is_agreed else contextlib.nullcontext()
+
+    def of_first(self, sequence: CallSequence) -> CallSequence:
+        """The lowest rank's sequence, with the graph numbers of this rank."""
+        found = _renumbered(self._ranks.first(sequence, _ABOUT), sequence.numbers)
+        self.over = found.over or self.over
+        return found
 
 
-def _lead(sequence: CallSequence, one: VariantChoice, other: VariantChoice) -> int:
-    """In how many more turns `one` was faster than `other` than it was slower."""
-    pairs = zip(sequence.turns_of(one), sequence.turns_of(other), strict=False)
-    return sum((ours < theirs) - (ours > theirs) for ours, theirs in pairs)
+def _common(reports: list[StepReport]) -> StepReport:
+    """The report of ranks that called the same graphs. Not measured unless all have."""
+    peaks = [each.peak_bytes for each in reports if each.peak_bytes is not None]
+    profiles = [each.profile for each in reports if each.profile is not None]
+    size = StepSize(max(each.size.gradient_bytes for each in reports), max(each.size.input_bytes for each in reports))
+    return replace(
+        reports[0],
+        size=size,
+        peak_bytes=max(peaks) if len(peaks) == len(reports) else None,
+        profile=largest_profile(profiles) if len(profiles) == len(reports) else None,
+    )
 
 
-def _has_run(sequence: CallSequence, choice: VariantChoice) -> bool:
-    return any(each.is_like(choice) for each, _ in sequence.measured)
+def _renumbered(sequence: CallSequence, numbers: tuple[int, ...]) -> CallSequence:
+    """A sequence of another rank with the numbers that its graphs have here."""
+    here = dict(zip(sequence.numbers, numbers, strict=True))
+
+    def as_here(choice: VariantChoice) -> VariantChoice:
+        if choice.peak_key is None:
+            return choice
+        number, key = choice.peak_key
+        return replace(choice, peak_key=(here[number], key))
+
+    return replace(
+        sequence,
+        numbers=numbers,
+        choice=as_here(sequence.choice),
+        measured=[(as_here(choice), peak) for choice, peak in sequence.measured],
+        profiled=[(as_here(choice), seconds) for choice, seconds in sequence.profiled],
+        turns=[(as_here(choice), seconds) for choice, seconds in sequence.turns],
+        trials=None if sequence.trials is None else list(map(as_here, sequence.trials)),
+    )
+
+
+def name_of_calls(instances: Iterable[PlannedGraph]) -> str:
+    """A hash of the graphs that a step called, equal on all ranks that ran the same code on the same shapes."""
+    instances = list(instances)
+    graphs = {graph: index for index, graph in enumerate(dict.fromkeys(instances))}
+    return hash_of([[graphs[graph] for graph in instances], [graph.identity for graph in graphs]])
+
+
+def ranks_sharing(model: nn.Module | None) -> Ranks:
+    """The ranks that train a model together; alone if it is neither inside DDP nor sharded."""
+    if not is_in_job():  # asked in every step: the model's parameters are not looked at
+        return ALONE
+    wrapper: Any = _compat.active_data_parallel()
+    if wrapper is not None:
+        return ranks_of(wrapper.process_group)
+    members = set() if model is None else _compat.sharding_ranks(model)
+    return ranks_among(members) if len(members) > 1 else ALONE

@@ -2,9 +2,9 @@
 
 The whole peak of a step says that a prediction was wrong, and not where. In the first steps of a model the session
 therefore marks where the forward and the backward of each call begin and end, and a `StepMeter` notes the peak between
-marks. On an accelerator it reads the allocator's counters, which takes microseconds, and times calls by events on the
-stream. On the CPU, whose allocator has no counters, it runs the step under torch.profiler; while a profiler of the
-user's is active, nothing is measured.
+marks. `StepMeasurement` says whether the present step is measured at all. On an accelerator a meter reads the
+allocator's counters, which takes microseconds, and times calls by events on the stream. On the CPU, whose allocator has
+no counters, it runs the step under torch.profiler; while a profiler of the user's is active, nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,22 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowtide import _compat
 from lowtide.units import format_seconds
 
-
-class PeakMeter(Protocol):
-    """Measures the peak of allocated bytes since the last `reset()`; None if it could not."""
-
-    def peak_bytes(self) -> int | None: ...
-    def reset(self) -> None: ...
-
-
 FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(4)
+Mark = Callable[[int], None]  # marks one of these points of a call
 
 
 @dataclass(frozen=True)
@@ -93,14 +86,23 @@ class _Mark:
 
 
 class StepMeter:
-    """Base of the meters that record marks. `mark` is called in the order of execution.
+    """Base of the meters: of the peak of allocated bytes since `reset()`, and between marks.
 
-    Set `times_only` before the first mark of a step that shall run as it does without a meter, as far as possible.
+    `mark` is called in the order of execution. Set `times_only` before the first mark of a step that shall run as it
+    does without a meter, as far as possible.
     """
 
     def __init__(self) -> None:
         self._marks: list[_Mark] = []
         self.times_only = False
+
+    def reset(self) -> None:
+        """Start to measure."""
+        raise NotImplementedError
+
+    def peak_bytes(self) -> int | None:
+        """The peak since `reset()`; None if it could not be measured."""
+        raise NotImplementedError
 
     def mark(self, kind: int, index: int) -> None:
         self._marks.append(_Mark(kind, index))
@@ -248,6 +250,50 @@ class ProfilerMeter(StepMeter):
 
     def peak_bytes(self) -> int | None:
         return self._peak
+
+
+class StepMeasurement:
+    """Whether the present step is measured, and by which meter.
+
+    It is from `begin` on, until `cancel`, as when something is compiled in the step, or until the next `begin`. A step
+    that `was_dropped`, as its forward failed or its loss was deleted, is to be measured in the next forward.
+    """
+
+    def __init__(self) -> None:
+        self.meter: StepMeter | None = None  # None: the present step is not measured
+        self.was_dropped = False
+
+    def begin(self, meter: StepMeter | None) -> None:
+        """Measure the step that begins now; without a meter, do not."""
+        self.meter, self.was_dropped = None, False
+        if meter is not None:
+            meter.reset()
+            self.meter = meter
+
+    def cancel(self) -> None:
+        """The present step cannot be measured."""
+        if self.meter is not None:
+            self.meter.cancel()
+            self.meter = None
+
+    def drop(self) -> None:
+        """The calls of the present step have lost their autograd nodes. A profiler must not stay active meanwhile."""
+        self.cancel()
+        self.was_dropped = True
+
+    def marker(self, position: int, times_only: bool) -> Mark | None:
+        """Mark where the forward of a call begins; return what marks the other points of it."""
+        meter = self.meter
+        if meter is None:
+            return None
+        if position == 0:
+            meter.times_only = times_only
+        meter.mark(FORWARD, position)
+        return lambda kind: meter.mark(kind, position) if meter is self.meter else None
+
+    def result(self) -> tuple[int | None, StepProfile | None]:
+        """The peak of the step that has ended, and its profile; None where they could not be measured."""
+        return (None, None) if self.meter is None else (self.meter.peak_bytes(), self.meter.profile())
 
 
 class CompileWatch:

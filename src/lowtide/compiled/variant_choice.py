@@ -26,10 +26,12 @@ import torch
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.step_profile import StepProfile
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.reports.report_text import counted
 from lowtide.solvers.compiled_search import CompiledSearch
 from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, SharedChoice, Variant, variant_of
 from lowtide.tracing.devices import block_bytes, link_bytes_per_s
 from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes
+from lowtide.units import format_bytes
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of the link's bandwidth; a choice is made for each, and the fastest is taken
 # Share of a copy's time by which the kernels beside it get slower, as both use the device's memory bandwidth. Measured
@@ -438,3 +440,15 @@ def torch_way(graph: PlannedGraph, fraction: float) -> Variant:
 def _gradient_bytes(instances: Iterable[PlannedGraph]) -> int:
     steps = (graph.step for graph in dict.fromkeys(instances))
     return sum(value.bytes for step in steps if step is not None for value in step.values if value.kind == "gradient")
+
+
+def replayed_indices_warning(instances: list[PlannedGraph], choice: VariantChoice, budget_bytes: int) -> str:
+    """What a choice that computes indices again means, and how many more bytes would save them."""
+    pairs = zip(instances, choice.variants, strict=True)
+    missing = [graph.variants[-1].saved_bytes - each.saved_bytes for graph, each in pairs if each.replays_indices]
+    return (
+        f"within {format_bytes(budget_bytes)} there is no room for the indices (topk, sort) of "
+        f"{counted(len(missing), 'compiled call')}, so they are computed again in the backward, as torch's "
+        "checkpoint does. Where scores are equal but for rounding, a token may then be routed differently. Raise "
+        f"the budget by {format_bytes(sum(missing))} to save them."
+    )

@@ -7,7 +7,7 @@ import pytest
 import lowtide
 from compiled.test_backend import MLP, Stack, squared_of_data
 from kernelless import COMPILED_MARKS, PLENTY, session_of
-from lowtide.compiled.joined_steps import joined_step
+from lowtide.compiled.compiled_handle import joined_step
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
 

@@ -1,0 +1,355 @@
+"""The calls of compiled graphs that make up a step, and the known steps that the present one may repeat.
+
+Which variant a call runs depends on its position in the step, and a step is known only when it has ended. `StepCalls`
+records the calls of the present step and finds where it ends. `KnownSequences` finds, call by call, which earlier step
+the present one repeats: a `CallSequence`, which holds the variants of its calls and what was measured with them.
+`settling` decides on those.
+
+- **Where a step ends.** A step is all calls until a backward begins, of one forward or of several. A forward that
+  failed, or whose loss was deleted, does not count; neither do calls on which the loss does not depend.
+- **Steps that begin alike.** How many calls will follow is not known, as where layers are skipped at random. All such
+  steps run what is chosen for the longest, which saves least.
+
+This runs once for each compiled block, on the host's time: while all steps make the same calls, each of them is
+compared with one number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowtide.compiled.step_profile import BACKWARD, BACKWARD_END, FORWARD_END, Mark
+from lowtide.compiled.variant_choice import VariantChoice
+from lowtide.units import format_apart
+
+# Steps after which a sequence that did not come again no longer decides what shorter ones run. A step that came once
+# makes others slower for that long; with a smaller number rare long steps exceed the budget.
+_MOST_STEPS_AGO = 200
+_MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
+
+
+class _BackwardHook:
+    """Hook before and after the autograd nodes of one call. It is freed with them, so it also shows if they live."""
+
+    def __init__(self, calls: StepCalls, mark: Mark | None, num_nodes: int) -> None:
+        self._calls, self._mark, self._num_left = calls, mark, num_nodes
+        self._has_begun = False
+
+    def __call__(self, gradients: Any) -> None:
+        self._calls.end()
+        if self._mark is not None and not self._has_begun:
+            self._has_begun = True
+            self._mark(BACKWARD)
+
+    def after(self, *gradients: Any) -> None:
+        self._num_left -= 1
+        if self._mark is not None and self._num_left == 0:
+            self._mark(BACKWARD_END)
+
+
+class _Call:
+    """A call of a step: the number of its graph, what it runs, and a reference to its hook while that is alive."""
+
+    __slots__ = ("hook", "number", "run")
+
+    def __init__(self, number: int, run: Any) -> None:
+        self.number, self.run = number, run
+        self.hook: weakref.ref[_BackwardHook] | None = None
+
+
+def _is_alive(call: _Call) -> bool:
+    return call.hook is not None and call.hook() is not None
+
+
+class EndedCalls(NamedTuple):
+    """The calls of a step that has ended: `numbers` and `runs` of those that the loss depends on, in order.
+
+    `begun` are the graph numbers of all calls, and `positions` say where each of them is in `numbers`, or None.
+    """
+
+    numbers: tuple[int, ...]
+    runs: tuple[Any, ...]
+    begun: tuple[int, ...]
+    positions: tuple[int | None, ...]
+
+
+class StepCalls:
+    """The calls made so far in this step. `end()` is called when a backward begins.
+
+    A call whose autograd nodes were freed before that is not planned for, as nothing of the loss depends on it. When
+    all were freed, the step begins anew; `on_dropped` is called then if the last one was measured.
+
+    Lists grow call by call, and are made anew only after a call has lost its nodes.
+    """
+
+    def __init__(self, on_dropped: Callable[[], None]) -> None:
+        self.is_over = False
+        self._on_dropped = on_dropped
+        self._calls: list[_Call] = []  # all of them
+        self._alive: list[_Call] = []  # those that have ended, and whose nodes are alive, or were at the backward
+        self._has_dead = False
+
+    def _look(self) -> None:
+        if self.is_over:
+            return
+        if self._has_dead:
+            self._has_dead = False
+            self._alive = list(filter(_is_alive, self._alive))
+        if not self._alive:
+            self._calls = []
+
+    @property
+    def num_alive(self) -> int:
+        """The number of calls whose autograd nodes are alive, or were when the backward began."""
+        self._look()
+        return len(self._alive)
+
+    @property
+    def num_begun(self) -> int:
+        """The number of all calls, as of the last look at `num_alive` or `numbers`."""
+        return len(self._calls)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Graph numbers of the calls whose autograd nodes are alive, or were when the backward began, in order."""
+        self._look()
+        return tuple([call.number for call in self._alive])
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Graph numbers of all calls, in order, as of the last look at `num_alive` or `numbers`."""
+        return tuple([call.number for call in self._calls])
+
+    def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
+        """Record a call. Call the returned function with the graph's outputs when it has run.
+
+        `run` says what it runs, for `take`. `mark` is called when the forward has ended, and when the backward of the
+        call begins and ends.
+        """
+        call = _Call(number, run)
+        self._calls.append(call)
+
+        def end(outputs: Any) -> None:
+            if mark is not None:
+                mark(FORWARD_END)
+            nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
+            if not nodes:  # nothing that a loss could depend on
+                if mark is not None:
+                    self._dropped(None)
+                return
+            hook = _BackwardHook(self, mark, len(nodes))
+            for node in nodes:
+                node.register_prehook(hook)
+                if mark is not None:
+                    node.register_hook(hook.after)
+            call.hook = weakref.ref(hook, self._died if mark is None else self._dropped)
+            self._alive.append(call)
+
+        return end
+
+    def _died(self, hook: object) -> None:
+        self._has_dead = True
+
+    def _dropped(self, hook: object) -> None:
+        self._has_dead = True
+        if not self.is_over and not any(map(_is_alive, self._alive)):
+            self._on_dropped()
+
+    def end(self) -> None:
+        """A backward begins, which frees the autograd nodes of the step."""
+        if not self.is_over:
+            self._look()
+            self.is_over = True
+
+    def take(self) -> EndedCalls:
+        """Return the calls of the finished step, and start anew."""
+        at = {id(call): position for position, call in enumerate(self._alive)}
+        positions = tuple([at.get(id(call)) for call in self._calls])
+        ended = EndedCalls(self.numbers, tuple([call.run for call in self._alive]), self.begun, positions)
+        self.clear()
+        return ended
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._calls, self._alive, self.is_over, self._has_dead = [], [], False, False
+
+
+@dataclass(frozen=True)
+class OverBudget:
+    """The smallest peak of a step that does not fit its budget, and how it is known: "predicted" or "measured"."""
+
+    floor_bytes: int
+    how: str
+
+    def message(self, budget_bytes: int, num_blocks: int) -> str:
+        """What the step needs, and what to do. With several blocks, that a whole graph may need less."""
+        given, needed = format_apart(budget_bytes, self.floor_bytes)
+        smaller = "Raise the budget or make the batch smaller."
+        if num_blocks > 1:
+            smaller = (
+                "Raise the budget, make the batch smaller, or compile the model as one graph (regional=False), which "
+                "need not keep the input of every block."
+            )
+        return f"budget {given} is below the {needed} ({self.how}) that this compiled step needs at least. {smaller}"
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Bytes of gradients that are there when a step's first call begins, and of inputs whose shapes are symbolic."""
+
+    gradient_bytes: int = 0
+    input_bytes: int = 0
+
+    def is_within(self, other: StepSize) -> bool:
+        return self.gradient_bytes <= other.gradient_bytes and self.input_bytes <= other.input_bytes
+
+
+@dataclass
+class CallSequence:
+    """The graph numbers of a step's calls, in order, and the variants chosen for them.
+
+    Calls on which the loss does not depend are in `begun` only. `over` says that no choice fits the budget. `measured`
+    lists the choices that ran and their peaks, for steps of the present `size`. `profiled` and `turns` list their
+    seconds on an accelerator: of steps that were measured call by call, which takes the host time, and of steps that
+    were only timed. When corrections have ended, `trials` are run; `is_settled` ends both. `held_sizes` are those of
+    steps at which the choice was measured to hold.
+    """
+
+    numbers: tuple[int, ...]
+    choice: VariantChoice
+    begun: tuple[int, ...] = ()  # graph numbers of all calls
+    positions: tuple[int | None, ...] = ()  # of these in `numbers`, or None
+    last_step: int = 0  # number of the last step that made these calls
+    over: OverBudget | None = None
+    is_settled: bool = False
+    num_unmeasured: int = 0
+    measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
+    profiled: list[tuple[VariantChoice, float]] = field(default_factory=list)
+    turns: list[tuple[VariantChoice, float]] = field(default_factory=list)
+    trials: list[VariantChoice] | None = None  # choices still to be timed; None before corrections have ended
+    size: StepSize | None = None
+    held_sizes: list[StepSize] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begun = self.begun or self.numbers
+        self.positions = self.positions or tuple(range(len(self.numbers)))
+
+    def holds(self, size: StepSize) -> bool:
+        """Whether the present choice was measured to hold for steps of this size."""
+        return any(size.is_within(each) for each in self.held_sizes)
+
+    def expect(self, size: StepSize) -> None:
+        """Measure anew from here on if a step of this size is larger than those measured."""
+        if self.holds(size):
+            return
+        if self.is_settled or self.size is None or (size != self.size and self.size.is_within(size)):
+            self.size, self.is_settled, self.trials, self.num_unmeasured = size, False, None, 0
+            self.measured, self.profiled, self.turns = [], [], []
+
+    def settle(self) -> None:
+        """Keep the present choice for steps up to the present size."""
+        assert self.size is not None
+        size, self.is_settled = self.size, True
+        self.held_sizes = [each for each in self.held_sizes if not each.is_within(size)] + [size]
+
+    @property
+    def peaks(self) -> list[int]:
+        """Measured peaks of the present choice, in bytes."""
+        return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
+
+    @property
+    def is_timed_only(self) -> bool:
+        """Whether the next step is timed, and not measured call by call: its choice was measured before."""
+        return self.trials is not None and bool(self.peaks)
+
+    def has_run(self, choice: VariantChoice) -> bool:
+        """Whether a measured step of the present size ran a choice."""
+        return any(each.is_like(choice) for each, _ in self.measured)
+
+    def turns_of(self, choice: VariantChoice) -> list[float]:
+        """Seconds of the steps under a choice that were only timed."""
+        return [seconds for each, seconds in self.turns if each.is_like(choice)]
+
+    def seconds_of(self, choice: VariantChoice) -> float | None:
+        """Median measured seconds of forward and backward under a choice; None if it was not timed."""
+        found = self.turns_of(choice) or [seconds for each, seconds in self.profiled if each.is_like(choice)]
+        return median(found) if found else None
+
+    def lead(self, one: VariantChoice, other: VariantChoice) -> int:
+        """In how many more turns `one` was faster than `other` than it was slower."""
+        pairs = zip(self.turns_of(one), self.turns_of(other), strict=False)
+        return sum((ours < theirs) - (ours > theirs) for ours, theirs in pairs)
+
+
+class KnownSequences:
+    """The sequences that steps have made, and `current`: that of the last step, or of this one as far as it has run."""
+
+    def __init__(self) -> None:
+        self.current: CallSequence | None = None
+        self.by_numbers: dict[tuple[int, ...], CallSequence] = {}  # the most recently used last
+        self._num_steps = 0
+        self._only: CallSequence | None = None  # the sequence, if all steps so far made the same calls
+        self._repeats_only = False  # whether the present step does so far
+
+    def find(self, calls: StepCalls, number: int) -> tuple[CallSequence | None, int | None]:
+        """The known sequence that begins with the calls of this step and one of graph `number`; that one's position.
+
+        The sequence is None if there is none; the position is None if the loss will not use the call. Of several the
+        longest.
+        """
+        num_begun, sequence = calls.num_begun, self._only
+        if sequence is not None and (self._repeats_only or not num_begun):
+            self._repeats_only = num_begun < len(sequence.begun) and sequence.begun[num_begun] == number
+            if self._repeats_only:
+                self.current = sequence
+                return sequence, sequence.positions[num_begun]
+        alive, begun = (*calls.numbers, number), (*calls.begun, number)
+        known = [*self.by_numbers.values(), *filter(None, [self.current])]
+        known.sort(key=lambda each: (len(each.numbers), each is self.current), reverse=True)
+        for sequence in known:
+            if sequence.begun[: len(begun)] == begun:
+                self.current = sequence
+                return sequence, sequence.positions[len(begun) - 1]
+        for sequence in known:
+            if sequence.numbers[: len(alive)] == alive:
+                self.current = sequence
+                return sequence, len(alive) - 1
+        return None, len(alive) - 1
+
+    def repeated(self, calls: StepCalls) -> CallSequence | None:
+        """The sequence that all steps have made, if this one has made the same calls and the loss uses all of them."""
+        only, num_calls = self._only, calls.num_alive
+        if only is None or not self._repeats_only:
+            return None
+        is_same = num_calls == calls.num_begun == len(only.numbers) == len(only.begun)
+        return only if is_same else None
+
+    def keep(self, sequence: CallSequence) -> None:
+        """Remember the sequence of a step that has ended, as the most recently used one."""
+        self._num_steps += 1
+        sequence.last_step, self.current = self._num_steps, sequence
+        self.by_numbers.pop(sequence.numbers, None)
+        self.by_numbers[sequence.numbers] = sequence
+        self._only = sequence if len(self.by_numbers) == 1 else None
+
+    def forget(self, graphs: Container[int]) -> None:
+        """Forget sequences of other graphs than these, which Dynamo has dropped, the oldest ones, and rare ones.
+
+        A long sequence that has not come for a while is forgotten with the shorter ones that ran what is chosen for it:
+        those are planned and measured anew.
+        """
+        self._only = None
+        alive = [each for each in self.by_numbers.values() if all(number in graphs for number in each.numbers)]
+        self.by_numbers = {each.numbers: each for each in alive[-_MOST_SEQUENCES:]}
+        for numbers, sequence in list(self.by_numbers.items()):
+            shorter = [each for each in self.by_numbers if len(each) < len(numbers) and numbers[: len(each)] == each]
+            if shorter and self._num_steps - sequence.last_step >= _MOST_STEPS_AGO:
+                for each in (*shorter, numbers):
+                    self.by_numbers.pop(each, None)
+                self.current = None
