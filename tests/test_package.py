@@ -27,7 +27,7 @@ REPORTED_ON = ["plans", "solvers"]
 PUBLIC_ONLY = ["cli", "hosts"]
 PUBLIC_MODULES = ["units", "errors", "plans", "policies", "simulator"]  # beside the names in `lowtide.__all__`
 PUBLIC_NAMES = {"lowtide.store.LOSSY_CODECS", "lowtide.eager.Applied", "lowtide.api.estimate.Estimate"}  # likewise
-PUBLIC_NAMES |= {"lowtide.compiled.joint_plan.plan_joint_graph"}  # for trainers that trace a step by themselves
+PUBLIC_NAMES |= {"lowtide.api.compile.plan_joint_graph"}  # for trainers that trace a step by themselves
 PUBLIC_NAMES |= {"lowtide.api.estimate.ParallelEstimate", "lowtide.store.host_bytes"}
 
 

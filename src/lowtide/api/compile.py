@@ -7,6 +7,7 @@ traces the first training forward for the memory outside of the blocks. Planning
 `compile` returns the model, so its handle is looked up: `lowtide.handle_of(model)` returns the handle that `compile`,
 `apply` or `fit` put on a model, also for code that only gets the model, often inside `DistributedDataParallel`.
 `explain_compiled` prints what the compiled graphs save, also those of `torch.compile(model, backend="lowtide")`.
+`plan_joint_graph` only plans: what another compiler traced, for that compiler to carry out.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import _compat
@@ -33,13 +34,18 @@ from lowtide.compiled.backend import (
 )
 from lowtide.compiled.compiled_handle import NOTHING_YET, CompiledHandle, describe
 from lowtide.compiled.other_memory import FirstForward
+from lowtide.compiled.planned_graph import tag
 from lowtide.compiled.session import Session
-from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes
 from lowtide.eager.handle import Applied, handle_at
 from lowtide.errors import LowtideError
+from lowtide.plans.step_plan import Plan
+from lowtide.solvers.solve import solve
+from lowtide.split.split_head import SplitHead
 from lowtide.tracing import step_checks as checks
+from lowtide.tracing.devices import present_device, trace_device
+from lowtide.tracing.joint_graph import joint_step, node_costs
 from lowtide.tracing.model_blocks import find_regions, is_block
 from lowtide.tracing.untraced_memory import plain_optimizer
 from lowtide.units import check_bytes, parse_bytes
@@ -95,7 +101,7 @@ def compile(
     for other in list(_by_model.values()):
         other.hand_over(blocks or [model])
     names = {module: name for name, module in model.named_modules()}
-    head = SplitHead.on(model, blocks, session) if split else None
+    head = SplitHead.on(model, blocks, functools.partial(_budget_on, budget)) if split else None
     for module in blocks or [model]:
         enter = functools.partial(SessionCall, session, (names[module], type(module).__name__))
         _compat.compile_module(module, enter, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
@@ -153,6 +159,34 @@ def handle_of(model: nn.Module) -> Applied | CompiledHandle:
     return handle
 
 
+def plan_joint_graph(
+    joint: fx.Graph,
+    budget: int | str,
+    *,
+    is_backward: Callable[[fx.Node], bool] | None = None,
+    time_limit_s: float = 10.0,
+) -> Plan:
+    """Plan a joint graph that another compiler made: mark its forward nodes as saved or recomputed.
+
+    For trainers that trace forward and backward into one fx graph by themselves, such as torchtitan's. The mark is
+    `node.meta["recompute"]`, which torch's own partitioner reads. Returns the plan.
+
+    `budget` counts the values that the graph computes, gradients included; its inputs (parameters, the batch) are not
+    among them. `is_backward` says which nodes belong to the backward; by default those that depend on an input whose
+    name contains "tangents", as in AOTAutograd's graphs. Raises `InfeasibleBudgetError` if no choice meets the budget.
+    If the graph meets it as it is, no node is marked.
+    """
+    values = [_compat.value_of(node) for node in joint.nodes if node.op == "placeholder"]
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    device = trace_device(torch.device("cpu") if device.type == "meta" else device)
+    hardware = present_device(device)
+    step = joint_step(joint, hardware, node_costs(hardware, device), is_backward=is_backward)
+    plan = solve(step.graph, budget, engine="compiled", time_limit_s=time_limit_s)
+    if plan.peak_bytes < plan.plain_peak_bytes:
+        tag(step, frozenset(plan.kept_ops(step.graph)))
+    return plan
+
+
 def _handle_on(module: nn.Module) -> CompiledHandle | None:
     """The handle that `compile` put on this module; None if there is none, or if it was removed."""
     handle = _by_model.get(_compat.unwrapped(module))
@@ -202,6 +236,10 @@ def _host_bytes(host: int | str, blocks: list[nn.Module]) -> int:
             "autograd when its forward ends, too late to move them before the peak"
         )
     return host_bytes
+
+
+def _budget_on(budget: int | str, device: torch.device) -> int:
+    return parse_bytes(budget, total_bytes=present_device(trace_device(device)).memory_bytes or None)
 
 
 def _tensor_bytes(model: nn.Module) -> int:

@@ -29,7 +29,6 @@ from lowtide.compiled.call_sequences import CallSequence
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.session import Session
-from lowtide.compiled.split_head import SplitHead
 from lowtide.compiled.variant_choice import torch_way
 from lowtide.errors import LowtideError
 from lowtide.graph.segments import with_structures
@@ -39,6 +38,7 @@ from lowtide.reports.report_text import Report, counted
 from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.shared_budget import Variant
+from lowtide.split.split_head import SplitHead
 from lowtide.units import format_bytes, format_seconds
 
 

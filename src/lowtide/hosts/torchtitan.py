@@ -25,7 +25,7 @@ from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 import lowtide
-from lowtide.compiled.joint_plan import plan_joint_graph
+from lowtide.api.compile import plan_joint_graph
 from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.units import check_bytes, check_seconds, format_bytes, parse_bytes
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import lowtide
 from kernelless import COMPILED_MARKS, PLENTY
-from lowtide.compiled.split_head import num_parts
 from lowtide.errors import LowtideError
 from lowtide.split.lazy_logits import LazyLogits
+from lowtide.split.split_head import num_parts
 
 WORDS, WIDTH = 503, 16
 

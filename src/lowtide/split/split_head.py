@@ -18,14 +18,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lowtide.compiled.session import Session
 from lowtide.errors import LowtideError
 from lowtide.graph.step_graph import Split
 from lowtide.split.split_forward import SplitForward, why_not_head
-from lowtide.tracing.devices import present_device, trace_device
-from lowtide.units import parse_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -36,19 +34,24 @@ _FEWEST_ROWS = 16
 
 
 class SplitHead:
-    """The patched forward of an output layer. `remove()` takes it off."""
+    """The patched forward of an output layer, within the budget in bytes that `budget_on` gives for its device.
+
+    `remove()` takes it off.
+    """
 
     hidden_from_replay = True
 
-    def __init__(self, path: str, head: nn.Linear, session: Session) -> None:
+    def __init__(self, path: str, head: nn.Linear, budget_on: Callable[[torch.device], int]) -> None:
         self.path, self.enabled = path, True
-        self._session, self._own = session, vars(head).get("forward")
+        self._budget_on, self._own = budget_on, vars(head).get("forward")
         self._by_number: dict[int, SplitForward] = {}
         self._head, self._patch = weakref.ref(head), _patched(self)
         head.forward = types.MethodType(self._patch, head)  # type: ignore[method-assign]
 
     @classmethod
-    def on(cls, model: nn.Module, blocks: Sequence[nn.Module], session: Session) -> SplitHead | None:
+    def on(
+        cls, model: nn.Module, blocks: Sequence[nn.Module], budget_on: Callable[[torch.device], int]
+    ) -> SplitHead | None:
         """Patch the widest plain linear layer outside of the blocks; None, with a warning, if there is none."""
         if not blocks:
             raise LowtideError(
@@ -66,7 +69,7 @@ class SplitHead:
             logger.warning("split=True: the model has no plain linear layer outside of its blocks, nothing is split")
             return None
         path = max(heads, key=lambda path: heads[path].out_features)
-        return cls(path, heads[path], session)
+        return cls(path, heads[path], budget_on)
 
     @property
     def num_calls(self) -> int:
@@ -79,9 +82,7 @@ class SplitHead:
         tokens = args[0] if args else kwargs.get("input")
         if not self.enabled or not isinstance(tokens, Tensor) or not isinstance(head, nn.Linear):
             return plain(*args, **kwargs)
-        total_bytes = present_device(trace_device(head.weight.device)).memory_bytes or None
-        budget_bytes = parse_bytes(self._session.budget, total_bytes=total_bytes)
-        number = num_parts(tokens.shape[:-1].numel(), head.out_features, budget_bytes)
+        number = num_parts(tokens.shape[:-1].numel(), head.out_features, self._budget_on(head.weight.device))
         if number == 1:
             return plain(*args, **kwargs)
         runner = self._by_number.setdefault(number, SplitForward(Split(self.path, number)))
