@@ -163,7 +163,7 @@ def _memory(tensor: Tensor) -> Any | None:
     except RuntimeError:  # wrapped by a transform of torch.func
         return None
     size = tensor.nbytes
-    return _array_type(size).from_address(address) if address and 0 < size <= _MOST_RAW_BYTES else None
+    return memory_of(address, size) if address and 0 < size <= _MOST_RAW_BYTES else None
 
 
 def memory_of(address: int, size: int) -> Any:

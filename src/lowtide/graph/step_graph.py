@@ -481,14 +481,6 @@ class StepGraph:
 
         return decode(parse_json(text, FORMAT, GraphError))
 
-    def _time_line_text(self) -> list[str]:
-        if not self.has_host_line:
-            return []
-        host, device = format_seconds(self.lines.host_s), format_seconds(self.lines.device_s)
-        return [
-            f"  limited by  the {self.lines.limit}: the host issues its ops in {host}, the device runs them in {device}"
-        ]
-
     def __str__(self) -> str:
         structures = Counter(call.structure for call in self.calls if call.structure >= 0)
         repeated = max(
@@ -498,9 +490,14 @@ class StepGraph:
             f"StepGraph on {self.hardware.name}: {self.num_forward} forward and {len(self.ops) - self.num_forward} "
             f"backward ops, {len(self.calls)} module calls",
             f"  step        {format_seconds(self.step_s)} {'measured' if self.is_measured else 'predicted'}",
-            *self._time_line_text(),
-            f"  activations {format_bytes(self.saved_bytes)} saved for the backward",
         ]
+        if self.has_host_line:
+            host, device = format_seconds(self.lines.host_s), format_seconds(self.lines.device_s)
+            lines.append(
+                f"  limited by  the {self.lines.limit}: the host issues its ops in {host}, "
+                f"the device runs them in {device}"
+            )
+        lines.append(f"  activations {format_bytes(self.saved_bytes)} saved for the backward")
         lines += [f"  {name:<11} {format_bytes(size)}" for name, size in self.static_bytes.items() if size]
         if repeated is not None:
             lines.append(f"  repeated    {structures[repeated.structure]} x {repeated.kind} (as {repeated.path})")

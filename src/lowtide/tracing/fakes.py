@@ -90,14 +90,10 @@ def as_kernels_lay_out(name: str, given: list[Tensor], out: Any) -> Any:
     """Return an op's fake output with the strides that the real kernel would give it; later ops depend on them."""
     if name == "aten.native_batch_norm.default" and given[0].device.type == "cpu":
         # The fake keeps the input's strides; the kernel does so for contiguous and channels-last inputs only.
-        is_kept = any(given[0].is_contiguous(memory_format=each) for each in _dense_formats(given[0]))
-        return out if is_kept else (out[0].contiguous(), *out[1:])
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given[0].ndim, torch.contiguous_format)
+        if not (given[0].is_contiguous() or given[0].is_contiguous(memory_format=channels_last)):
+            return out[0].contiguous(), *out[1:]
     return out
-
-
-def _dense_formats(tensor: Tensor) -> list[torch.memory_format]:
-    others = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
-    return [torch.contiguous_format, *others.get(tensor.ndim, [])]
 
 
 _MOST_ELEMENTS = 1 << 20
