@@ -25,8 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide._compat.fake_tensors import fakes_hidden_from_transformers
-from lowtide._compat.profiler import cpu_peaks_within
 from lowtide.distributed import data_parallel
 from lowtide.distributed.ranks import current, is_out_of_memory
 from lowtide.errors import LowtideError, TraceError
@@ -272,7 +270,7 @@ def _trace_fake(
         return is_enough if isinstance(is_enough, bool) else is_enough(graph_of(recorder))
 
     try:
-        with fakes_hidden_from_transformers():
+        with _compat.fakes_hidden_from_transformers():
             recorders = _record_fake(model, loss_fn, args, setting, can_stop)
     except _compat.fake_errors():
         recorders = _record_fake(model, loss_fn, args, setting, can_stop, reports=True)
@@ -381,7 +379,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                     record(recorder, model, loss_fn, args, restorer)
 
                 if measures and can_profile:
-                    recorder.add_workspaces(cpu_peaks_within(run, _MARK))
+                    recorder.add_workspaces(_compat.cpu_peaks_within(run, _MARK))
                 else:
                     run()
                 recorders.append(recorder)
