@@ -341,18 +341,6 @@ class RegionRunner:
         """Saved-tensor hooks for the inputs of a call; None for those of the caller."""
         return None
 
-    def _run_innermost(
-        self,
-        run: ForwardRun,
-        region: PatchedModule,
-        nth: int,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run the forward itself, inside all of the call's regions."""
-        return forward(*args, **kwargs)
-
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
         """Context for a replay in which the modules inside `region` are patched as in its forward."""
         return nullcontext()
@@ -372,7 +360,7 @@ class RegionRunner:
         while levels and levels[0].segment in run.within:  # a call around this one is in the same segment
             levels = levels[1:]
         if not levels:
-            return self._run_innermost(run, region, nth, forward, args, kwargs)
+            return forward(*args, **kwargs)
         number, is_first, retained = levels[0]
         function, part = forward, None
         again: Callable[..., Any]

@@ -1,7 +1,7 @@
 """`handle.capture`: a training step whose forward and backward run as one CUDA graph.
 
 Most eager steps are limited by the host, and recomputing adds to its work. A CUDA graph takes the host out: the device
-runs the recorded kernels one after the other. `Capturable` adds `capture` to the handles of `apply` and `fit`.
+runs the recorded kernels one after the other.
 `CapturedStep` holds one graph for each form of batch (shapes, dtypes, Python values), checks before every run that the
 graph still applies, and runs the step eagerly where it cannot be captured. `eager.cuda_graph` makes the single graphs.
 
@@ -16,10 +16,9 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,9 @@ from lowtide.replay.environment import modes_now
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.units import format_apart, format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.eager.handle import Applied
 
 logger = logging.getLogger("lowtide")
 
@@ -50,67 +52,6 @@ _SEGMENT_UNIT = 2 << 20  # bytes that the allocator rounds large segments up to
 _NEVER_FREED: list[torch.cuda.MemPool] = []
 
 
-class Capturable(ABC):
-    """Base class of handles whose steps can be captured."""
-
-    enabled: bool
-    is_removed: bool
-    model: nn.Module
-
-    @property
-    @abstractmethod
-    def num_patched(self) -> int:
-        """Number of modules whose forward is replaced."""
-
-    @property
-    @abstractmethod
-    def moves_activations(self) -> bool:
-        """Whether activations are moved off the device, or compressed."""
-
-    @abstractmethod
-    def reapply(self) -> None:
-        """Patch all modules again."""
-
-    @property
-    def plans_for_graphs(self) -> bool:
-        """Whether `plan_for_graph` makes a plan for the graph; otherwise it is captured under the handle's own."""
-        return False
-
-    @contextmanager
-    def plan_for_graph(
-        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int
-    ) -> Iterator[Plan | None]:
-        """Context manager in which the model runs under the plan to capture; yields that plan, None for a policy.
-
-        A handle from `fit` solves again: a graph takes no time of the host, so retained outputs cost less there, and
-        nothing can be moved in it. `reserve_bytes` is the part of the budget to leave free, for gaps in the pool.
-        Raises `InfeasibleBudgetError` if there is no such plan.
-        """
-        yield getattr(self, "plan", None)
-
-    def capture(
-        self,
-        loss_fn: Callable[..., Tensor],
-        *args: Any,
-        accumulate: bool = False,
-        max_graphs: int = 4,
-        ignore_host_draws: bool = False,
-    ) -> CapturedStep:
-        """Capture forward and backward as one CUDA graph: `loss = step(*args)`, with new gradients in `.grad`.
-
-        Results equal those of the eager step. With `accumulate=True` gradients are added to those in `.grad`. Batches
-        of other shapes, dtypes or Python values get graphs of their own, up to `max_graphs`. Raises `CaptureError` with
-        what cannot be captured, and `InfeasibleBudgetError` if the graph needs more than the budget of `fit`. A step
-        that draws random numbers on the host is refused, unless `ignore_host_draws=True` says that they have no effect.
-
-        On a handle from `fit` the graph has a plan of its own, `step.plan`, as its ops take no time of the host; the
-        handle's plan is left as it is.
-        """
-        return CapturedStep(
-            self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
-        )
-
-
 class CapturedStep:
     """A step as CUDA graphs, one for each form of batch: `loss = step(*batch)`. Made by `handle.capture`.
 
@@ -122,7 +63,7 @@ class CapturedStep:
 
     def __init__(
         self,
-        handle: Capturable,
+        handle: Applied,
         loss_fn: Callable[..., Tensor],
         args: tuple[Any, ...],
         *,
@@ -142,7 +83,7 @@ class CapturedStep:
         self._graphs: dict[Any, CapturedGraph] = {}
         self._small_bytes: int | None = None  # of the pool's segments for small tensors; known if a graph had gaps
         self._accumulate, self._max_graphs, self._ignore_host_draws = accumulate, max_graphs, ignore_host_draws
-        self._plans = getattr(handle, "shapes", None)
+        self._plans = handle.shapes
         self._device = checks.device_of(handle.model, args)
         self._filled: torch.cuda.MemPool | None = None  # the pool, if it begins with one segment
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -222,12 +163,11 @@ class CapturedStep:
     @one_at_a_time
     def _add(self, key: Any, args: tuple[Any, ...]) -> CapturedGraph:
         handle = self._handle
-        stepper = getattr(handle, "stepper", None)
-        if stepper is not None and handle.enabled:
-            stepper.plan_for_larger(self._loss_fn, args)
+        if handle.stepper is not None and handle.enabled:
+            handle.stepper.plan_for_larger(self._loss_fn, args)
         capture = functools.partial(self._capture_plan, key, args)
-        if handle.plans_for_graphs and not self._graphs:
-            least_reserve(capture, handle.watch.budget_bytes)  # type: ignore[attr-defined]
+        if handle.plans_for_graphs and not self._graphs and handle.watch is not None:
+            least_reserve(capture, handle.watch.budget_bytes)
         elif (over := capture(0).over_budget) is not None:  # a pool that other graphs use does not shrink
             raise over
         return self._graphs[key]
@@ -297,9 +237,9 @@ class CapturedStep:
         Called on the stream of the capture, which alone may use it. If there is not that much memory, the pool begins
         empty and grows as needed.
         """
-        assert self._filled is not None and self._small_bytes is not None
-        budget: int = self._handle.watch.budget_bytes  # type: ignore[attr-defined]
-        size = (budget - self._outside_bytes(replaced) - self._small_bytes) // _SEGMENT_UNIT * _SEGMENT_UNIT
+        watch = self._handle.watch
+        assert self._filled is not None and self._small_bytes is not None and watch is not None
+        size = (watch.budget_bytes - self._outside_bytes(replaced) - self._small_bytes) // _SEGMENT_UNIT * _SEGMENT_UNIT
         if size > 0:
             with suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(self._filled):
                 torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -342,7 +282,7 @@ class CapturedStep:
             raise CaptureError("the captured step was released: capture again")
         if self._handle.is_removed:
             raise CaptureError("the plan of this captured step was removed: apply one, and capture again")
-        if getattr(self._handle, "shapes", None) is not self._plans:
+        if self._handle.shapes is not self._plans:
             raise CaptureError("the plan was made anew since the step was captured (refit): capture again")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise CaptureError("gradients are switched off here (no_grad, inference_mode): a step needs them")
@@ -361,7 +301,7 @@ class CapturedStep:
         self.pool_bytes = sum(each["total_size"] for each in self._segments())
         outside = self._outside_bytes(self._replaced_bytes())
         self.peak_bytes = outside + self.pool_bytes
-        watch = getattr(self._handle, "watch", None)
+        watch = self._handle.watch
         if watch is not None and self.peak_bytes > watch.budget_bytes:
             allowed, taken = format_apart(watch.budget_bytes, self.peak_bytes)
             raise InfeasibleBudgetError(
@@ -388,7 +328,7 @@ class CapturedStep:
 
     def _outside_bytes(self, replaced: int) -> int:
         """Bytes of the step outside of the pool: allocated now, less `replaced`, with optimizer state still to come."""
-        watch = getattr(self._handle, "watch", None)
+        watch = self._handle.watch
         to_come = 0 if watch is None else watch.missing_state_bytes()
         live = sum(each["allocated_size"] for each in self._segments())
         return torch.cuda.memory_allocated(self._device) - live - replaced + to_come
@@ -473,7 +413,7 @@ def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:
         raise CaptureError("the batch has no tensors: give handle.capture the arguments of loss_fn")
 
 
-def _refuse_handle(handle: Capturable, modules: list[nn.Module]) -> None:
+def _refuse_handle(handle: Applied, modules: list[nn.Module]) -> None:
     if not handle.enabled:
         raise CaptureError("the plan is switched off or removed: there is nothing to capture under it")
     if handle.moves_activations and not handle.plans_for_graphs:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.distributed.ranks import ALONE
 from lowtide.eager.calls import (
     NO_DECISIONS,
     CurrentRun,
@@ -35,7 +36,7 @@ from lowtide.eager.calls import (
     RegionRunner,
     set_inner_paths,
 )
-from lowtide.eager.captured_step import Capturable
+from lowtide.eager.captured_step import CapturedStep
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
 from lowtide.policies import Policy, Segment, check_limit, check_policy
@@ -48,6 +49,8 @@ from lowtide.tracing.step_checks import CacheOff
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
+    from lowtide.eager.out_of_memory import BudgetWatch, Stepper
+    from lowtide.eager.replanning import ShapePlans
     from lowtide.plans.step_plan import Frontier
     from lowtide.reports.report_text import Report
 
@@ -154,7 +157,7 @@ _NOTE = "_lowtide_handle"  # attribute of a model on which no forward is patched
 _OPTIONS = frozenset({"preserve_rng_state", "store", *inspect.signature(checkpoint).parameters} - {"args", "kwargs"})
 
 
-class Applied(Capturable, RegionRunner):
+class Applied(RegionRunner):
     """The handle of a policy on a model. `enabled` switches it off and on; `remove()` takes it off for good.
 
     As a context manager it removes itself at the end of the block. Copies of the model made meanwhile run under the
@@ -163,6 +166,12 @@ class Applied(Capturable, RegionRunner):
 
     hidden_from_replay = True
     model: nn.Module
+    # Those of a plan; a policy has none.
+    plan: Plan | None = None
+    shapes: ShapePlans | None = None
+    stepper: Stepper | None = None
+    watch: BudgetWatch | None = None  # from `fit`: warns when the budget no longer holds
+    ranks = ALONE  # from `fit`: the ranks that have the same plan, and decide together
 
     def __init__(
         self,
@@ -268,6 +277,45 @@ class Applied(Capturable, RegionRunner):
         ran = {number for number, first in found if first is not None}
         members = (names for (number, first), names in found.items() if first is not None or number not in ran)
         return tuple(tuple(names) for names in members if len(names) > 1)
+
+    @property
+    def plans_for_graphs(self) -> bool:
+        """Whether `plan_for_graph` makes a plan for the graph; otherwise it is captured under the handle's own."""
+        return self.watch is not None and self.ranks.is_alone
+
+    @contextlib.contextmanager
+    def plan_for_graph(
+        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int
+    ) -> Iterator[Plan | None]:
+        """Context manager in which the model runs under the plan to capture; yields that plan, None for a policy.
+
+        A handle from `fit` solves again: a graph takes no time of the host, so retained outputs cost less there, and
+        nothing can be moved in it. `reserve_bytes` is the part of the budget to leave free, for gaps in the pool.
+        Raises `InfeasibleBudgetError` if there is no such plan.
+        """
+        yield self.plan
+
+    def capture(
+        self,
+        loss_fn: Callable[..., Tensor],
+        *args: Any,
+        accumulate: bool = False,
+        max_graphs: int = 4,
+        ignore_host_draws: bool = False,
+    ) -> CapturedStep:
+        """Capture forward and backward as one CUDA graph: `loss = step(*args)`, with new gradients in `.grad`.
+
+        Results equal those of the eager step. With `accumulate=True` gradients are added to those in `.grad`. Batches
+        of other shapes, dtypes or Python values get graphs of their own, up to `max_graphs`. Raises `CaptureError` with
+        what cannot be captured, and `InfeasibleBudgetError` if the graph needs more than the budget of `fit`. A step
+        that draws random numbers on the host is refused, unless `ignore_host_draws=True` says that they have no effect.
+
+        On a handle from `fit` the graph has a plan of its own, `step.plan`, as its ops take no time of the host; the
+        handle's plan is left as it is.
+        """
+        return CapturedStep(
+            self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
+        )
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0

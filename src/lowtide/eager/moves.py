@@ -16,6 +16,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -73,6 +74,14 @@ class Moves:
                 self._kept.add(path)
         self._open = _Open()
         self._is_full = False
+
+    def counted(self, path: str, nth: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of one call, under hooks that count its saves if some of them are moved."""
+        return functools.partial(self._run_counted, path, nth, forward) if (path, nth) in self._by_call else forward
+
+    def _run_counted(self, path: str, nth: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with self.counting(path, nth) or nullcontext():
+            return forward(*args, **kwargs)
 
     def counting(self, path: str, nth: int) -> Counting | None:
         """Hooks that count the saves of one call and move those named; None for a call without moves."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.distributed.ranks import ALONE
 from lowtide.eager.calls import (
     NO_DECISIONS,
     Decisions,
@@ -38,7 +37,7 @@ from lowtide.eager.calls import (
 )
 from lowtide.eager.handle import Applied, refuse_other_checkpointing
 from lowtide.eager.moves import Moves, counted_paths
-from lowtide.eager.out_of_memory import BudgetWatch, PlanStats, SplitStats, Stepper
+from lowtide.eager.out_of_memory import PlanStats, SplitStats, Stepper
 from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules, with_parameters
 from lowtide.errors import LowtideError, PlanError
 from lowtide.graph.step_graph import Split
@@ -72,6 +71,10 @@ class AppliedPlan(Applied):
     A handle from `fit` makes further plans when larger inputs arrive; `plan` is the one used last.
     """
 
+    plan: Plan
+    shapes: ShapePlans
+    stepper: Stepper
+
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__(None, [])
         self.model = model
@@ -79,9 +82,7 @@ class AppliedPlan(Applied):
         self.measured_peak_bytes: int | None = None  # of the whole step; None if not measured
         self.measured_slowdown: float | None = None  # over the plain step; None if not measured
         self.candidates: tuple[Trial, ...] = ()  # plans that `fit` tried, the fastest predicted first
-        self.watch: BudgetWatch | None = None  # from `fit`: warns when the budget no longer holds
         self.refitter: Refits | None = None  # from `fit`
-        self.ranks = ALONE  # from `fit`: the ranks that have the same plan, and decide together
         self._all_moves: list[Moves] = []  # of every plan so far
         self._split_forwards: dict[Split, SplitForward] = {}  # likewise
         self._has_said = False  # that forwards could not be numbered
@@ -187,10 +188,6 @@ class AppliedPlan(Applied):
         if self.refitter is None:
             raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
         self.refitter.refit(self, loss_fn, args, optimizer)
-
-    @property
-    def plans_for_graphs(self) -> bool:
-        return self.watch is not None and self.ranks.is_alone
 
     @contextmanager
     def plan_for_graph(
@@ -337,6 +334,8 @@ class AppliedPlan(Applied):
         forward = self._measured(region, forward, args) if levels else forward
         if run.decisions.splits:
             forward = run.decisions.in_parts(region.name, module, forward)
+        if run.decisions.moves is not None:
+            forward = run.decisions.moves.counted(region.name, nth, forward)
         return self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
 
     def _hooks_for_inputs(
@@ -344,19 +343,6 @@ class AppliedPlan(Applied):
     ) -> Hooks | None:
         moves = run.decisions.moves
         return None if moves is None else moves.hooks_for_inputs(region.name, nth, args, kwargs)
-
-    def _run_innermost(
-        self,
-        run: ForwardRun,
-        region: PatchedModule,
-        nth: int,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        moves = run.decisions.moves
-        with (moves and moves.counting(region.name, nth)) or nullcontext():
-            return forward(*args, **kwargs)
 
     def _run_compiled(self, region: PatchedModule, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call as torch.compile sees it. Calls are not counted: a decision for one applies to all of a module."""
