@@ -69,7 +69,7 @@ def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
     return searched
 
 
-_trace = fitting._trace_largest
+_trace = fitting.trace_largest
 _traced: tuple[Any, Any] | None = None  # the model that was traced last, and its trace
 
 
@@ -85,11 +85,11 @@ def trace_once(model: Any, *args: Any) -> Any:
 def one_trace() -> Iterator[None]:
     """Let `fit` trace a model once for all budgets that it is fitted to in this block."""
     global _traced
-    fitting._trace_largest = trace_once
+    fitting.trace_largest = trace_once
     try:
         yield
     finally:
-        fitting._trace_largest, _traced = _trace, None
+        fitting.trace_largest, _traced = _trace, None
 
 
 class Stages(logging.Handler):

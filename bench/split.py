@@ -36,7 +36,8 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.api.measure import can_measure
 from lowtide.api.split_search import SplitSearch
-from lowtide.eager.replanning import Limits, with_parameters
+from lowtide.api.traced_step import trace_largest
+from lowtide.eager.replanning import Limits
 from lowtide.plans import Split
 from lowtide.split.split_forward import splitting
 
@@ -361,9 +362,8 @@ def sequence_part(bench: Bench, budget_gib: float, way: str, asked: Asked) -> No
 
         Some of the budget is left for what the allocator needs beside tensors: no plan is measured and corrected here.
         """
-        graph = lowtide.trace(model, model, ids, optimizer=optimizer, mode="fake")
-        found = SplitSearch(model, model, (ids,), optimizer, graph, limits).solve(int(ROOM * budget))
-        return with_parameters(found, model)
+        traced = trace_largest(model, model, [(ids,)], optimizer, mode="fake")
+        return traced.for_model(SplitSearch(traced, limits).solve(int(ROOM * budget)))
 
     while search.next is not None and time.monotonic() < deadline:
         tokens, handle, peak, why = search.next, None, None, ""

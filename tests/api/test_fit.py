@@ -120,7 +120,7 @@ def test_fit_undoes_everything_when_interrupted(monkeypatch: pytest.MonkeyPatch)
     def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowtide.api.measure._measured_step", interrupted)
+    monkeypatch.setattr("lowtide.api.measure.RealSteps._measured", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget)
     assert all("forward" not in vars(module) for module in job.model.modules())
@@ -133,13 +133,13 @@ def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     (budget,) = budgets(graph, (0.6,))
     from lowtide.api import measure
 
-    honest, calls = measure._whole_peak, []
+    honest, calls = measure.RealSteps._whole_peak, []
 
     def pessimistic(*args: Any) -> int:
         calls.append(honest(*args))
         return calls[-1] + 200_000 if calls[-1] + 200_000 > budget else calls[-1]
 
-    monkeypatch.setattr(measure, "_whole_peak", pessimistic)
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", pessimistic)
     for tune_s in (0.0, 1.0):
         calls.clear()
         handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, tune_s=tune_s)
@@ -533,14 +533,14 @@ def test_max_batch_is_confirmed_by_a_real_step(monkeypatch: pytest.MonkeyPatch) 
     budget = 200_000
     plain = lowtide.max_batch(model, loss_fn, make_batch, budget=budget)
     assert plain.measured_peak_bytes is not None and plain.measured_peak_bytes <= budget
-    from lowtide.api import max_batch
+    from lowtide.api.measure import RealSteps
 
-    honest = max_batch.measured_peak
-    monkeypatch.setattr(max_batch, "measured_peak", lambda *args: honest(*args) + 30_000)
+    honest = RealSteps.measured
+    monkeypatch.setattr(RealSteps, "measured", lambda self, **how: (honest(self, **how)[0] + 30_000, 0.0))
     less = lowtide.max_batch(model, loss_fn, make_batch, budget=budget)
     assert 1 <= less < plain
     assert less.measured_peak_bytes is not None and less.measured_peak_bytes <= budget
-    monkeypatch.setattr(max_batch, "measured_peak", lambda *args: budget * 9)
+    monkeypatch.setattr(RealSteps, "measured", lambda *_, **__: (budget * 9, 0.0))
     with pytest.raises(lowtide.InfeasibleBudgetError):
         lowtide.max_batch(model, loss_fn, make_batch, budget=budget)
     assert untouched(model)

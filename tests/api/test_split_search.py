@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.api.split_search import SplitSearch
+from lowtide.api.traced_step import TracedStep
 from lowtide.eager.replanning import Limits
 from lowtide.errors import PlanError
 from lowtide.plans import Split
@@ -144,7 +145,7 @@ def test_token_wise_modules_are_split_where_the_loss_is_not_enough() -> None:
     model = Language(words=32)
     ids, loss_fn = tokens(1, words=32), loss_of(model)
     graph = lowtide.trace(model, loss_fn, ids)
-    search = SplitSearch(model, loss_fn, (ids,), None, graph, Limits(split=True))
+    search = SplitSearch(TracedStep(model, loss_fn, [(ids,)], None, graph), Limits(split=True))
     assert search.floor_bytes < 0.8 * lowtide.estimate(model, loss_fn, ids).floor_bytes
     budget = int(1.05 * search.floor_bytes)
     plain = gradients(model, loss_fn, ids)
@@ -170,7 +171,8 @@ def test_few_traces_are_made(model: Language, floor: int, share: float, monkeypa
     monkeypatch.setattr("lowtide.api.split_search.trace_once", counted)
     monkeypatch.setattr("lowtide.api.split_search.trace", None)  # no real steps, though the plain step was measured
     graph = lowtide.trace(model, loss_of(model), tokens(), mode="real")
-    search = SplitSearch(model, loss_of(model), (tokens(),), None, graph, Limits(split=True, time_limit_s=1))
+    step = TracedStep(model, loss_of(model), [(tokens(),)], None, graph)
+    search = SplitSearch(step, Limits(split=True, time_limit_s=1))
     plan = search.solve(int(share * floor))
     assert plan.splits and len(traces) <= 2
     search.solve(int((share + 0.05) * floor))
@@ -187,7 +189,7 @@ def test_logits_that_are_read_are_not_split() -> None:
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten()) * (1 + 0 * hits)
 
     graph = lowtide.trace(model, loss_fn, tokens())
-    search = SplitSearch(model, loss_fn, (tokens(),), None, graph, Limits(split=True))
+    search = SplitSearch(TracedStep(model, loss_fn, [(tokens(),)], None, graph), Limits(split=True))
     assert not any(split.kind == "loss" for plan in search.plans(1 << 20) for split in plan.splits)
     assert not search._facts[0]
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 import lowtide
 from graphs import repeated_blocks, with_host_line
 from lowtide.api import fit as fitting
-from lowtide.api import measure, tuner
-from lowtide.api.tuner import FitCache
+from lowtide.api import fit_cache, measure, traced_step, tuner
+from lowtide.api.fit_cache import FitCache
+from lowtide.api.split_search import SplitSearch
+from lowtide.api.traced_step import TracedStep
 from lowtide.eager import Applied
 from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
@@ -157,7 +159,7 @@ def candidates(limits: Limits, graph: lowtide.StepGraph, budget: int) -> Any:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> Job:
-    monkeypatch.setattr(fitting, "trace", trace)
+    monkeypatch.setattr(traced_step, "trace", trace)
     monkeypatch.setattr(Limits, "candidates", candidates)
     return Job()
 
@@ -219,9 +221,9 @@ def test_torchs_way_is_used_where_it_holds_by_measurement(
     job: Job, clock: type[Clock], monkeypatch: pytest.MonkeyPatch, tune_s: float
 ) -> None:
     """By simulation a checkpoint per block is 1 % over the budget, and what fits is slow."""
-    clock.part_s, honest = 10.0, measure._whole_peak
+    clock.part_s, honest = 10.0, measure.RealSteps._whole_peak
     budget = int(job.peak_of(PER_BLOCK) / 1.01)
-    monkeypatch.setattr(measure, "_whole_peak", lambda *args: int(honest(*args) / 1.02))
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: int(honest(*args) / 1.02))
     with job.fit(budget, tune_s=tune_s) as handle:
         assert handle.measured_peak_bytes <= budget
         if tune_s:
@@ -233,8 +235,8 @@ def test_torchs_way_is_used_where_it_holds_by_measurement(
 
 def test_what_holds_by_measurement_is_not_infeasible(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan fits by simulation."""
-    honest, share, budget = measure._whole_peak, 1.05, int(0.97 * job.floor)
-    monkeypatch.setattr(measure, "_whole_peak", lambda *args: int(share * honest(*args)))
+    honest, share, budget = measure.RealSteps._whole_peak, 1.05, int(0.97 * job.floor)
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: int(share * honest(*args)))
     with pytest.raises(lowtide.InfeasibleBudgetError):
         lowtide.solve(job.graph, budget)
     with pytest.raises(lowtide.InfeasibleBudgetError, match=r"floor of(.|\n)*the smallest peak measured is"):
@@ -250,8 +252,8 @@ def test_what_holds_by_measurement_is_not_infeasible(job: Job, monkeypatch: pyte
 
 def test_the_smallest_plan_is_for_the_budget_given(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all others are measured far above their predictions."""
-    honest, smallest, factor = measure._whole_peak, fitting._Fitting._smallest, 3
-    monkeypatch.setattr(measure, "_whole_peak", lambda *args: factor * honest(*args))
+    honest, smallest, factor = measure.RealSteps._whole_peak, fitting._Fitting._smallest, 3
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: factor * honest(*args))
 
     def honest_from_now_on(self: Any) -> Any:
         nonlocal factor
@@ -307,10 +309,10 @@ def test_host_memory_never_makes_a_step_slower(job: Job, clock: type[Clock], mon
         graph = trace(*args, **options)
         return replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
 
-    monkeypatch.setattr(fitting, "trace", linked)
+    monkeypatch.setattr(traced_step, "trace", linked)
     monkeypatch.setattr(placement, "_SMALLEST", 1)
     monkeypatch.setattr(Moves, "keep", slow)
-    monkeypatch.setattr(measure, "_whole_peak", lambda *args: budget)  # on the CPU no move frees anything
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: budget)  # on the CPU no move frees anything
     with job.fit(budget, host="1GiB") as handle:
         assert handle.plan.moves and outcome(handle, SEARCHED) == "kept"
     clock.moved_s = 10.0
@@ -579,11 +581,11 @@ def test_the_bound_of_a_remembered_plan_is_for_the_times_of_today(job: Job, tmp_
 def test_a_remembered_plan_that_no_longer_holds(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    budget, cache, honest = job.budget(0.6), tmp_path / "fit.json", measure._whole_peak
+    budget, cache, honest = job.budget(0.6), tmp_path / "fit.json", measure.RealSteps._whole_peak
     with job.fit(budget, cache=cache) as handle:
         kept = handle.plan
     more = 1.02 * budget / kept.measured_peak_bytes
-    monkeypatch.setattr(measure, "_whole_peak", lambda *args: int(more * honest(*args)))
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: int(more * honest(*args)))
     with job.fit(budget, cache=cache) as handle:
         assert handle.plan.regions != kept.regions and handle.measured_peak_bytes <= budget
         learned = handle.plan
@@ -636,14 +638,15 @@ def test_a_damaged_entry_and_a_folder_that_is_not_there(
 def test_several_writers_leave_a_whole_file(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, plan = tmp_path / "fit.json", lowtide.solve(job.graph, job.budget(0.6))
     done = threading.Event()
+    splits = SplitSearch(TracedStep(job.model, job.loss_fn, [(job.batch,)], None, job.graph), Limits())
 
     def write(number: int) -> None:
-        cache = FitCache(path, job.graph, number, Limits())
+        cache = FitCache(path, splits, number)
         for _ in range(20):
             cache.write(plan, 0, ())
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    reader = FitCache(path, job.graph, 99, Limits())
+    reader = FitCache(path, splits, 99)
 
     def read() -> None:
         while not done.is_set():
@@ -657,7 +660,7 @@ def test_several_writers_leave_a_whole_file(job: Job, tmp_path: Path, caplog: py
     done.set()
     watching.join()
     assert not caplog.records  # no reader has seen half a file
-    assert json.loads(path.read_text())["format"] == tuner.FORMAT
+    assert json.loads(path.read_text())["format"] == fit_cache.FORMAT
     assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
 
 

@@ -20,7 +20,8 @@ from torch.nn.functional import gelu
 import lowtide
 from distributed.jobs import Net, batch, run_ranks, same, seeded, succeeded
 from distributed.test_data_parallel import FAST, loss_of
-from lowtide.api.measure import measured_peak
+from lowtide.api.measure import RealSteps
+from lowtide.api.traced_step import TracedStep
 from lowtide.distributed.agreement import plan_hash
 from lowtide.plans import Plan, Recompute
 from sweeps import sweep
@@ -152,7 +153,8 @@ def fitted(way: str) -> dict[str, Any]:
     graph = handle.plan.graph
     assert graph is not None
     model.zero_grad()
-    more = [measured_peak(model, loss_of(model), (batch_for(way),), graph, optimizer, []) for _ in range(6)]
+    real = RealSteps(TracedStep(model, loss_of(model), [(batch_for(way),)], optimizer, graph))
+    more = [real.measured(is_timed=False)[0] for _ in range(6)]
     return {
         "same": all(map(same, expected, found)),
         "more peaks": more,

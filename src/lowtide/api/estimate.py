@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide import _compat
 from lowtide.api.split_search import SplitSearch
+from lowtide.api.traced_step import TracedStep
 from lowtide.distributed.ranks import is_in_job
 from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError, LowtideError, TraceError
@@ -144,8 +145,8 @@ def estimate(
     batch_size = lengths.pop() if len(lengths) == 1 else None
     split_floor: int | None = None
     if split:
-        search = SplitSearch(model, loss_fn, args, optimizer, graph, Limits(split=True), device)
-        split_floor = search.floor_bytes or None
+        step = TracedStep(model, loss_fn, [args], optimizer, graph)
+        split_floor = SplitSearch(step, Limits(split=True), device).floor_bytes or None
     return Estimate(
         peak_bytes=plain.peak_bytes,
         floor_bytes=floor.peak_bytes,

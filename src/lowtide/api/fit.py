@@ -1,12 +1,13 @@
 """`lowtide.plan` and `lowtide.fit`: from a model and a budget to a training step that holds it.
 
-`plan` traces one step and solves for the budget; the model is not changed. `fit` goes on from there: it applies the
-best few plans one after the other, measures real steps under each, and keeps the fastest whose measured peak is within
-the budget. If the peak measured under the solver's own plan is above the budget, the difference is added to the graph
-as memory that no plan can avoid, and `fit` solves again.
+`plan` traces one step and solves for the budget; the model is not changed. `fit` (`_fit` has its story) goes on from
+there: it applies the best few plans one after the other, measures real steps under each, and keeps the fastest whose
+measured peak is within the budget. If the peak measured under the solver's own plan is above the budget, the difference
+is added to the graph as memory that no plan can avoid, and `fit` solves again.
 
-Measuring is in `api/tuner.py` (which candidate is kept) and `api/measure.py` (real steps whose effects are undone).
-The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
+The parts are in `api/traced_step.py` (the trace), `api/split_search.py` (modules in parts), `api/tuner.py` (which
+candidate is kept), `api/measure.py` (real steps whose effects are undone) and `api/fit_cache.py`. The handle that `fit`
+returns plans again by itself for larger inputs (`eager/replanning.py`).
 
 Cost: one or two searches of up to `time_limit_s`, and real steps for about `tune_s` seconds.
 """
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,42 +26,27 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.api.fit_cache import FitCache
 from lowtide.api.measure import RealSteps, can_measure
 from lowtide.api.split_search import SplitSearch
-from lowtide.api.tuner import CachedFit, FitCache, Progress, Tuner, log_fitted
-from lowtide.distributed.agreement import (
-    SentPlan,
-    attached,
-    check_same_plan,
-    plan_of_first,
-    sendable,
-    with_common_costs,
-)
+from lowtide.api.traced_step import TracedStep, trace_largest
+from lowtide.api.tuner import Tuner
+from lowtide.distributed.agreement import SentPlan, attached, check_same_plan, plan_of_first, sendable
 from lowtide.distributed.ranks import Ranks, current, deciding_with, ranks_of
 from lowtide.eager.handle import refuse_other_checkpointing
 from lowtide.eager.out_of_memory import BudgetWatch
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
-from lowtide.eager.replanning import (
-    Limits,
-    Planner,
-    Shapes,
-    recorded_input_shapes,
-    shapes_of,
-    tensor_from_spec,
-    tensor_spec,
-    with_parameters,
-)
-from lowtide.errors import InfeasibleBudgetError, TraceError
+from lowtide.eager.replanning import Limits, Planner, shapes_of, tensor_from_spec, tensor_spec
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.graph.step_graph import Split, StepGraph
+from lowtide.plans.plan_text import split_texts, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.simulator.timeline import simulate
-from lowtide.snapshot import noted_generators
 from lowtide.solvers.solve import REMEMBERED, SEARCHED, SMALLEST, ShortlistedPlan
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
-from lowtide.tracing.trace import trace
-from lowtide.units import check_bytes, check_seconds, format_apart, format_bytes, parse_bytes
+from lowtide.units import check_bytes, check_seconds, format_apart, format_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -97,11 +85,9 @@ def plan(
         with ranks.together("trace"):
             check_bytes(budget)
             model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
-            examples = _examples(args, more_batches)
-            traced = _trace_largest(model, loss_fn, examples, optimizer)
-        budget_bytes = _budget_bytes(ranks, budget, traced.graph)
-        search = SplitSearch(model, loss_fn, examples[traced.index], optimizer, traced.graph, limits)
-        return _for_model(_solved(ranks, search, budget_bytes), model, traced)
+            step = trace_largest(model, loss_fn, _examples(args, more_batches), optimizer)
+        budget_bytes = ranks.min(step.budget_bytes(budget), "budget")
+        return step.for_model(_solved(ranks, SplitSearch(step, limits), budget_bytes))
 
 
 @one_at_a_time
@@ -183,28 +169,35 @@ class FitRequest:
 
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
-    handle: AppliedPlan | None = None
     had_tracker = _compat.random_tracker() is not None
-    with Progress() as say, deciding_with(ranks_of(request.group)) as ranks, checks.old_objects_frozen():
-        try:
-            with ranks.together("fit"):
-                say("tracing the step")
-                traced = _trace_largest(model, request.loss_fn, request.examples, request.optimizer)
-                fitting = _Fitting(model, request, traced, apply, say)
-                is_measured = ranks.all(request.verify and can_measure(fitting.device), "whether peaks can be measured")
-                handle = fitting.measured() if is_measured else fitting.predicted()
-                check_same_plan(ranks, handle.plan)
-                handle.ranks = ranks
-                if not ranks.is_alone and not had_tracker:
-                    _share_random_state(ranks)
-                fitting.watch_budget(handle)
-                handle.refitter = Refitter(request)
-                log_fitted(handle, fitting.budget_bytes)
-        except BaseException:
-            if handle is not None:
-                handle.remove()
-            raise
-        return handle
+    ranks = ranks_of(request.group)
+    with Progress() as say, deciding_with(ranks), checks.old_objects_frozen(), ExitStack() as undo:
+        with ranks.together("fit"):
+            say("tracing the step")
+            step = trace_largest(model, request.loss_fn, request.examples, request.optimizer)
+            fitting = _Fitting(step, request, apply, say)
+            if ranks.all(request.verify and can_measure(step.device), "whether peaks can be measured"):
+                tuner = Tuner(fitting.applied, RealSteps(step), fitting.budget_bytes, request.tune_s, say, ranks)
+                undo.callback(tuner.remove_plan)
+                cache = FitCache(request.cache, fitting.splits, fitting.budget_bytes)
+                tuner.try_all(fitting.cached(cache))
+                is_from_cache = tuner.has_one()
+                if not is_from_cache:
+                    fitting.try_candidates(tuner)
+                    tuner.time_all()
+                handle = tuner.keep()
+                if not is_from_cache and ranks.is_first:
+                    cache.write(handle.plan, fitting.correction_bytes, handle.candidates)
+            else:
+                handle = fitting.applied(fitting.solved())
+            undo.callback(handle.remove)
+            check_same_plan(ranks, handle.plan)
+            if not ranks.is_alone and not had_tracker:
+                _share_random_state(ranks)
+            handle.ranks, handle.watch, handle.refitter = ranks, fitting.watch(handle), Refitter(request)
+            log_fitted(handle, fitting.budget_bytes)
+        undo.pop_all()  # nothing has failed, on any rank
+    return handle
 
 
 def _share_random_state(ranks: Ranks) -> None:
@@ -220,87 +213,53 @@ def _share_random_state(ranks: Ranks) -> None:
 
 
 class _Fitting:
-    """One call of `fit`, after the trace: finds candidates, has them measured, and prepares the handle."""
+    """One call of `fit`, after the trace: finds plans, the same on all ranks, and puts them on the model."""
 
     def __init__(
         self,
-        model: nn.Module,
+        step: TracedStep,
         request: FitRequest,
-        traced: TracedStep,
         apply: Callable[[nn.Module, Plan], AppliedPlan],
         say: Progress,
     ) -> None:
-        self._model, self._request, self._traced, self._apply, self._say = model, request, traced, apply, say
+        self._step, self._request, self._apply, self._say = step, request, apply, say
         self._limits, self._ranks = request.limits, current()
-        self._corrected = traced.graph  # its other_bytes include measured bytes that the simulation did not predict
-        self.budget_bytes = _budget_bytes(self._ranks, request.budget, traced.graph)
-        self.device = checks.device_of(model, request.examples[0])
-        args = request.examples[traced.index]
-        self._splits = SplitSearch(model, request.loss_fn, args, request.optimizer, traced.graph, request.limits)
+        self.budget_bytes = self._ranks.min(step.budget_bytes(request.budget), "budget")
+        self.splits = SplitSearch(step, request.limits)
+        self.correction_bytes = 0  # by how much measured peaks were above those of the simulation
+        self._corrected: dict[tuple[Split, ...], StepGraph] = {}
         self._smallest_plans: dict[tuple[Split, ...], Plan] = {}
         if not self._ranks.is_alone:
             self._tightest()  # now, as all ranks are here
 
-    def _tightest(self, splits: tuple[Split, ...] = ()) -> Plan:
-        """The plan with the smallest peak by the uncorrected graph."""
-        if splits not in self._smallest_plans:
-            graph = self._splits.graph(splits)
-            self._smallest_plans[splits] = plan_of_first(self._ranks, graph, lambda: self._limits.tightest(graph))
-        return self._smallest_plans[splits]
+    def solved(self) -> Plan:
+        """The solver's plan, which nothing was measured for."""
+        self._say(f"solving for {format_bytes(self.budget_bytes)}")
+        return _solved(self._ranks, self.splits, self.budget_bytes)
 
-    def predicted(self) -> AppliedPlan:
-        """The solver's plan, applied without running a step."""
-        self._say_solving()
-        return self._put_on_model(_solved(self._ranks, self._splits, self.budget_bytes))
+    def cached(self, cache: FitCache) -> list[ShortlistedPlan]:
+        """The plan that an earlier call has kept, if there is one."""
 
-    def measured(self) -> AppliedPlan:
-        """The cached plan if it still holds, else the fastest candidate that does; applied."""
-        request, traced = self._request, self._traced
-        steps = RealSteps(
-            self._model,
-            request.loss_fn,
-            request.examples,
-            traced.index,
-            traced.graph,
-            request.optimizer,
-            traced.generators,
-        )
-        tuner = Tuner(self._put_on_model, steps, self.budget_bytes, request.tune_s, self._say, self._ranks)
-        cache = None
-        if request.cache is not None:
-            cache = FitCache(request.cache, traced.graph, self.budget_bytes, self._limits, self._splits)
-        try:
-            if cache is not None:
-                self._try_cached(cache, tuner)
-            is_from_cache = tuner.has_one()
-            if not is_from_cache:
-                self._corrected = traced.graph
-                self._try_candidates(tuner)
-                tuner.time_all()
-            handle = tuner.keep()
-        except BaseException:
-            tuner.remove_plan()
-            raise
-        if cache is not None and not is_from_cache and self._ranks.is_first:
-            cache.write(handle.plan, self._correction_bytes, handle.candidates)
-        return handle
+        def read() -> tuple[SentPlan, int] | None:
+            found = cache.read()
+            return None if found is None else (sendable(found[0]), found[1])
 
-    def _try_cached(self, cache: FitCache, tuner: Tuner) -> None:
-        cached = self._splits.by_first(lambda: _sendable_cached(cache.read()), "cached plan")
-        if cached is not None:
-            sent, correction_bytes = cached
-            self._correct(correction_bytes)
-            graph = self._corrected_graph(sent.plan.splits)
-            tuner.try_all([ShortlistedPlan(REMEMBERED, attached(self._ranks, graph, sent))])
+        found = self.splits.by_first(read, "cached plan")
+        if found is None:
+            return []
+        sent, correction_bytes = found
+        self._correct(correction_bytes)
+        return [ShortlistedPlan(REMEMBERED, attached(self._ranks, self._graph(sent.plan.splits), sent))]
 
-    def _try_candidates(self, tuner: Tuner) -> None:
+    def try_candidates(self, tuner: Tuner) -> None:
         """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
 
         Raises `InfeasibleBudgetError` if no candidate holds.
         """
+        self._correct(0)
         error: InfeasibleBudgetError | None = None
         for number in range(_MAX_ROUNDS):
-            self._say_solving()
+            self._say(f"solving for {format_bytes(self.budget_bytes)}")
             candidates, error = self._candidates()
             if error is not None and number and not tuner.has_one():
                 candidates += self._smallest()
@@ -310,22 +269,25 @@ class _Fitting:
             if not missing_bytes:
                 break
             logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
-            self._correct(missing_bytes)
-        if tuner.has_one():
-            return
+            self._correct(self.correction_bytes + missing_bytes)
+        if not tuner.has_one():
+            raise self._infeasible(error, tuner.smallest_peak_bytes)
+
+    def _infeasible(self, error: InfeasibleBudgetError | None, smallest_bytes: int) -> InfeasibleBudgetError:
+        """What to raise if no candidate holds. `error` is the solver's, `smallest_bytes` the smallest measured peak."""
         if error is not None and (self._ranks.is_alone or self._limits.split):
             found = error
-            error = self._splits.by_first(lambda: self._splits.with_floor(found), "floor with split=True")
-        if error is not None and not tuner.smallest_peak_bytes:
-            raise error
-        allowed, smallest = format_apart(self.budget_bytes, tuner.smallest_peak_bytes)
+            error = self.splits.by_first(lambda: self.splits.with_floor(found), "floor with split=True")
+        if error is not None and not smallest_bytes:
+            return error
+        allowed, smallest = format_apart(self.budget_bytes, smallest_bytes)
         if error is not None:
             text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
-            raise InfeasibleBudgetError(text, error.floor_bytes)
-        raise InfeasibleBudgetError(
+            return InfeasibleBudgetError(text, error.floor_bytes)
+        return InfeasibleBudgetError(
             f"no plan kept the measured peak within {allowed} in {_MAX_ROUNDS} rounds; the "
             f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
-            tuner.smallest_peak_bytes,
+            smallest_bytes,
         )
 
     def _candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
@@ -337,79 +299,76 @@ class _Fitting:
             candidates, error = self._found_candidates()
             return [(replace(each, plan=Plan()), sendable(each.plan)) for each in candidates], error
 
-        sent, error = self._splits.by_first(made, "candidates")
-        graphs = [self._corrected_graph(plan.plan.splits) for _, plan in sent]
+        sent, error = self.splits.by_first(made, "candidates")
+        graphs = [self._graph(plan.plan.splits) for _, plan in sent]
         pairs = zip(sent, graphs, strict=True)
         return [replace(each, plan=attached(self._ranks, graph, plan)) for (each, plan), graph in pairs], error
 
     def _found_candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
-        found, error = self._limits.candidates(self._corrected, self.budget_bytes)
+        found, error = self._limits.candidates(self._graph(), self.budget_bytes)
         if not self._limits.split or (found and found[0].plan.is_plain):
             return found, error
-        plans = self._splits.plans(self.budget_bytes, self._correction_bytes)
+        plans = self.splits.plans(self.budget_bytes, self.correction_bytes)
         found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
         return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
-
-    def _corrected_graph(self, splits: tuple[Split, ...]) -> StepGraph:
-        graph = self._splits.graph(splits)
-        return replace(graph, other_bytes=graph.other_bytes + self._correction_bytes)
 
     def _smallest(self) -> list[ShortlistedPlan]:
         """The plan with the smallest peak, though measured peaks were above predictions: its own may not be."""
         plan = replace(self._tightest(), budget_bytes=self.budget_bytes)
         return [ShortlistedPlan(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
 
+    def _tightest(self, splits: tuple[Split, ...] = ()) -> Plan:
+        """The plan with the smallest peak by the uncorrected graph."""
+        if splits not in self._smallest_plans:
+            graph = self.splits.graph(splits)
+            self._smallest_plans[splits] = plan_of_first(self._ranks, graph, lambda: self._limits.tightest(graph))
+        return self._smallest_plans[splits]
+
+    def _graph(self, splits: tuple[Split, ...] = ()) -> StepGraph:
+        """The step with these splits, and with the memory that its simulation did not predict."""
+        if splits not in self._corrected:
+            graph = self.splits.graph(splits)
+            other_bytes = graph.other_bytes + self.correction_bytes
+            self._corrected[splits] = replace(graph, other_bytes=other_bytes) if self.correction_bytes else graph
+        return self._corrected[splits]
+
     def _correct(self, num_bytes: int) -> None:
-        self._corrected = replace(self._corrected, other_bytes=self._corrected.other_bytes + num_bytes)
+        self.correction_bytes = num_bytes
+        self._corrected.clear()
 
-    @property
-    def _correction_bytes(self) -> int:
-        return self._corrected.other_bytes - self._traced.graph.other_bytes
-
-    def _put_on_model(self, plan: Plan) -> AppliedPlan:
-        """Apply a plan, and give the handle what it needs to plan for larger inputs."""
-        handle = self._apply(self._model, _for_model(plan, self._model, self._traced))
+    def applied(self, plan: Plan) -> AppliedPlan:
+        """Put a plan on the model, and give the handle a `Planner` for larger inputs than those of the examples."""
+        step, splits = self._step, plan.splits
+        handle = self._apply(step.model, step.for_model(plan))
         try:
-            self._prepare_replanning(handle)
+            split_graph = handle.plan.graph if splits else None
+            (first,) = handle.shapes.all
+            arguments = tuple(shapes_of(example) for example in step.examples)
+            graph = split_graph or self._graph()
+            handle.shapes.become([replace(first, inputs=tuple(step.inputs), arguments=arguments, graph=graph)])
+            smallest = None if self._ranks.is_alone else step.for_model(self._tightest(splits))
+            handle.shapes.planner = Planner(
+                handle.model,
+                split_graph or step.graph,
+                step.largest_inputs,
+                budget_bytes=self.budget_bytes,
+                limits=self._limits,
+                correction_bytes=self.correction_bytes,
+                optimizer=step.optimizer,
+                splits=splits,
+                ranks=self._ranks,
+                smallest=smallest,
+            )
         except BaseException:
             handle.remove()
             raise
         return handle
 
-    def _prepare_replanning(self, handle: AppliedPlan) -> None:
-        """Tell the handle which shapes its plan was made for, and give it a `Planner` for larger ones."""
-        inputs = self._traced.inputs
-        arguments = tuple(shapes_of(example) for example in self._request.examples)
-        (first,) = handle.shapes.all
-        smallest = None if self._ranks.is_alone else self._tightest(handle.plan.splits)
-        graph = (handle.plan.splits and handle.plan.graph) or self._corrected
-        handle.shapes.become([replace(first, inputs=tuple(inputs), arguments=arguments, graph=graph)])
-        handle.shapes.planner = Planner(
-            handle.model,
-            (handle.plan.splits and handle.plan.graph) or self._traced.graph,
-            inputs[-1] if inputs else (),
-            budget_bytes=self.budget_bytes,
-            limits=self._limits,
-            correction_bytes=self._correction_bytes,
-            optimizer=self._request.optimizer,
-            splits=handle.plan.splits,
-            ranks=self._ranks,
-            smallest=smallest and _for_model(smallest, handle.model, self._traced),
-        )
-
-    def watch_budget(self, handle: AppliedPlan) -> None:
-        """Have the handle check from time to time whether the budget still holds."""
-        graph = self._traced.graph
+    def watch(self, handle: AppliedPlan) -> BudgetWatch:
+        """A check, from time to time, of whether the budget still holds."""
+        step, graph = self._step, self._step.graph
         static_bytes = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-        handle.watch = BudgetWatch(handle, self.device, self.budget_bytes, graph.optimizer_state_bytes, static_bytes)
-
-    def _say_solving(self) -> None:
-        self._say(f"solving for {format_bytes(self.budget_bytes)}")
-
-
-def _budget_bytes(ranks: Ranks, budget: int | str, graph: StepGraph) -> int:
-    """The smallest budget of all ranks, in bytes."""
-    return ranks.min(parse_bytes(budget, total_bytes=graph.hardware.memory_bytes or None), "budget")
+        return BudgetWatch(handle, step.device, self.budget_bytes, graph.optimizer_state_bytes, static_bytes)
 
 
 def _solved(ranks: Ranks, search: SplitSearch, budget_bytes: int) -> Plan:
@@ -427,10 +386,6 @@ def _solved(ranks: Ranks, search: SplitSearch, budget_bytes: int) -> Plan:
         # A rank with longer inputs than the one that solves: leave as much room on the one that solves.
         missing_bytes += peak_bytes - budget_bytes
     return replace(made, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
-
-
-def _sendable_cached(cached: CachedFit | None) -> tuple[SentPlan, int] | None:
-    return None if cached is None else (sendable(cached.plan), cached.correction_bytes)
 
 
 class Refitter:
@@ -481,16 +436,6 @@ class Refitter:
         return map_tensors(lambda kept: tensor_from_spec(kept, next(devices)), self._request.examples)
 
 
-@dataclass(frozen=True)
-class TracedStep:
-    """The trace of the example whose plain step has the highest peak."""
-
-    index: int  # of that example
-    graph: StepGraph
-    inputs: list[Shapes]  # that the model is called with in any of the examples, the largest last
-    generators: list[torch.Generator]  # that any of the examples draws from, beside torch's default ones
-
-
 def _examples(args: tuple[Any, ...], more_batches: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     for batch in more_batches:
         if not isinstance(batch, tuple):
@@ -501,26 +446,6 @@ def _examples(args: tuple[Any, ...], more_batches: Sequence[tuple[Any, ...]]) ->
     return [args, *more_batches]
 
 
-def _trace_largest(model: nn.Module, loss_fn: Any, examples: list[tuple[Any, ...]], optimizer: Any) -> TracedStep:
-    """Trace the example with the highest peak. With several, all are first traced on fake tensors where possible."""
-    checks.arguments(model, loss_fn, "auto")
-    refuse_other_checkpointing(model)
-    index, ranks = 0, current()
-    with recorded_input_shapes(model) as inputs, noted_generators() as generators:
-        if len(examples) > 1:
-            peaks = [simulate(_trace_cheaply(model, loss_fn, each, optimizer)).peak_bytes for each in examples]
-            index = ranks.first(peaks.index(max(peaks)), "largest example")
-        graph = trace(model, loss_fn, *examples[index], optimizer=optimizer)
-    return TracedStep(index, with_common_costs(ranks, graph), inputs, generators)
-
-
-def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any) -> StepGraph:
-    try:
-        return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake")
-    except TraceError:  # the step depends on values of tensors, which fake tensors do not have
-        return trace(model, loss_fn, *args, optimizer=optimizer)
-
-
 def _split_name(plan: Plan) -> str:
     """How the table of candidates calls a plan with splits."""
     parts = {split.kind: split.num_parts for split in plan.splits}
@@ -528,6 +453,56 @@ def _split_name(plan: Plan) -> str:
     return "split: " + ", ".join(f"{names[kind]} in {number}" for kind, number in parts.items())
 
 
-def _for_model(plan: Plan, model: nn.Module, traced: TracedStep) -> Plan:
-    """`plan` with the model's parameter counts and input shapes, by which `apply` recognises another model."""
-    return replace(with_parameters(plan, model), input_shapes=traced.inputs[-1] if traced.inputs else ())
+_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
+_ALWAYS_LOGGED = ("keep", "recompute", "host")
+
+
+class Progress:
+    """Reports the stage that `fit` is in. As a context manager it clears its line on the terminal at the end.
+
+    If the logger "lowtide" logs INFO, each stage is a log line. Otherwise, if stderr is a terminal, each stage
+    overwrites the one before; a logger level above WARNING silences that too. A replaced `sys.stderr` (a notebook, a
+    progress bar, a test) is not written to.
+    """
+
+    def __init__(self) -> None:
+        self._is_on_terminal = False
+
+    def __call__(self, stage: str) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", stage)
+        elif logger.isEnabledFor(logging.WARNING) and sys.stderr is sys.__stderr__:
+            self._write(f"lowtide: {stage} ")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_on_terminal:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._is_on_terminal = True
+            sys.stderr.write(f"\r\x1b[2K{text}")
+            sys.stderr.flush()
+
+
+def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
+    """Log one line on the plan that was kept, and a table of the candidates if there were several."""
+    plan, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
+    sizes = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_LOGGED}
+    logger.info(
+        "%s: %d regions, %s%s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
+        "nothing to do, the step fits as it is" if plan.is_plain else "fitted",
+        len(plan.regions),
+        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in sizes.items()),
+        "".join(f", {text}" for text in split_texts(plan.splits)),
+        format_bytes(plan.peak_bytes),
+        "not" if peak is None else format_bytes(peak),
+        format_bytes(budget_bytes),
+        100 * plan.slowdown,
+        "not" if slowdown is None else f"{100 * slowdown:.1f} %",
+    )
+    if len(handle.candidates) > 1:
+        logger.info("candidates:\n%s", trials_table(handle.candidates))

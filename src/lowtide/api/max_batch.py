@@ -18,19 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.api.measure import can_measure, measured_peak
+from lowtide.api.measure import RealSteps, can_measure
 from lowtide.api.split_search import SplitSearch
+from lowtide.api.traced_step import TracedStep, trace_largest
 from lowtide.eager.handle import refuse_other_checkpointing
 from lowtide.eager.plan_handle import apply_plan
-from lowtide.eager.replanning import Limits, Shapes, recorded_input_shapes, with_parameters
+from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
-from lowtide.snapshot import generator_states, noted_generators, set_generator_states
+from lowtide.snapshot import generator_states, set_generator_states
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
-from lowtide.tracing.trace import trace
-from lowtide.units import check_bytes, format_bytes, parse_bytes
+from lowtide.units import check_bytes, format_bytes
 
 logger = logging.getLogger("lowtide")
 
@@ -115,8 +114,7 @@ class _Search:
     ) -> None:
         self._model, self._loss_fn, self._make_batch = model, loss_fn, make_batch
         self._budget, self._optimizer, self._limits = budget, optimizer, limits
-        self._graphs: dict[int, tuple[StepGraph, Shapes]] = {}
-        self._generators: list[torch.Generator] = []
+        self._traced: dict[int, TracedStep] = {}  # without their batches, which take memory
         self._excess_bytes = 0
         self.allowed_bytes = 0
 
@@ -142,11 +140,10 @@ class _Search:
 
     def confirm(self, largest: LargestBatch) -> bool:
         """Whether a real step stays within the budget; if not, its excess is added to later predictions."""
-        args = self._args(largest)
+        steps = RealSteps(self._step(largest))
         try:
             with apply_plan(self._model, largest.plan):
-                graph = self._graphs[largest][0]
-                peak = measured_peak(self._model, self._loss_fn, args, graph, self._optimizer, self._generators)
+                peak, _ = steps.measured(is_timed=False)
         except torch.OutOfMemoryError:
             self._excess_bytes += max(1, int(_AFTER_OUT_OF_MEMORY * self.allowed_bytes))
             return False
@@ -160,22 +157,21 @@ class _Search:
 
     def _solve(self, size: int) -> Plan | InfeasibleBudgetError:
         """The plan for a batch of `size` samples, or the error that says why there is none."""
-        if size not in self._graphs:
-            with recorded_input_shapes(self._model) as inputs, noted_generators() as generators:
-                graph = trace(self._model, self._loss_fn, *self._args(size), optimizer=self._optimizer, mode="fake")
-            self._graphs[size] = graph, inputs[-1] if inputs else ()
-            self._generators += generators
-        graph, shapes = self._graphs[size]
-        self.allowed_bytes = parse_bytes(self._budget, total_bytes=graph.hardware.memory_bytes or None)
-        graph = replace(graph, other_bytes=graph.other_bytes + self._excess_bytes)
+        step = self._step(size)
+        self.allowed_bytes = step.budget_bytes(self._budget)
+        corrected = replace(step.graph, other_bytes=step.graph.other_bytes + self._excess_bytes)
+        search = SplitSearch(replace(step, graph=corrected), self._limits)
         try:
-            step = self._model, self._loss_fn, self._args(size), self._optimizer
             # Only the error for one sample is raised; the others need no floor, which takes traces of its own.
-            plan = SplitSearch(*step, graph, self._limits).solve(self.allowed_bytes, names_floor=size == 1)
+            return step.for_model(search.solve(self.allowed_bytes, names_floor=size == 1))
         except InfeasibleBudgetError as error:
             return error
-        return replace(with_parameters(plan, self._model), input_shapes=shapes)
 
-    def _args(self, size: int) -> tuple[Any, ...]:
+    def _step(self, size: int) -> TracedStep:
+        """The step of a batch of `size` samples, which is traced on fake tensors once."""
         batch = self._make_batch(size)
-        return batch if isinstance(batch, tuple) else (batch,)
+        examples = [batch if isinstance(batch, tuple) else (batch,)]
+        if size not in self._traced:
+            traced = trace_largest(self._model, self._loss_fn, examples, self._optimizer, mode="fake")
+            self._traced[size] = replace(traced, examples=[])
+        return replace(self._traced[size], examples=examples)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -18,14 +17,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
-from lowtide.graph.step_graph import StepGraph
+from lowtide.api.traced_step import TracedStep
 from lowtide.replay.arguments import tensors_in
 from lowtide.snapshot import Restorer
-from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.tracing.untraced_memory import present_state_bytes
 from lowtide.units import format_bytes, format_seconds
@@ -87,26 +85,31 @@ def measure(function: Callable[[], Any], *, device: torch.device | str | None = 
     times: list[float] = []
     if where.type == "cpu":
         totals: list[int] = []
-        profiled = _timed(lambda: totals.extend(cpu_allocation_totals(function)), where)
-        times = [_timed(function, where) for _ in range(repeat - 1)] or [profiled]
+        profiled = seconds_of(lambda: totals.extend(cpu_allocation_totals(function)), where)
+        times = [seconds_of(function, where) for _ in range(repeat - 1)] or [profiled]
         return Measured(max([0, *totals]), 0, totals[-1] if totals else 0, median(times), str(where))
-    times = [_timed(function, where) for _ in range(repeat - 1)]
+    times = [seconds_of(function, where) for _ in range(repeat - 1)]
     torch.accelerator.synchronize(where)
     torch.accelerator.reset_peak_memory_stats(where)
     before = torch.accelerator.memory_allocated(where)
-    times.append(_timed(function, where))
+    times.append(seconds_of(function, where))
     peak = torch.accelerator.max_memory_allocated(where) - before
     return Measured(peak, before, torch.accelerator.memory_allocated(where) - before, median(times), str(where))
 
 
-def _timed(function: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    start = time.perf_counter()
-    function()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
+def seconds_of(function: Callable[[], Any], device: torch.device, num: int = 1) -> float:
+    """Seconds per call, of `num` calls in a row."""
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    synchronize()
+    start = perf_counter()
+    for _ in range(num):
+        function()
+    synchronize()
+    return (perf_counter() - start) / num
 
 
 logger = logging.getLogger("lowtide")
@@ -114,71 +117,6 @@ logger = logging.getLogger("lowtide")
 # The second step under a plan is still up to 10 % slower than later ones where the host is the limit.
 _NUM_UNTIMED = 2
 _NUM_IN_A_ROW = 3  # steps timed together on an accelerator, as in training, where the host runs ahead of the device
-
-
-class RealSteps:
-    """Runs the example steps of `fit` under the plan that is on the model at the time.
-
-    `index` is the example that plans are made for, and `graph` its trace. `generators` are the random generators that
-    any example draws from, beside torch's default ones.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Tensor],
-        examples: list[tuple[Any, ...]],
-        index: int,
-        graph: StepGraph,
-        optimizer: Any,
-        generators: Iterable[torch.Generator],
-    ) -> None:
-        self.model, self.graph = model, graph
-        self.device = checks.device_of(model, examples[0])
-        self._loss_fn, self._examples, self._index = loss_fn, examples, index
-        self._optimizer, self._generators = optimizer, list(generators)
-
-    def measured(self) -> tuple[int, float]:
-        """The highest whole-step peak of all examples, and the seconds of the example that plans are made for."""
-        peaks, seconds = [], 0.0
-        for index, example in enumerate(self._examples):
-            is_timed = index == self._index
-            measured, own_s = _measured_step(
-                self.model, self._loss_fn, example, self.device, self._generators, is_timed=is_timed
-            )
-            peaks.append(_whole_peak(measured, self.graph, self.model, self._optimizer, self.device))
-            seconds = own_s if is_timed else seconds
-        return max(peaks), seconds
-
-    def run(self) -> None:
-        """Run each example once."""
-        for example in self._examples:
-            with _unchanged(self.model, self._loss_fn, example, self.device, self._generators) as step:
-                step()
-
-    def timed(self) -> float:
-        """Seconds of a step, after steps that are not timed: under a new plan, regions learn from the first ones."""
-        example = self._examples[self._index]
-        num_untimed, num = (1, 1) if self.device.type == "cpu" else (_NUM_UNTIMED, _NUM_IN_A_ROW)
-        with _unchanged(self.model, self._loss_fn, example, self.device, self._generators) as step:
-            for _ in range(num_untimed):
-                step()
-            return seconds_of(step, self.device, num)
-
-
-def seconds_of(step: Callable[[], None], device: torch.device, num: int = 1) -> float:
-    """Seconds per step, of `num` steps in a row."""
-    _synchronize(device)
-    start = perf_counter()
-    for _ in range(num):
-        step()
-    _synchronize(device)
-    return (perf_counter() - start) / num
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def can_measure(device: torch.device) -> bool:
@@ -189,81 +127,90 @@ def can_measure(device: torch.device) -> bool:
     return False
 
 
-def measured_peak(
-    model: nn.Module, loss_fn: Any, args: Any, graph: StepGraph, optimizer: Any, generators: Iterable[torch.Generator]
-) -> int:
-    """The measured peak of a whole step of the model as it is now; all state is put back, `generators` included."""
-    device = checks.device_of(model, args)
-    measured, _ = _measured_step(model, loss_fn, args, device, generators, is_timed=False)
-    return _whole_peak(measured, graph, model, optimizer, device)
+class RealSteps:
+    """Runs example steps under the plan that is on the model at the time. After each, all state is as before."""
 
+    def __init__(self, step: TracedStep) -> None:
+        self._step, self.model, self.graph, self._device = step, step.model, step.graph, step.device
 
-def _measured_step(
-    model: nn.Module,
-    loss_fn: Any,
-    args: Any,
-    device: torch.device,
-    generators: Iterable[torch.Generator],
-    *,
-    is_timed: bool,
-) -> tuple[Measured, float]:
-    """Measure a step of the model as it is now; with `is_timed` also time another one after it (else 0 seconds)."""
-    with _unchanged(model, loss_fn, args, device, generators) as step:
-        # In the first step, regions that retain outputs capture where autograd saves them, which takes more memory. On
-        # an accelerator that step also allocates the workspaces of libraries, which stay allocated.
-        first = measure(step, device=device) if device.type == "cpu" else step()
-        measured = measure(step, device=device)
-        if first is not None and first.peak_bytes > measured.peak_bytes:
-            measured = first
-        return measured, seconds_of(step, device) if is_timed else 0.0
+    def measured(self, *, is_timed: bool = True) -> tuple[int, float]:
+        """The highest whole-step peak of all examples, and the seconds of the traced one (0 unless `is_timed`)."""
+        found = [
+            self._measured(example, is_timed=is_timed and index == self._step.index)
+            for index, example in enumerate(self._step.examples)
+        ]
+        return max(peak_bytes for peak_bytes, _ in found), sum(seconds for _, seconds in found)
 
+    def run(self) -> None:
+        """Run each example once."""
+        for example in self._step.examples:
+            with self._unchanged(example) as step:
+                step()
 
-@contextlib.contextmanager
-def _unchanged(
-    model: nn.Module, loss_fn: Any, args: Any, device: torch.device, generators: Iterable[torch.Generator]
-) -> Iterator[Callable[[], None]]:
-    """Yields a function that runs one step; on exit all state is as before the block."""
-    restorer = Restorer(model, loss_fn, tensors_in(args), device, copies_on_host=True)
-    for tensor in (*model.buffers(), *tensors_in(args)):
-        restorer.before_write(tensor)
-    for generator in generators:
-        restorer.before_write(generator)
-    # With copies on the host, where they do not count in the measured peak.
-    gradients: dict[int, tuple[Tensor, Tensor]] = {}
+    def timed(self) -> float:
+        """Seconds of a step, after steps that are not timed: under a new plan, regions learn from the first ones."""
+        num_untimed, num = (1, 1) if self._device.type == "cpu" else (_NUM_UNTIMED, _NUM_IN_A_ROW)
+        with self._unchanged(self._step.args) as step:
+            for _ in range(num_untimed):
+                step()
+            return seconds_of(step, self._device, num)
 
-    def save_gradients(leaves: Iterable[Tensor]) -> None:
-        for gradient in (leaf.grad for leaf in leaves if leaf.is_leaf):
-            if gradient is not None and id(gradient) not in gradients:
-                gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
+    def _measured(self, example: tuple[Any, ...], *, is_timed: bool) -> tuple[int, float]:
+        """The peak of a whole step, and if `is_timed` the seconds of another one after it (else 0)."""
+        with self._unchanged(example) as step:
+            # In the first step, regions that retain outputs capture where autograd saves them, which takes more memory.
+            # On an accelerator that step also allocates the workspaces of libraries, which stay allocated.
+            first = measure(step, device=self._device) if self._device.type == "cpu" else step()
+            measured = measure(step, device=self._device)
+            if first is not None and first.peak_bytes > measured.peak_bytes:
+                measured = first
+            seconds = seconds_of(step, self._device) if is_timed else 0.0
+        return self._whole_peak(measured), seconds
 
-    num_runs = 0
+    def _whole_peak(self, measured: Measured) -> int:
+        """The measured peak with the bytes that it does not contain, such as optimizer states allocated only later."""
+        graph = self.graph
+        if self._device.type == "cpu":  # the profiler counts only what the step allocates
+            static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
+            gradients = {id(p): _compat.local_bytes(p.grad) for p in self.model.parameters() if p.grad is not None}
+            return measured.peak_bytes + static + sum(gradients.values())
+        present = present_state_bytes(self._step.optimizer, self._device)
+        return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
 
-    def step() -> None:
-        nonlocal num_runs
-        loss = loss_fn(*args)
-        if num_runs == 0:
-            others = _compat.leaves_of(loss)  # such as parameters of a second module that `loss_fn` uses
-            restorer.add_leaves(others)
-            save_gradients(others)
-        num_runs += 1
-        loss.backward()
-        restorer.reset_gradients()
+    @contextlib.contextmanager
+    def _unchanged(self, args: tuple[Any, ...]) -> Iterator[Callable[[], None]]:
+        """Yields a function that runs one step; on exit all state is as before the block."""
+        model, loss_fn = self.model, self._step.loss_fn
+        restorer = Restorer(model, loss_fn, tensors_in(args), self._device, copies_on_host=True)
+        changing: list[Tensor | torch.Generator] = [*model.buffers(), *tensors_in(args), *self._step.generators]
+        for each in changing:
+            restorer.before_write(each)
+        # With copies on the host, where they do not count in the measured peak.
+        gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
-    try:
-        save_gradients((*model.parameters(), *tensors_in(args)))
-        yield step
-    finally:
-        restorer.restore()
-        with torch.no_grad():
-            for gradient, copy in gradients.values():
-                gradient.copy_(copy)
+        def save_gradients(leaves: Iterable[Tensor]) -> None:
+            for gradient in (leaf.grad for leaf in leaves if leaf.is_leaf):
+                if gradient is not None and id(gradient) not in gradients:
+                    gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
 
+        num_runs = 0
 
-def _whole_peak(measured: Measured, graph: StepGraph, model: nn.Module, optimizer: Any, device: torch.device) -> int:
-    """The measured peak with the bytes that it does not contain, such as optimizer states allocated only later."""
-    if device.type == "cpu":  # the profiler counts only what the step allocates
-        static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-        gradients = {id(p): _compat.local_bytes(p.grad) for p in model.parameters() if p.grad is not None}
-        return measured.peak_bytes + static + sum(gradients.values())
-    present = present_state_bytes(optimizer, device)
-    return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
+        def step() -> None:
+            nonlocal num_runs
+            loss = loss_fn(*args)
+            if num_runs == 0:
+                others = _compat.leaves_of(loss)  # such as parameters of a second module that `loss_fn` uses
+                restorer.add_leaves(others)
+                save_gradients(others)
+            num_runs += 1
+            loss.backward()
+            restorer.reset_gradients()
+
+        try:
+            save_gradients((*model.parameters(), *tensors_in(args)))
+            yield step
+        finally:
+            restorer.restore()
+            with torch.no_grad():
+                for gradient, copy in gradients.values():
+                    gradient.copy_(copy)

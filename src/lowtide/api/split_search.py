@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lowtide.api.traced_step import TracedStep
 from lowtide.distributed.agreement import with_common_costs
 from lowtide.distributed.ranks import current, is_known_to_all
 from lowtide.eager.replanning import Limits
@@ -44,7 +45,7 @@ from lowtide.solvers.solve import search_for
 from lowtide.split.split_forward import SplitForward, splitting, why_not_head
 from lowtide.split.token_slices import why_not_row_wise
 from lowtide.tracing.trace import FakeTraceError, trace, trace_once
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
 
 Splits = tuple[Split, ...]
 T = TypeVar("T")
@@ -78,24 +79,15 @@ class _TokenInput(NamedTuple):
 
 
 class SplitSearch:
-    """The splits of one step. `plain` is its graph without any; `limits` are those of the solver."""
+    """The splits of one step. `limits` are those of the solver, `device` is that of `lowtide.trace`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Tensor],
-        args: tuple[Any, ...],
-        optimizer: Any,
-        plain: StepGraph,
-        limits: Limits,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self._model, self._loss_fn, self._args, self._optimizer = model, loss_fn, args, optimizer
-        self._plain, self._limits, self._device = plain, limits, device
+    def __init__(self, step: TracedStep, limits: Limits, device: torch.device | str | None = None) -> None:
+        self._step, self._plain, self._device = step, step.graph, device
+        self.limits = limits
         self._ranks, self._is_asking = current(), False
-        self._by_path = dict(model.named_modules(remove_duplicate=False))
+        self._by_path = dict(step.model.named_modules(remove_duplicate=False))
         self._peaks: dict[Splits, int] = {}
-        self._graphs: dict[Splits, StepGraph] = {(): plain}
+        self._graphs: dict[Splits, StepGraph] = {(): step.graph}
 
     def by_first(self, make: Callable[[], T], about: str) -> T:
         """The result of `make`, which runs on the lowest rank; the others run the traces that it asks for.
@@ -128,14 +120,14 @@ class SplitSearch:
         Raises `InfeasibleBudgetError` if there is none, with the smallest budget that splits could meet if
         `names_floor`: finding it takes traces.
         """
-        allowed = parse_bytes(budget, total_bytes=self._plain.hardware.memory_bytes or None)
+        allowed = self._step.budget_bytes(budget)
         found: list[Plan] = []
         error: InfeasibleBudgetError | None = None
         try:
-            found.append(self._limits.solve(self._plain, allowed))
+            found.append(self.limits.solve(self._plain, allowed))
         except InfeasibleBudgetError as raised:
             error = raised
-        if self._limits.split and not (found and found[0].is_plain):
+        if self.limits.split and not (found and found[0].is_plain):
             found += self.plans(allowed)
         if found:
             return min(found, key=lambda plan: plan.extra_s)
@@ -154,7 +146,7 @@ class SplitSearch:
             return error
         head, *rest = str(error).splitlines()
         text = "\n".join([f"{head}; {format_bytes(floor)} with split=True", *rest])
-        return InfeasibleBudgetError(text, floor if self._limits.split else error.floor_bytes)
+        return InfeasibleBudgetError(text, floor if self.limits.split else error.floor_bytes)
 
     def plans(self, budget_bytes: int, correction_bytes: int = 0) -> list[Plan]:
         """Plans with splits that fit, the fastest predicted first. `correction_bytes` are added to predicted peaks."""
@@ -163,7 +155,7 @@ class SplitSearch:
             graph = self.graph(splits)
             graph = replace(graph, other_bytes=graph.other_bytes + correction_bytes)
             with suppress(InfeasibleBudgetError):
-                found.append(self.predicted(self._limits.solve(graph, budget_bytes)))
+                found.append(self.predicted(self.limits.solve(graph, budget_bytes)))
         return sorted(found, key=lambda plan: (plan.extra_s, plan.peak_bytes))
 
     def predicted(self, plan: Plan) -> Plan:
@@ -187,15 +179,15 @@ class SplitSearch:
         """
         finest: Splits = ()
         for number in self._loss_numbers[-1:]:
-            finest = self._losses(number if self._limits.split else min(number, _FIRST_LOSS_PARTS))
+            finest = self._losses(number if self.limits.split else min(number, _FIRST_LOSS_PARTS))
         for number in self._token_numbers[-1:]:
-            finest = (*finest, *self._tokens(number if self._limits.split else min(number, _FIRST_TOKEN_PARTS)))
+            finest = (*finest, *self._tokens(number if self.limits.split else min(number, _FIRST_TOKEN_PARTS)))
         if not finest:
             return 0
         graph = self.graph(finest)
         if len(graph.ops) > _MOST_SEARCHED_OPS:
             return self._least_peak(finest)
-        return search_for(graph, "eager", self._limits.host, _PROBE_S, self._limits.lossy).floor.peak_bytes
+        return search_for(graph, "eager", self.limits.host, _PROBE_S, self.limits.lossy).floor.peak_bytes
 
     def graph(self, splits: Splits) -> StepGraph:
         """The trace of the step with these splits, with measured costs if the plain step was measured."""
@@ -208,7 +200,7 @@ class SplitSearch:
         if self._is_asking:
             self._ranks.first(splits, "step in parts to trace")
         with self._ranks.together("trace of a step in parts"), _noted_inputs(self._by_path) as seen:
-            with splitting(self._model, splits, is_quiet=True) as runners:
+            with splitting(self._step.model, splits, is_quiet=True) as runners:
                 graph = self._traced()
         graph = with_common_costs(self._ranks, graph)
         if not self._ranks.is_first:
@@ -223,13 +215,14 @@ class SplitSearch:
         self._graphs[splits] = replace(graph, splits=splits)
 
     def _traced(self) -> StepGraph:
-        facts = {"optimizer": self._optimizer, "device": self._device}
+        step = self._step
+        given, options = (step.model, step.loss_fn, *step.args), {"optimizer": step.optimizer, "device": self._device}
         graph = None
         with suppress(FakeTraceError):
-            graph = trace_once(self._model, self._loss_fn, *self._args, **facts)
+            graph = trace_once(*given, **options)
         if self._ranks.all(graph is not None, "trace of a step in parts on fake tensors") and graph is not None:
             return graph
-        return trace(self._model, self._loss_fn, *self._args, **facts)
+        return trace(*given, **options)
 
     def _chosen(self, budget_bytes: int) -> list[Splits]:
         """The splits to solve for: the fewest parts that fit and finer ones, or those of the smallest peaks."""
@@ -325,7 +318,7 @@ class SplitSearch:
         counts = Counter(call.structure for call in graph.calls if call.structure >= 0)
         for path, calls in graph.calls_by_path.items():
             module = self._by_path.get(path)
-            if not isinstance(module, nn.Linear) or why_not_head(module, self._model):
+            if not isinstance(module, nn.Linear) or why_not_head(module, self._step.model):
                 continue
             if self._is_in_repeated(calls[0], counts):
                 continue

@@ -5,204 +5,32 @@ runs a few steps, which gives its peak and a first time. Those that hold and are
 each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. The
 fastest turn of each counts, as other processes only ever add time. After each round the slower ones are dropped. Only
 one plan is on the model at a time: memory that one of them holds never counts against another.
-
-`FitCache` keeps the result in a JSON file, one entry per graph, hardware, budget, limits and version of lowtide and
-torch. A file is replaced by renaming, so no reader sees half of one; if two processes write at once, the entries of one
-may be lost. A file in another format is left as it is, with a warning.
-
-`Progress` and `log_fitted` report what `fit` is doing: one line on a terminal, log lines elsewhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import logging
 import math
-import os
-import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 from lowtide.api.measure import RealSteps
-from lowtide.api.split_search import SplitSearch
 from lowtide.distributed.ranks import ALONE, Ranks, is_out_of_memory
 from lowtide.eager.out_of_memory import give_back_memory
 from lowtide.eager.plan_handle import AppliedPlan
-from lowtide.eager.replanning import Limits
 from lowtide.errors import LowtideError, RankError
-from lowtide.graph.step_graph import StepGraph
-from lowtide.plans.plan_text import KEPT, Trial, split_texts, trials_table
+from lowtide.plans.plan_text import KEPT, Trial
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
-from lowtide.solvers.candidate import with_predictions
-from lowtide.solvers.solve import SEARCHED, ShortlistedPlan, search_for
+from lowtide.solvers.solve import SEARCHED, ShortlistedPlan
 from lowtide.tracing.step_checks import CacheOff
-from lowtide.units import format_bytes, own_version
+from lowtide.units import format_bytes
 
 logger = logging.getLogger("lowtide")
-
-_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
-_ALWAYS_LOGGED = ("keep", "recompute", "host")
-
-
-class Progress:
-    """Reports the stage that `fit` is in. As a context manager it clears its line on the terminal at the end.
-
-    If the logger "lowtide" logs INFO, each stage is a log line. Otherwise, if stderr is a terminal, each stage
-    overwrites the one before; a logger level above WARNING silences that too. A replaced `sys.stderr` (a notebook, a
-    progress bar, a test) is not written to.
-    """
-
-    def __init__(self) -> None:
-        self._is_on_terminal = False
-
-    def __call__(self, stage: str) -> None:
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", stage)
-        elif logger.isEnabledFor(logging.WARNING) and sys.stderr is sys.__stderr__:
-            self._write(f"lowtide: {stage} ")
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._is_on_terminal:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        if sys.stderr is not None and sys.stderr.isatty():
-            self._is_on_terminal = True
-            sys.stderr.write(f"\r\x1b[2K{text}")
-            sys.stderr.flush()
-
-
-def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
-    """Log one line on the plan that was kept, and a table of the candidates if there were several."""
-    plan, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
-    sizes = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_LOGGED}
-    logger.info(
-        "%s: %d regions, %s%s; peak %s predicted, %s measured, within %s; %.1f %% slower predicted, %s measured",
-        "nothing to do, the step fits as it is" if plan.is_plain else "fitted",
-        len(plan.regions),
-        ", ".join(f"{format_bytes(size)} {_ACTIONS.get(action, 'compressed')}" for action, size in sizes.items()),
-        "".join(f", {text}" for text in split_texts(plan.splits)),
-        format_bytes(plan.peak_bytes),
-        "not" if peak is None else format_bytes(peak),
-        format_bytes(budget_bytes),
-        100 * plan.slowdown,
-        "not" if slowdown is None else f"{100 * slowdown:.1f} %",
-    )
-    if len(handle.candidates) > 1:
-        logger.info("candidates:\n%s", trials_table(handle.candidates))
-
-
-FORMAT, VERSION = "lowtide fit cache", 2
-
-
-@dataclass(frozen=True)
-class CachedFit:
-    """A cached plan, and by how many bytes measured peaks were above predictions when it was made."""
-
-    plan: Plan
-    correction_bytes: int
-
-
-class FitCache:
-    """Reads and writes the entry of one graph, budget and set of limits in a cache file."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        graph: StepGraph,
-        budget_bytes: int,
-        limits: Limits,
-        splits: SplitSearch | None = None,
-    ) -> None:
-        self._path, self._graph, self._budget, self._splits = Path(path), graph, budget_bytes, splits
-        self._limits = limits
-        parts = {
-            "graph": graph.fingerprint,
-            "optimizer_state_bytes": graph.optimizer_state_bytes,
-            "hardware": graph.hardware.name,
-            "budget_bytes": budget_bytes,
-            "host": limits.host,
-            "lossy": limits.lossy,
-            "split": limits.split,
-            "lowtide": own_version(),
-            "torch": graph.versions.get("torch", ""),
-        }
-        self._key = json.dumps(parts, sort_keys=True, default=str)
-
-    def read(self) -> CachedFit | None:
-        """The cached plan, with predictions for this graph; None if there is no usable entry."""
-        entries, problem = self._entries()
-        if problem:
-            logger.warning("the cache %s is not used, and left as it is: %s", self._path, problem)
-        if self._key not in entries:
-            return None
-        try:
-            entry = entries[self._key]
-            decided = Plan.from_json(entry["plan"])
-            correction = entry["correction_bytes"]
-            if type(correction) is not int or correction < 0:
-                raise ValueError(f"correction_bytes is {correction!r:.50}")
-            graph = self._splits.graph(decided.splits) if self._splits is not None else self._graph
-            plan = Plan(decided.regions, decided.moves, decided.in_flight_bytes, splits=decided.splits)
-            timeline = simulate(graph, plan)
-        except (LowtideError, ValueError, KeyError, TypeError) as error:
-            logger.warning("the cache %s has a damaged entry for this step: %s", self._path, error)
-            return None
-        # The cached bound is for the times that were measured then.
-        limits = self._limits
-        search = search_for(graph, "eager", limits.host, limits.time_limit_s, limits.lossy)
-        found = with_predictions(graph, timeline, simulate(graph), self._budget, search.lower_bound_s(self._budget))
-        return CachedFit(found if self._splits is None else self._splits.predicted(found), correction)
-
-    def write(self, plan: Plan, correction_bytes: int, trials: Sequence[Trial]) -> None:
-        """Write the entry to the file; log a warning if that fails."""
-        entries, problem = self._entries()
-        if problem:
-            return  # `read` has logged it
-        bare = replace(plan, rows=(), graph=None, modules=())
-        entry = {
-            "plan": bare.to_json(graph=False),
-            "correction_bytes": correction_bytes,
-            "candidates": [asdict(trial) for trial in trials],
-        }
-        content = {"format": FORMAT, "version": VERSION, "entries": {**entries, self._key: entry}}
-        try:
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(content, file, indent=1)
-                os.replace(name, self._path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
-        except OSError as error:
-            logger.warning("the cache %s cannot be written: %s", self._path, error)
-
-    def _entries(self) -> tuple[dict[str, Any], str]:
-        """The entries of the file, and why it cannot be used (empty if it can)."""
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}, ""
-        except (OSError, ValueError, RecursionError) as error:
-            return {}, f"it cannot be read: {error}"
-        is_ours = isinstance(content, dict) and content.get("format") == FORMAT
-        if not is_ours or content.get("version") != VERSION or not isinstance(content.get("entries"), dict):
-            return {}, f"it is no {FORMAT} of version {VERSION}"
-        return content["entries"], ""
-
 
 # A candidate is dropped if it takes more than this many times as long as the fastest: after its first step, which is
 # timed alone, and after each round of turns. Too low drops a candidate for one disturbed step, too high costs time.
@@ -260,7 +88,7 @@ class Tuner:
         steps: RealSteps,
         budget_bytes: int,
         tune_s: float,
-        say: Progress,
+        say: Callable[[str], None],
         ranks: Ranks = ALONE,
     ) -> None:
         self._apply, self._steps, self._budget, self._say, self._ranks = apply, steps, budget_bytes, say, ranks
@@ -361,37 +189,29 @@ class Tuner:
                 return
             self._say(f"timing {len(left)} candidates in turns, round {number} of at most {num_rounds}")
             gc.collect()
-            self._time_plain()
-            for tried in left:
-                self._time(tried)
+            # The plain step only if the trace has run one: otherwise it may not fit on the device.
+            for each in [None, *left] if self._steps.graph.is_measured else left:
+                self._time(each)
             left = _near_fastest([tried for tried in left if tried.holds], ratio)
 
-    def _time_plain(self) -> None:
-        """Time the plain step, if the trace has run one; otherwise it may not fit on the device."""
+    def _time(self, tried: MeasuredCandidate | None) -> None:
+        """Time a step under a candidate; without one the plain step."""
         self.remove_plan()
-        if self._steps.graph.is_measured:
-            try:
-                with self._ranks.together("timing of the plain step"), CacheOff(self._steps.model):
-                    seconds = self._steps.timed()
-                self._plain_times.append(self._ranks.first(seconds, "plain time"))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)
-                give_back_memory()
-
-    def _time(self, tried: MeasuredCandidate) -> None:
-        self.remove_plan()
+        name = "the plain step" if tried is None else tried.candidate.name
         try:
-            with self._ranks.together(f"timing of {tried.candidate.name}"):
-                self._on = tried, self._apply(tried.plan)
-                seconds = self._steps.timed()
-            tried.times.append(self._ranks.first(seconds, "time"))
+            with self._ranks.together(f"timing of {name}"):
+                if tried is not None:
+                    self._on = tried, self._apply(tried.plan)
+                with CacheOff(self._steps.model) if tried is None else nullcontext():
+                    seconds = self._steps.timed()
+            times = self._plain_times if tried is None else tried.times
+            times.append(self._ranks.first(seconds, f"time of {name}"))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.remove_plan()
-            tried.problem = "out of memory"
+            if tried is not None:
+                tried.problem = "out of memory"
             traceback.clear_frames(error.__traceback__)
             give_back_memory()
 
@@ -414,7 +234,8 @@ class Tuner:
         return handle
 
     def _record(self, handle: AppliedPlan, best: MeasuredCandidate) -> None:
-        plain_s = self._plain_s()
+        graph = self._steps.graph
+        plain_s = min(self._plain_times, default=graph.step_s if graph.is_measured else None)
         # The bound of a later round counts memory that an earlier plan needed, and not every plan that holds does.
         bound_s = min(handle.plan.lower_bound_s, *(tried.plan.extra_s for tried in (best, *self._holding())))
         plan = replace(
@@ -428,24 +249,14 @@ class Tuner:
         handle.shapes.become([replace(first, plan=plan)])
         handle.plan = plan
         handle.measured_peak_bytes, handle.measured_slowdown = plan.measured_peak_bytes, plan.measured_slowdown
-        handle.candidates = tuple(self._trial(tried, best, plain_s) for tried in self._ranked())
-
-    def _ranked(self) -> list[MeasuredCandidate]:
-        return sorted(self._tried.values(), key=lambda tried: tried.plan.extra_s)
-
-    def _plain_s(self) -> float | None:
-        if self._plain_times:
-            return min(self._plain_times)
-        graph = self._steps.graph
-        return graph.step_s if graph.is_measured else None
+        ranked = sorted(self._tried.values(), key=lambda tried: tried.plan.extra_s)
+        handle.candidates = tuple(self._trial(tried, best, plain_s) for tried in ranked)
 
     def _trial(self, tried: MeasuredCandidate, best: MeasuredCandidate, plain_s: float | None) -> Trial:
         plan, seconds = tried.plan, None if tried.first_s is None else tried.seconds
         outcome = KEPT if tried is best else tried.problem
-        if not outcome:
-            outcome = (
-                f"{100 * (tried.seconds / best.seconds - 1):.1f} % slower than the one kept" if best.seconds else ""
-            )
+        if not outcome and best.seconds:
+            outcome = f"{100 * (tried.seconds / best.seconds - 1):.1f} % slower than the one kept"
         if tried.problem == "over the budget" and tried.peak_bytes is not None:
             outcome = f"{format_bytes(tried.peak_bytes - self._budget)} over the budget"
         return Trial(
