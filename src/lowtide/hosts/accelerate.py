@@ -18,10 +18,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-import lowtide
 from lowtide.errors import LowtideError
 from lowtide.hosts import planning
-from lowtide.units import check_bytes
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -34,24 +32,16 @@ def prepare(
     *others: Any,
     budget: int | str,
     loss_fn: Loss | None = None,
-    largest: int | Callable[[], Any] | None = None,
-    probe: int = 0,
-    host: int | str = 0,
-    lossy: Any = None,
-    split: bool = False,
-    tune_s: float = 10.0,
-    time_limit_s: float = 10.0,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Return what `accelerator.prepare(model, optimizer, loader, *others)` does, with a plan on the model.
 
     `loss_fn(model, batch)` computes the loss as the training loop does; by default it is `model(**batch).loss`, or
-    `["loss"]` of what the model returns. `largest` is a length that batches will reach, or a function that makes the
-    largest batch; `probe` is a number of batches to read, of which the largest are planned for. The other options are
-    those of `lowtide.fit`. `lowtide.handle_of(model)` is the handle. If the accelerator has a project folder, the plan
-    and its report are written to `lowtide` in it, and a later call reads the plan from there.
+    `["loss"]` of what the model returns. `options` (`largest`, `probe`, `host` and others) are those of
+    `planning.BudgetOptions`. `lowtide.handle_of(model)` is the handle. If the accelerator has a project folder, the
+    plan and its report are written to `lowtide` in it, and a later call reads the plan from there.
     """
-    check_bytes(budget)
-    examples = planning.Examples(largest, probe)
+    planned = planning.BudgetOptions(budget, **options)
     if not isinstance(model, nn.Module) or not callable(loss_fn or _own_loss):
         raise TypeError(
             "prepare() takes the accelerator, a model, its optimizer and a data loader, in this order, and loss_fn=, a "
@@ -61,33 +51,17 @@ def prepare(
     prepared = accelerator.prepare(model, optimizer, loader, *others)
     model, optimizer, loader = prepared[:3]
     step = _LossOf(model, loss_fn or _own_loss)
-    found = [planning.on_device(batch, accelerator.device) for batch in examples.of(loader)]
+    found = [planning.on_device(batch, accelerator.device) for batch in planned.examples.of(loader)]
     batches = [(batch, *planning.held(batch, 0)) for batch in found]
     folder = None if accelerator.project_dir is None else Path(accelerator.project_dir) / planning.FOLDER
     was_training = model.training
     model.train()
     try:
-        with planning.accumulating(model, accelerator.gradient_accumulation_steps), examples.explained():
-            handle = lowtide.fit(
-                model,
-                step,
-                *batches[0],
-                more_batches=batches[1:],
-                budget=budget,
-                optimizer=optimizer,
-                cache=None if folder is None else planning.cache_in(folder, accelerator.num_processes),
-                host=host,
-                lossy=lossy,
-                split=split,
-                tune_s=tune_s,
-                time_limit_s=time_limit_s,
-            )
+        num_processes, num_backwards = accelerator.num_processes, accelerator.gradient_accumulation_steps
+        handle = planned.fit(model, step, batches, optimizer, folder, num_processes, num_backwards)
     finally:
         model.train(was_training)
-    handle.see_inputs()
-    if folder is not None and accelerator.is_main_process:
-        planning.save(handle, folder)
-    planning.forget_peaks(accelerator.device)
+    planning.save(handle, folder if accelerator.is_main_process else None, accelerator.device)
     return prepared
 
 

@@ -20,7 +20,7 @@ from lowtide.hosts.transformers import Budget
 
 
 class LowtideArgs(BaseModel):
-    """The keys of the YAML file. `lowtide_budget` is in bytes, such as "20GiB", or a share of the device, "90%"."""
+    """The keys of the YAML file, named as the options of `Budget`. The budget is in bytes, or a share of the device."""
 
     lowtide_budget: int | str = "90%"
     lowtide_largest: int | None = None
@@ -55,10 +55,4 @@ class LowtidePlugin(BasePlugin):
     def _callback(self, cfg: Any) -> Budget:
         given = {name: getattr(cfg, name, None) for name in LowtideArgs.model_fields}
         settings = LowtideArgs(**{name: value for name, value in given.items() if value is not None})
-        return Budget(
-            settings.lowtide_budget,
-            largest=settings.lowtide_largest,
-            probe=settings.lowtide_probe,
-            host=settings.lowtide_host,
-            tune_s=settings.lowtide_tune_s,
-        )
+        return Budget(**{name.removeprefix("lowtide_"): value for name, value in settings})

@@ -10,6 +10,7 @@ each block by itself; it needs the model's own checkpointing off.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,28 +44,17 @@ def func(
             "where is a function of a block that returns whether to recompute it, and store an ActivationStore, not "
             f"where={where!r:.80} and store={store!r:.80}"
         )
-    return _Checkpointing(every, where, store)
+    is_recomputed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+    numbers = itertools.count()
+    options: dict[str, Any] = {} if store is None else {"store": store}
 
-
-class _Checkpointing:
-    """Called by diffusers in place of a block."""
-
-    def __init__(self, every: int, where: Callable[[nn.Module], bool] | None, store: ActivationStore | None) -> None:
-        self._every, self._where = every, where
-        self._options: dict[str, Any] = {} if store is None else {"store": store}
-        self._is_recomputed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._num_blocks = 0
-
-    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Some models pass the bound `block.__call__`, which is a new object each time.
-        module = block if isinstance(block, nn.Module) else getattr(block, "__self__", block)
-        if not self._decision(module):
+        module: Any = block if isinstance(block, nn.Module) else getattr(block, "__self__", block)
+        if module not in is_recomputed:
+            is_recomputed[module] = (where is None or bool(where(module))) and next(numbers) % every == 0
+        if not is_recomputed[module]:
             return block(*args, **kwargs)
-        return lowtide.checkpoint(block, *args, **kwargs, **self._options)
+        return lowtide.checkpoint(block, *args, **kwargs, **options)
 
-    def _decision(self, block: Any) -> bool:
-        if block not in self._is_recomputed:
-            is_wanted = self._where is None or self._where(block)
-            self._is_recomputed[block] = is_wanted and self._num_blocks % self._every == 0
-            self._num_blocks += is_wanted
-        return self._is_recomputed[block]
+    return run

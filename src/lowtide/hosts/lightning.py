@@ -37,16 +37,12 @@ except ModuleNotFoundError as error:  # the package of the same classes with the
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 
-class LightningBudget(planning.BudgetOptions, Callback):
+class LightningBudget(planning.BudgetCallback, Callback):
     """Trains within `budget` bytes of device memory: parameters, gradients, optimizer state and activations.
 
-    `largest` is a length that batches will reach, or a function that makes the largest batch; `probe` is a number of
-    batches to read at the start, of which the largest are planned for. Otherwise the first batch is planned for, and
-    larger ones when they appear. `host`, `lossy`, `split`, `tune_s` and `time_limit_s` are those of `lowtide.fit`.
-
-    `handle` is the handle of `fit` while training, and after it. `lowtide/peak_gib` and `lowtide/slowdown` are logged.
-    The plan, its report and the file from which a resumed training reads the plan are in `<default_root_dir>/lowtide`.
-    Manual optimization is refused, as its `training_step` contains the backwards.
+    `largest`, `probe`, `host` and the other options are those of `planning.BudgetOptions`. `lowtide/peak_gib` and
+    `lowtide/slowdown` are logged. The plan, its report and the file from which a resumed training reads the plan are in
+    `<default_root_dir>/lowtide`. Manual optimization is refused, as its `training_step` contains the backwards.
     """
 
     _step: _TrainingStep | None = None
@@ -60,21 +56,12 @@ class LightningBudget(planning.BudgetOptions, Callback):
         if isinstance(loaders, dict | list | tuple) or isinstance(loaders, CombinedLoader):
             combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "min_size")
             loaders = _Batches(combined)
-        batches = [self._step.prepared(batch) for batch in self._examples.of(loaders)]
+        batches = [self._step.prepared(batch) for batch in self.examples.of(loaders)]
         folder = Path(trainer.default_root_dir) / planning.FOLDER
         # Lightning clears gradients between forward and backward, so those of the step before are there in a forward.
-        with self._step.without_logging(), planning.accumulating(pl_module, 2):
-            self._fit(
-                pl_module,
-                self._step,
-                *batches[0],
-                more_batches=batches[1:],
-                optimizer=trainer.optimizers[0],
-                cache=planning.cache_in(folder, trainer.world_size),
-            )
-        if trainer.is_global_zero:
-            planning.save(self.handle, folder)
-        planning.forget_peaks(trainer.strategy.root_device)
+        with self._step.without_logging():
+            self.fit(pl_module, self._step, batches, trainer.optimizers[0], folder, trainer.world_size, num_backwards=2)
+        planning.save(self.handle, folder if trainer.is_global_zero else None, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Plan for the batch, if it is larger than any before."""

@@ -64,7 +64,13 @@ class Examples:
         """The batches of `loader` to plan for, the largest first. Random states are as before."""
         with undisturbed(loader):
             if callable(self.largest):
-                return [_with_tensors(self.largest())]
+                made = self.largest()
+                if not tensors_of(made):
+                    raise LowtideError(
+                        f"largest= made {made!r:.80}, which has no tensor: let it return the largest batch as the data "
+                        "loader would"
+                    )
+                return [made]
             batches = list(islice(_readable(loader), max(1, self.probe)))
         if not batches:
             raise LowtideError("the data loader gave no batch to plan for: is the data set empty?")
@@ -89,7 +95,12 @@ class Examples:
 
 
 class BudgetOptions:
-    """The options of a callback that plans when training begins, and the handle of its plan."""
+    """The options of a plan that a host makes when training begins.
+
+    `budget` is in bytes, for the whole step. `largest` is a length that batches will reach, or a function that makes
+    the largest batch; `probe` is a number of batches to read at the start, of which the largest are planned for. With
+    neither, the first batch is planned for, and larger ones when they appear. The others are those of `lowtide.fit`.
+    """
 
     def __init__(
         self,
@@ -105,13 +116,48 @@ class BudgetOptions:
     ) -> None:
         check_bytes(budget)
         check_bytes(host)
-        for seconds, name in ((tune_s or 1, "tune_s"), (time_limit_s, "time_limit_s")):
-            check_seconds(seconds, name)
-        self.budget = budget
-        self.handle: Any = None
-        self._examples = Examples(largest, probe)
-        self._options: dict[str, Any] = {"host": host, "lossy": lossy, "split": split, "tune_s": tune_s}
-        self._options["time_limit_s"] = time_limit_s
+        check_seconds(tune_s, "tune_s", may_be_0=True)
+        check_seconds(time_limit_s, "time_limit_s")
+        self.budget, self.examples = budget, Examples(largest, probe)
+        self._options: dict[str, Any] = {"host": host, "lossy": lossy, "split": split}
+        self._options |= {"tune_s": tune_s, "time_limit_s": time_limit_s}
+
+    def fit(
+        self,
+        model: nn.Module,
+        step: Callable[..., Tensor],
+        batches: list[tuple[Any, ...]],
+        optimizer: Any,
+        folder: Path | None,
+        num_processes: int,
+        num_backwards: int,
+    ) -> Any:
+        """`lowtide.fit` for a training that begins, with `num_backwards` in each update of the parameters.
+
+        The plan is remembered in `folder`, except with several processes, which have to run the same steps.
+        """
+        cache = None
+        if folder is not None and num_processes == 1:
+            folder.mkdir(parents=True, exist_ok=True)
+            cache = folder / "fit.json"
+        first, *others = batches
+        with accumulating(model, num_backwards), self.examples.explained():
+            options = {"budget": self.budget, "optimizer": optimizer, "cache": cache, **self._options}
+            handle = lowtide.fit(model, step, *first, more_batches=others, **options)
+        handle.see_inputs()
+        return handle
+
+
+class BudgetCallback(BudgetOptions):
+    """A callback that plans when training begins; `handle` is the handle of its plan while training, and after it."""
+
+    handle: Any = None
+
+    def fit(self, *args: Any, **options: Any) -> Any:
+        """As `BudgetOptions.fit`; the plan is removed when training ends, or when another one begins."""
+        self.handle = super().fit(*args, **options)
+        _OF_CALLBACKS.add(self.handle)
+        return self.handle
 
     def _remove_plan(self) -> None:
         if self.handle is not None and not self.handle.is_removed:
@@ -124,13 +170,6 @@ class BudgetOptions:
             handle = lowtide.handle_of(model)
             if handle in _OF_CALLBACKS:
                 handle.remove()
-
-    def _fit(self, model: nn.Module, step: Callable[..., Tensor], *args: Any, **options: Any) -> None:
-        """`lowtide.fit` with the options of the callback, for a training that begins."""
-        with self._examples.explained():
-            self.handle = lowtide.fit(model, step, *args, budget=self.budget, **{**options, **self._options})
-        self.handle.see_inputs()
-        _OF_CALLBACKS.add(self.handle)
 
 
 _OF_CALLBACKS: weakref.WeakSet[Any] = weakref.WeakSet()  # handles, which a host may leave on a model after an error
@@ -154,16 +193,6 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Replaces a host's logging functions while a plan is made."""
 
 
-def _with_tensors(batch: Any) -> Any:
-    """A batch that `largest=` made. Raises if there is no tensor in it."""
-    if not tensors_of(batch):
-        raise LowtideError(
-            f"largest= made {batch!r:.80}, which has no tensor: let it return the largest batch as the data loader "
-            "would"
-        )
-    return batch
-
-
 def largest_of(batches: list[Any]) -> list[Any]:
     """The batches that no other one covers in every dimension, the one with the most elements first; at most four."""
     by_size = sorted(batches, key=lambda batch: -sum(tensor.numel() for tensor in tensors_of(batch)))
@@ -175,10 +204,10 @@ def largest_of(batches: list[Any]) -> list[Any]:
 
 
 def _covers(planned: Any, seen: Any) -> bool:
-    pairs = list(zip(tensors_of(planned), tensors_of(seen), strict=False))
-    return len(tensors_of(planned)) == len(tensors_of(seen)) and all(
+    ones, others = tensors_of(planned), tensors_of(seen)
+    return len(ones) == len(others) and all(
         one.ndim == other.ndim and all(have >= size for have, size in zip(one.shape, other.shape, strict=True))
-        for one, other in pairs
+        for one, other in zip(ones, others, strict=True)
     )
 
 
@@ -198,9 +227,7 @@ def lengthened(batch: Any, length: int) -> Any:
     def repeated(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != longest:
             return tensor
-        times = [1] * tensor.ndim
-        times[1] = -(-length // longest)
-        return tensor.repeat(times)[:, :length].contiguous()
+        return torch.cat([tensor] * -(-length // longest), dim=1)[:, :length].contiguous()
 
     return batch if length <= longest else mapped(repeated, batch)
 
@@ -347,19 +374,17 @@ def accumulating(model: nn.Module, num_steps: int) -> Iterator[None]:
             parameter.grad = None
 
 
-def cache_in(folder: Path, num_processes: int = 1) -> Path | None:
-    """The file in which `fit` remembers its plan; None with several processes, which have to run the same steps."""
-    if num_processes > 1:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "fit.json"
+def save(handle: Any, folder: Path | None, device: torch.device) -> None:
+    """Write the plan and its report to `folder`, if there is one, and reset the allocator's peak.
 
-
-def save(handle: Any, folder: Path) -> None:
-    """Write the plan and its report to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(handle.plan.to_json(graph=False), encoding="utf-8")
-    handle.report(folder / "report.html", time_limit_s=REPORT_S)
+    The steps that `fit` tried then do not count as those of the training.
+    """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(handle.plan.to_json(graph=False), encoding="utf-8")
+        handle.report(folder / "report.html", time_limit_s=REPORT_S)
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def metrics(handle: Any, device: torch.device) -> dict[str, float]:
@@ -369,9 +394,3 @@ def metrics(handle: Any, device: torch.device) -> dict[str, float]:
         peak = torch.accelerator.max_memory_allocated(device)
     slowdown = handle.plan.slowdown if handle.measured_slowdown is None else handle.measured_slowdown
     return {"lowtide/peak_gib": peak / 2**30, "lowtide/slowdown": slowdown}
-
-
-def forget_peaks(device: torch.device) -> None:
-    """Reset the allocator's peak, so that the steps which `fit` tried do not count as those of the training."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)

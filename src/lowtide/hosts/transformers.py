@@ -32,15 +32,11 @@ from lowtide.hosts import planning
 logger = logging.getLogger("lowtide")
 
 
-class Budget(planning.BudgetOptions, transformers.TrainerCallback):
+class Budget(planning.BudgetCallback, transformers.TrainerCallback):
     """Trains within `budget` bytes of device memory: parameters, gradients, optimizer state and activations.
 
-    `largest` is a length that batches will reach, or a function that makes the largest batch; `probe` is a number of
-    batches to read at the start, of which the largest are planned for. Otherwise the first batch is planned for, and
-    larger ones when they appear. `host`, `lossy`, `split`, `tune_s` and `time_limit_s` are those of `lowtide.fit`.
-
-    `handle` is the handle of `fit` while training, and after it. The metrics `lowtide/peak_gib` and `lowtide/slowdown`
-    are logged with the losses.
+    `largest`, `probe`, `host` and the other options are those of `planning.BudgetOptions`. The metrics
+    `lowtide/peak_gib` and `lowtide/slowdown` are logged with the losses.
 
     The model's own gradient checkpointing is switched off, as both at once would recompute everything twice.
     `torch_compile`, `activation_offloading`, DeepSpeed and `nn.DataParallel` are refused.
@@ -76,24 +72,19 @@ class Budget(planning.BudgetOptions, transformers.TrainerCallback):
             trainer.optimizer.train()
         loaders = trainer.accelerator._dataloaders
         num_loaders = len(loaders)
-        examples = self._examples.of(trainer.get_train_dataloader())
+        examples = self.examples.of(trainer.get_train_dataloader())
         del loaders[num_loaders:]  # the loader that was made for the examples, unless the user's trainer made its own
         step, num_batches = _Step(trainer), args.gradient_accumulation_steps
         batches = [step.prepared(batch) for batch in examples]
-        with planning.accumulating(trainer.model, num_batches), step.unchanged_trainer():
-            cache = planning.cache_in(folder, args.world_size)
-            self._fit(
-                trainer.model, step, *batches[0], more_batches=batches[1:], optimizer=trainer.optimizer, cache=cache
-            )
+        with step.unchanged_trainer():
+            self.fit(trainer.model, step, batches, trainer.optimizer, folder, args.world_size, num_batches)
         try:
             # Those of one update are held until those of the next have been read.
             planning.check_reading(self.handle, batches[0][0], 2 * num_batches)
         except InfeasibleBudgetError:
             self._remove_plan()
             raise
-        if trainer.is_world_process_zero():
-            planning.save(self.handle, folder)
-        planning.forget_peaks(args.device)
+        planning.save(self.handle, folder if trainer.is_world_process_zero() else None, args.device)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the metrics of the plan to those of training steps."""
