@@ -23,7 +23,7 @@ from torch import nn
 import lowtide
 from lowtide.cli import output as showing
 from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, exit_on_error
-from lowtide.cli.script import load, load_function
+from lowtide.cli.script import Job, load, load_function
 from lowtide.errors import UnitError
 from lowtide.store import LOSSY_CODECS
 from lowtide.units import parse_bytes
@@ -31,36 +31,20 @@ from lowtide.units import parse_bytes
 SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "
 SCRIPT_HELP += "(model, loss_fn, batch), with an optimizer after them if there is one, or a dict with these names."
 
+BUDGET_HELP = "Memory for the whole step: 12GiB, 12GB, 512MiB, whole bytes, or 80% of the device."
+LOSSY_HELP = "Allow compression by this codec, such as int8: gradients are then approximate."
+SPLIT_HELP = "Allow the loss and MLPs to run a few rows at a time: gradients may differ in the last bits."
+DEVICE_HELP = "The device to plan for, if not the model's own: cuda, or a name such as H100."
+
 Script = Annotated[str, typer.Argument(metavar="SCRIPT:FUNCTION", help=SCRIPT_HELP, show_default=False)]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan written by `lowtide plan -o plan.json`.")]
-Budget = Annotated[
-    str,
-    typer.Option(
-        "--budget",
-        "-b",
-        metavar="BYTES",
-        help="Memory for the whole step: 12GiB, 12GB, 512MiB, whole bytes, or 80% of the device.",
-    ),
-]
+Budget = Annotated[str, typer.Option("--budget", "-b", metavar="BYTES", help=BUDGET_HELP)]
 Host = Annotated[str | None, typer.Option(metavar="BYTES", help="Host memory that activations may be moved to.")]
-Lossy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CODEC", help="Allow compression by this codec, such as int8: gradients are then approximate."
-    ),
-]
-SplitFlag = Annotated[
-    bool,
-    typer.Option(
-        "--split", help="Allow the loss and MLPs to run a few rows at a time: gradients may differ in the last bits."
-    ),
-]
+Lossy = Annotated[str | None, typer.Option(metavar="CODEC", help=LOSSY_HELP)]
+SplitFlag = Annotated[bool, typer.Option("--split", help=SPLIT_HELP)]
 Engine = Annotated[Literal["eager", "compiled"], typer.Option(help="The engine that will run the plan.")]
 Fake = Annotated[bool, typer.Option("--fake", help="Trace on fake tensors: nothing is allocated, nothing runs.")]
-Device = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="The device to plan for, if not the model's own: cuda, or a name such as H100."),
-]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help=DEVICE_HELP)]
 TimeLimit = Annotated[float | None, typer.Option("--time-limit-s", help="Seconds that solving may take.", min=0.01)]
 
 # A number without a unit below this is taken for a number of GiB whose unit was forgotten.
@@ -89,20 +73,6 @@ def _size(option: str, typed: str, *, total_bytes: int | None = None) -> int | s
 def _checked_budget(typed: str) -> int | str:
     """Return `--budget` as the library takes it. A share such as 80% is allowed: the device is known later."""
     return _size("--budget", typed, total_bytes=1 << 62)
-
-
-def _check_device(name: str | None) -> None:
-    """Raise `UsageError` if `--device` names no known device, which tracing a step of one layer for it shows.
-
-    Call it after the script was loaded, as scripts may register devices.
-    """
-    if name is None:
-        return
-    model = nn.Linear(1, 1)
-    try:
-        lowtide.trace(model, lambda x: model(x).sum(), torch.ones(1, 1), mode="fake", device=name)
-    except RuntimeError as error:
-        raise UsageError(f"--device: {error}") from None
 
 
 def _meant(text: str) -> str:
@@ -136,6 +106,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _COMMON = {
     "as_json": Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")],
     "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")],
@@ -146,11 +117,8 @@ _COMMON = {
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Register a function as a command; the options that all commands share are passed to it as an `Output`."""
     signature = inspect.signature(function, eval_str=True)
-    own = [parameter for name, parameter in signature.parameters.items() if name != "out"]
-    common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-        for name, annotation in _COMMON.items()
-    ]
+    options = [parameter for name, parameter in signature.parameters.items() if name != "out"]
+    options += [inspect.Parameter(name, _KEYWORD, default=False, annotation=kind) for name, kind in _COMMON.items()]
 
     @functools.wraps(function)
     def run(**typed: Any) -> None:
@@ -158,8 +126,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         with exit_on_error(out):
             function(out, **typed)
 
-    run.__signature__ = signature.replace(parameters=[*own, *common])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *common]}
+    run.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
     app.command()(run)
     return function
 
@@ -205,9 +173,7 @@ def estimate(
     if parallel:
         raise UsageError("--parallel is for a job of several ranks: give their number too, --world 64")
     with out.working(2) as stage:
-        stage(f"loading {script}")
-        job = load(script)
-        _check_device(device)
+        job = _loaded(stage, script, device)
         stage("tracing on fake tensors")
         allows = _given(split=split or None)
         guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer, device=device, **allows)
@@ -259,9 +225,7 @@ def plan(
         raise UsageError("--split plans eager steps on the model's own device: leave out --fake, --device and --engine")
     _check_file(output)
     with out.working(2) as stage:
-        stage(f"loading {script}")
-        job = load(script)
-        _check_device(device)
+        job = _loaded(stage, script, device)
         stage(f"tracing the step and solving for {budget}")
         if fake or device is not None or engine != "eager":
             found = lowtide.solve(job.trace(fake=fake, device=device), allowed, engine=engine, **allows)
@@ -304,9 +268,7 @@ def sweep(
     _check_ending("--png", png, ".png", ".svg", ".pdf")
     _check_file(png)
     with out.working(3 if png is None else 4) as stage:
-        stage(f"loading {script}")
-        job = load(script)
-        _check_device(device)
+        job = _loaded(stage, script, device)
         stage("tracing the step")
         graph = job.trace(fake=fake, device=device)
         stage("solving for many budgets")
@@ -385,8 +347,7 @@ def report(
         if measured is not None:
             from lowtide.cli.bench import measure_plan
 
-            stage(f"loading {measured}")
-            job = load(measured)
+            job = _loaded(stage, measured)
             stage("measuring a step under the plan")
             row = measure_plan(job, found)
             if row.problem:
@@ -416,8 +377,7 @@ def bench(
     allowed = _checked_budget(budget)
     allows = {**_moves(host, lossy), **_given(split=split or None)}
     with out.working(6) as stage:
-        stage(f"loading {script}")
-        job = load(script)
+        job = _loaded(stage, script)
         comparison = compare(job, allowed, rounds, allows, stage)
     out.result(*showing.comparison(comparison))
     if not comparison.holds:
@@ -440,8 +400,7 @@ def doctor(
     with out.working(4 if script is None else 5) as stage:
         job = None
         if script is not None:
-            stage(f"loading {script}")
-            job = load(script)
+            job = _loaded(stage, script)
         findings = examine(job, stage)
     out.result(*showing.findings(findings))
     if any(finding.status == "problem" for finding in findings):
@@ -455,7 +414,26 @@ def demo(out: Output) -> None:
 
     with out.working(NUM_STAGES) as stage:
         demonstration = demonstrate(stage)
-    out.result(str(demonstration), demonstration.as_json())
+    demonstration.print(out)
+
+
+def _loaded(stage: Callable[[str], None], script: str, device: str | None = None) -> Job:
+    """The script's job. Scripts may register devices, so `--device` is checked after it."""
+    stage(f"loading {script}")
+    job = load(script)
+    _check_device(device)
+    return job
+
+
+def _check_device(name: str | None) -> None:
+    """Raise `UsageError` if `--device` names no known device, which tracing a step of one layer for it shows."""
+    if name is None:
+        return
+    model = nn.Linear(1, 1)
+    try:
+        lowtide.trace(model, lambda x: model(x).sum(), torch.ones(1, 1), mode="fake", device=name)
+    except RuntimeError as error:
+        raise UsageError(f"--device: {error}") from None
 
 
 def _read_plan(file: Path) -> lowtide.Plan:

@@ -1,31 +1,30 @@
 """`lowtide demo` and `make demo`: train a small GPT on the CPU plainly, with a checkpoint per block, and with a budget.
 
-All three runs start from the same seed. The demo prints times, measured peaks, the largest gradient difference (0) and
-the plan; `main` also writes a report. Takes about half a minute.
+The budget is halfway between the step's floor and its plain peak. `bench.compare` measures peaks, times and gradients
+of the three; then the plain and the planned model are trained for some steps, whose losses are equal to the last bit.
+`main` also writes a report. Takes about half a minute.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Group
+from rich.text import Text
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.eager import Applied
-from lowtide.units import format_bytes, format_seconds
+from lowtide.cli.bench import OURS, Comparison, compare
+from lowtide.cli.output import Output, comparison
+from lowtide.cli.script import Job
+from lowtide.units import format_bytes
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 8, 6, 512
-BATCH, CONTEXT, STEPS = 8, 128, 4
-PLAIN, PER_BLOCK, OURS = "plain", "a checkpoint per block", "lowtide.fit"
-NUM_STAGES = 4
-
-Prepare = Callable[[nn.Module, Callable[..., Tensor], Tensor], Any]
+BATCH, CONTEXT, STEPS, ROUNDS = 8, 128, 4, 3
+NUM_STAGES = 7
 
 
 class Block(nn.Module):
@@ -64,148 +63,77 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Measurements of a few training steps."""
-
-    step_s: float
-    peak_bytes: int
-    losses: list[float]
-    gradients: list[Tensor]
-
-
-def train(prepare: Prepare) -> Trained:
-    """Prepare a model, train it for a few steps from a fixed seed and time them; then measure one more."""
+def make() -> Job:
+    """A model with its loss, batch and optimizer, the same each time."""
     torch.manual_seed(0)
     model = GPT()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1))
-    losses, seconds = [], []
 
     def loss_fn(tokens: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    def forward_backward() -> None:
-        loss = loss_fn(tokens)
-        loss.backward()
-        losses.append(loss.item())
+    return Job(model, loss_fn, (tokens,), torch.optim.SGD(model.parameters(), lr=0.1))
 
-    prepare(model, loss_fn, tokens)
+
+def losses(plan: lowtide.Plan) -> list[float]:
+    """Train a new model for a few steps under a plan."""
+    job, found = make(), []
+    assert job.optimizer is not None
+    lowtide.apply(job.model, plan)
     for _ in range(STEPS):
-        start = time.perf_counter()
-        forward_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-    peak_bytes = lowtide.measure(forward_backward, device="cpu").peak_bytes
-    peak_bytes += sum(parameter.nbytes for parameter in model.parameters()) + tokens.nbytes
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return Trained(min(seconds), peak_bytes, losses, gradients)
-
-
-def half_of_the_activations() -> tuple[int, int]:
-    """Return a budget halfway between the step's floor and its plain peak, and that peak; from a fake trace."""
-    model = GPT()
-    tokens = torch.zeros(BATCH, CONTEXT + 1, dtype=torch.long)
-    guess = lowtide.estimate(
-        model, lambda t: F.cross_entropy(model(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()), tokens
-    )
-    return (guess.floor_bytes + guess.peak_bytes) // 2, guess.peak_bytes
+        loss = job.loss_fn(*job.args)
+        loss.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Three trainings of the same model, compared. Everything but `predicted_bytes` is measured."""
+    """What was measured, and whether the losses of all steps equal the plain run's to the last bit."""
 
     num_parameters: int
     predicted_bytes: int  # the peak of the plain step
-    budget_bytes: int
-    plan: lowtide.Plan
-    measured_peak_bytes: int | None  # by `fit`, of the whole step
-    runs: dict[str, Trained]
+    compared: Comparison
+    is_exact: bool
 
-    @property
-    def is_within_budget(self) -> bool:
-        return self.runs[OURS].peak_bytes <= self.budget_bytes
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the losses of all steps equal the plain run's to the last bit."""
-        return self.runs[OURS].losses == self.runs[PLAIN].losses
-
-    def gradient_difference(self, name: str) -> float:
-        """Return the largest absolute difference of any gradient entry from the plain run, after the last step."""
-        pairs = zip(self.runs[PLAIN].gradients, self.runs[name].gradients, strict=True)
-        return max((a - b).abs().max().item() for a, b in pairs)
-
-    def report(self, path: str | os.PathLike[str]) -> str:
-        """Write the plan's report with the measurements; return a summary of what was written."""
-        ratio = self.runs[OURS].step_s / self.runs[PLAIN].step_s
-        written = self.plan.report(
-            path, measured_peak_bytes=self.measured_peak_bytes, measured_step_s=ratio * self.plan.step_s
+    def print(self, out: Output) -> None:
+        """Print the measurements and the plan."""
+        table, data = comparison(self.compared)
+        head = (
+            f"A GPT of {self.num_parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, on "
+            f"the CPU\nA plain step would take {format_bytes(self.predicted_bytes)} (predicted); "
+            f"the budget is {format_bytes(self.compared.budget_bytes)}"
         )
-        return str(written)
+        tail = f"losses over {STEPS} steps equal to the last bit: {self.is_exact}\n\n{self.compared.plan}"
+        data |= {"is_exact": self.is_exact, "predicted_plain_peak_bytes": self.predicted_bytes}
+        out.result(Group(Text(head), table, Text(tail)), data)
 
-    def as_json(self) -> dict[str, Any]:
-        rows = [
-            {"name": name, "step_s": run.step_s, "peak_bytes": run.peak_bytes, "losses": run.losses}
-            | {"gradient_difference": self.gradient_difference(name)}
-            for name, run in self.runs.items()
-        ]
-        return {
-            "budget_bytes": self.budget_bytes,
-            "predicted_plain_peak_bytes": self.predicted_bytes,
-            "is_within_budget": self.is_within_budget,
-            "is_exact": self.is_exact,
-            "rows": rows,
-        }
-
-    def __str__(self) -> str:
-        plain_s = self.runs[PLAIN].step_s
-        lines = [
-            f"A GPT of {self.num_parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, "
-            "on the CPU",
-            f"A plain step would take {format_bytes(self.predicted_bytes)} (predicted); "
-            f"the budget is {format_bytes(self.budget_bytes)}\n",
-            f"{'':<24}{'step':>10}{'ratio':>8}{'measured peak':>16}{'max gradient difference':>26}",
-        ]
-        for name, run in self.runs.items():
-            ratio, peak = f"{run.step_s / plain_s:.2f}x", format_bytes(run.peak_bytes)
-            difference = self.gradient_difference(name)
-            lines.append(f"{name:<24}{format_seconds(run.step_s):>10}{ratio:>8}{peak:>16}{difference:>26g}")
-        lines += [
-            f"\nmeasured peak within the budget: {self.is_within_budget}",
-            f"losses over {len(self.runs[OURS].losses)} steps equal to the last bit: {self.is_exact}\n",
-            str(self.plan),
-        ]
-        return "\n".join(lines)
+    def report(self, path: str) -> str:
+        """Write the plan's report with the measurements; return a summary of what was written."""
+        plan = self.compared.plan
+        ours = next(row for row in self.compared.rows if row.name == OURS)
+        slowdown = self.compared.slowdown(ours)
+        measured_step_s = None if slowdown is None else (1 + slowdown) * plan.step_s
+        return str(plan.report(path, measured_peak_bytes=ours.peak_bytes, measured_step_s=measured_step_s))
 
 
 def demonstrate(stage: Callable[[str], None] = lambda description: None) -> Demonstration:
-    """Run all three trainings; `stage` is called with a description of each of the `NUM_STAGES` stages."""
-    num_parameters = sum(parameter.numel() for parameter in GPT().parameters())
+    """Measure and train; `stage` is called with a description of each of the `NUM_STAGES` stages."""
     stage("estimating")
-    budget, predicted = half_of_the_activations()
-    handles: list[Applied] = []
-
-    def per_block(model: nn.Module, *_: Any) -> None:
-        lowtide.apply(model, lowtide.RecomputeAll())
-
-    def within_budget(model: nn.Module, loss_fn: Any, tokens: Tensor) -> None:
-        handles.append(lowtide.fit(model, loss_fn, tokens, budget=budget))
-
-    variants: dict[str, Prepare] = {PLAIN: lambda *_: None, PER_BLOCK: per_block, OURS: within_budget}
-    runs = {}
-    for name, prepare in variants.items():
-        stage(f"training: {name}")
-        runs[name] = train(prepare)
-    handle: Any = handles[0]
-    return Demonstration(num_parameters, predicted, budget, handle.plan, handle.measured_peak_bytes, runs)
+    job = make()
+    guess = lowtide.estimate(job.model, job.loss_fn, *job.args, optimizer=job.optimizer)
+    compared = compare(job, (guess.floor_bytes + guess.peak_bytes) // 2, ROUNDS, {}, stage)
+    stage("training")
+    is_exact = losses(lowtide.Plan()) == losses(compared.plan)
+    num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    return Demonstration(num_parameters, guess.peak_bytes, compared, is_exact)
 
 
 def main(report: str = "lowtide-demo.html") -> None:
     demonstration = demonstrate()
-    print(demonstration)
+    demonstration.print(Output())
     print(f"\n{demonstration.report(report)}")
 
 

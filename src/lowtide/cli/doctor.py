@@ -48,9 +48,6 @@ class Finding:
     value: Any = None
     status: Literal["ok", "note", "problem"] = "ok"
 
-    def as_json(self) -> dict[str, Any]:
-        return {"group": self.group, "name": self.name, "status": self.status, "text": self.text, "value": self.value}
-
 
 def examine(job: Job | None, stage: Callable[[str], None]) -> list[Finding]:
     """Run all checks; with a job, also of its model."""

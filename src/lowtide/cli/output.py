@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import json
 import math
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
@@ -70,40 +71,22 @@ class Output:
             self._print_json({**data, "message": text})
 
     @contextlib.contextmanager
-    def working(self, num_stages: int) -> Iterator[Stages]:
-        """A context with a progress bar of `num_stages`, which is removed at its end.
+    def working(self, num_stages: int) -> Iterator[Callable[[str], None]]:
+        """A context with a progress bar of `num_stages`, which is removed at its end. Each call begins the next stage.
 
         Output of user code goes to stderr meanwhile, so that stdout has results only.
         """
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        shows = not self.quiet and self._notes.is_terminal
-        with contextlib.redirect_stdout(sys.stderr):
-            with Progress(
-                *columns, console=self._notes, transient=True, refresh_per_second=4, disable=not shows
-            ) as bar:
-                yield Stages(bar, num_stages)
+        description = TextColumn("{task.description}", markup=False)
+        columns = (SpinnerColumn(), description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        disable = self.quiet or not self._notes.is_terminal
+        bar = Progress(*columns, console=self._notes, transient=True, refresh_per_second=4, disable=disable)
+        task, numbers = bar.add_task("", total=num_stages), itertools.count()
+        with contextlib.redirect_stdout(sys.stderr), bar:
+            yield lambda description: bar.update(task, description=description, completed=next(numbers))
 
     @staticmethod
     def _print_json(data: dict[str, Any]) -> None:
         print(json.dumps(data, indent=2))
-
-
-class Stages:
-    """A progress bar's stages: each call begins the next one."""
-
-    def __init__(self, bar: Progress, num_stages: int) -> None:
-        self._bar, self._begun = bar, False
-        self._task = bar.add_task("", total=num_stages)
-
-    def __call__(self, description: str) -> None:
-        self._bar.update(self._task, description=description, advance=int(self._begun))
-        self._begun = True
 
 
 class ExitCode(IntEnum):
@@ -145,24 +128,19 @@ def exit_on_error(out: Output) -> Iterator[None]:
             raise
         if out.debug:
             traceback.print_exc()
-        code = _code_of(error)
-        floor = {"floor_bytes": error.floor_bytes} if isinstance(error, lowtide.InfeasibleBudgetError) else {}
-        out.error(_words(error, out.debug), {"error": _kind(error), "exit_code": int(code), **floor})
+        code = next((code for kinds, code in _CODES.items() if isinstance(error, kinds)), ExitCode.FAILED)
+        data = {"error": type(error).__name__, "exit_code": int(code)}
+        if isinstance(error, lowtide.InfeasibleBudgetError):
+            data["floor_bytes"] = error.floor_bytes
+        out.error(_words(error, out.debug), data)
         raise typer.Exit(int(code)) from None
 
 
-def _code_of(error: BaseException) -> ExitCode:
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED
-    if isinstance(error, (UsageError, UnitError)):
-        return ExitCode.USAGE
-    if isinstance(error, lowtide.InfeasibleBudgetError):
-        return ExitCode.INFEASIBLE
-    return ExitCode.FAILED
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
+_CODES = {
+    (KeyboardInterrupt,): ExitCode.INTERRUPTED,
+    (UsageError, UnitError): ExitCode.USAGE,
+    (lowtide.InfeasibleBudgetError,): ExitCode.INFEASIBLE,
+}
 
 
 def _words(error: BaseException, debug: bool) -> str:
@@ -174,17 +152,17 @@ def _words(error: BaseException, debug: bool) -> str:
         first_line = str(error).splitlines()[0]
         return f"the device is out of memory: {first_line}\nPlan on fake tensors instead: lowtide plan --fake"
     where = _raised_at(error)
-    text = f"{_kind(error)}{f': {error}' if str(error) else ''}{f' ({where})' if where else ''}"
+    text = f"{type(error).__name__}{f': {error}' if str(error) else ''}{f' ({where})' if where else ''}"
     return text if debug else f"{text}\n--debug shows the traceback."
 
 
 def _raised_at(error: BaseException) -> str:
     """Return the last line of the user's own code in the traceback, excluding lowtide and installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(lowtide.__file__).parent)
-    own = [f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename]
-    own = [frame for frame in own if Path(frame.filename).is_file() and "lib/python" not in frame.filename]
-    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+    others = (str(Path(lowtide.__file__).parent), "site-packages", "lib/python")
+    own = [(Path(f.filename), f.lineno) for f in frames if not any(other in f.filename for other in others)]
+    own = [(path, line) for path, line in own if path.is_file()]
+    return f"{own[-1][0].name}, line {own[-1][1]}" if own else ""
 
 
 Display = tuple[RenderableType, dict[str, Any]]
@@ -192,20 +170,18 @@ Display = tuple[RenderableType, dict[str, Any]]
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
+def _fields(item: Any, names: str) -> dict[str, Any]:
+    """Return the named attributes of an object; all None if there is none."""
+    return {name: None if item is None else getattr(item, name) for name in names.split()}
+
+
 def parallel_estimate(guess: ParallelEstimate) -> Display:
     """Return text and data of a table over layouts."""
-    rows = [
-        {
-            "layout": row.layout,
-            "peak_bytes": row.peak_bytes,
-            "floor_bytes": row.floor_bytes,
-            "static_bytes": row.graph.static_bytes,
-            "step_s": row.graph.step_s,
-            "planned_peak_bytes": None if row.plan is None else row.plan.peak_bytes,
-            "planned_slowdown": None if row.plan is None else row.plan.slowdown,
-        }
-        for row in guess.rows
-    ]
+    rows = []
+    for row in guess.rows:
+        planned = {f"planned_{name}": value for name, value in _fields(row.plan, "peak_bytes slowdown").items()}
+        of_graph = _fields(row.graph, "static_bytes step_s")
+        rows.append({**_fields(row, "layout peak_bytes floor_bytes"), **of_graph, **planned})
     data = {"predicted": True, "world": guess.world, "budget_bytes": guess.budget_bytes, "layouts": rows}
     return str(guess), data
 
@@ -215,14 +191,9 @@ def estimate(guess: Estimate, budget: int | str | None) -> Display:
     hardware = guess.graph.hardware
     data = {
         "predicted": True,
-        "peak_bytes": guess.peak_bytes,
-        "floor_bytes": guess.floor_bytes,
-        "split_floor_bytes": guess.split_floor_bytes,
-        "static_bytes": guess.graph.static_bytes,
-        "bytes_per_sample": guess.bytes_per_sample,
-        "batch_size": guess.batch_size,
+        **_fields(guess, "peak_bytes floor_bytes split_floor_bytes bytes_per_sample batch_size"),
+        **_fields(guess.graph, "static_bytes step_s"),
         "largest_at_peak": dict(guess.largest),
-        "step_s": guess.graph.step_s,
         "device": hardware.name,
         "device_bytes": hardware.memory_bytes,
         "notes": list(guess.graph.notes),
@@ -244,27 +215,16 @@ def estimate(guess: Estimate, budget: int | str | None) -> Display:
 def plan(result: lowtide.Plan, output: Path | None) -> Display:
     """Return text and data of a plan that was written to `output`."""
     graph = result.graph
+    names = "is_plain engine budget_bytes peak_bytes peak_path peak_phase plain_peak_bytes step_s extra_s slowdown "
     return str(result), {
         "predicted": True,
-        "is_plain": result.is_plain,
-        "engine": result.engine,
-        "budget_bytes": result.budget_bytes,
-        "peak_bytes": result.peak_bytes,
-        "peak_path": result.peak_path,
-        "peak_phase": result.peak_phase,
-        "plain_peak_bytes": result.plain_peak_bytes,
-        "step_s": result.step_s,
+        **_fields(result, f"{names} lower_bound_s gap fingerprint"),
         "is_step_measured": graph is not None and graph.is_measured,
-        "extra_s": result.extra_s,
-        "slowdown": result.slowdown,
-        "lower_bound_s": result.lower_bound_s,
-        "gap": result.gap,
         "num_regions": len(result.regions),
         "num_moves": len(result.moves),
         "splits": {split.path: split.num_parts for split in result.splits},
         "bytes_by_action": result.bytes_by_action(),
         "device": result.hardware.name,
-        "fingerprint": result.fingerprint,
         "notes": [] if graph is None else list(graph.notes),
         "output": None if output is None else str(output),
     }
@@ -272,13 +232,10 @@ def plan(result: lowtide.Plan, output: Path | None) -> Display:
 
 def sweep(frontier: Frontier, png: Path | None) -> Display:
     """Return text and data of plans for many budgets."""
-    names = ("budget_bytes", "peak_bytes", "extra_s", "slowdown", "gap")
     return str(frontier), {
         "predicted": True,
-        "floor_bytes": frontier.floor_bytes,
-        "plain_peak_bytes": frontier.plain_peak_bytes,
-        "step_s": frontier.step_s,
-        "plans": [{name: getattr(found, name) for name in names} for found in frontier.plans],
+        **_fields(frontier, "floor_bytes plain_peak_bytes step_s"),
+        "plans": [_fields(found, "budget_bytes peak_bytes extra_s slowdown gap") for found in frontier.plans],
         "references": [asdict(reference) for reference in frontier.references],
         "png": None if png is None else str(png),
     }
@@ -315,8 +272,7 @@ def comparison(compared: Comparison) -> Display:
             table.add_row(row.name, row.problem, "", "", "")
             continue
         percent = "" if slower is None else f"{100 * slower:+.1f} %"
-        difference = f"{apart:g}"
-        table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), percent, difference)
+        table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), percent, f"{apart:g}")
     verdict = Text(f"budget {format_bytes(compared.budget_bytes)}: ", style="bold")
     verdict.append(
         "held, with the same gradients" if compared.holds else "did not hold", "green" if compared.holds else "red"
@@ -342,5 +298,5 @@ def findings(found: list[Finding]) -> Display:
         table.add_row(Text(f"  {finding.name}"), Text(mark, _STYLES[finding.status]) + Text(finding.text))
     problems = sum(finding.status == "problem" for finding in found)
     verdict = Text(f"{problems} problem{'s' * (problems != 1)} found", style=_STYLES["problem" if problems else "ok"])
-    data = {"num_problems": problems, "findings": [finding.as_json() for finding in found]}
+    data = {"num_problems": problems, "findings": [asdict(finding) for finding in found]}
     return Group(table, verdict), data

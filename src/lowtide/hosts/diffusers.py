@@ -22,10 +22,7 @@ from lowtide import ActivationStore
 
 
 def func(
-    every: int = 1,
-    *,
-    where: Callable[[nn.Module], bool] | None = None,
-    store: ActivationStore | None = None,
+    every: int = 1, *, where: Callable[[nn.Module], bool] | None = None, store: ActivationStore | None = None
 ) -> Callable[..., Any]:
     """Return a function for `enable_gradient_checkpointing(gradient_checkpointing_func=...)`.
 
