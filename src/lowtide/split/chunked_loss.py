@@ -161,27 +161,24 @@ class _Job:
         return list(row_ranges(self.layout.num_rows, -(-self.layout.num_rows // size)))
 
     def passes(self, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[_HeadPass]:
-        """One pass over the rows for each head. `needs` says which of its three tensors need a gradient."""
-        found = []
-        for number, head in enumerate(self.heads):
-            hidden, weight, bias = inputs[3 * number : 3 * number + 3]
-            assert hidden is not None and weight is not None
-            found.append(_HeadPass(hidden, weight, bias, head.dtype, self.layout, needs[3 * number : 3 * number + 3]))
-        return found
+        """One pass over the rows for each head, which has three of the inputs each."""
+        own = [slice(3 * number, 3 * number + 3) for number in range(len(self.heads))]
+        return [
+            _HeadPass(inputs[at], head.dtype, self.layout, needs[at]) for at, head in zip(own, self.heads, strict=True)
+        ]
 
 
 class _HeadPass:
-    """One pass over the rows of a head: logits of a part, and the gradients of all parts so far."""
+    """One pass over the rows of a head: logits of a part, and the gradients of all parts so far.
+
+    `tensors` are its hidden states, weight and bias; `needs` says which of them need a gradient.
+    """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        layout: RowLayout,
-        needs: Sequence[bool],
+        self, tensors: Sequence[Tensor | None], dtype: torch.dtype, layout: RowLayout, needs: Sequence[bool]
     ) -> None:
+        hidden, weight, bias = tensors
+        assert hidden is not None and weight is not None
         self._shape, self._where, self._dtype = hidden.shape, layout.positions(hidden.device), dtype
         self._dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         self._rows: Tensor = hidden.detach().reshape(-1, hidden.shape[-1])
@@ -304,24 +301,25 @@ class _PartLogits(torch.autograd.Function):
         return gradient.new_empty(0), None, None, None
 
 
-def _values(job: _Job, passes: list[_HeadPass], anchor: Tensor, start: int, end: int) -> Tensor:
-    """What the job's rows function gives for some rows. The logits are freed as soon as nothing needs them."""
-    logits = [
-        _PartLogits.apply(anchor, one, start, end) if one.needs_grad else one.logits(start, end) for one in passes
-    ]
-    return job.rows(logits, start, end)
+def _values(job: _Job, passes: list[_HeadPass], start: int, end: int) -> tuple[Tensor, Tensor]:
+    """What the job's rows function gives for some rows, and the anchor that adds up the gradients of their logits.
 
-
-def _anchor(job: _Job, needs_grad: bool) -> Tensor:
-    return torch.empty(0, device=job.heads[0].hidden.device, requires_grad=needs_grad)
+    The logits are freed as soon as nothing needs them.
+    """
+    needs_grad = any(one.needs_grad for one in passes)
+    anchor = torch.empty(0, device=job.heads[0].hidden.device, requires_grad=needs_grad)
+    with torch.set_grad_enabled(needs_grad):
+        logits = [
+            _PartLogits.apply(anchor, one, start, end) if one.needs_grad else one.logits(start, end) for one in passes
+        ]
+        return job.rows(logits, start, end), anchor
 
 
 def _run_part(job: _Job, passes: list[_HeadPass], start: int, end: int) -> Tensor:
     """The sum over some rows; the gradients of their logits are added to those of the passes."""
-    needs_grad = any(one.needs_grad for one in passes)
-    anchor = _anchor(job, needs_grad)
-    with torch.set_grad_enabled(needs_grad):
-        part = _values(job, passes, anchor, start, end).sum(dtype=job.sum_dtype) / job.divisor
+    values, anchor = _values(job, passes, start, end)
+    with torch.set_grad_enabled(anchor.requires_grad):
+        part = values.sum(dtype=job.sum_dtype) / job.divisor
     if part.requires_grad:
         torch.autograd.grad(part, anchor)
     return part.detach()
@@ -346,9 +344,7 @@ class _PerRow(torch.autograd.Function):
         with _autocast_off(job.heads[0].hidden):
             passes = job.passes(inputs, ctx.needs_input_grad[1:])
             for start, end in job.parts():
-                anchor = _anchor(job, True)
-                with torch.enable_grad():
-                    values = _values(job, passes, anchor, start, end)
+                values, anchor = _values(job, passes, start, end)
                 torch.autograd.grad(values, anchor, gradient[start:end])
                 del values
             return None, *(each for one in passes for each in one.gradients())

@@ -30,17 +30,15 @@ from lowtide.replay.environment import modes_now
 from lowtide.split.chunked_loss import HeadCall
 from lowtide.split.row_chain import RowChain, RowLayout, autocast_as, hidden_saves
 
-# What a lazy tensor knows without its values.
-_ATTRIBUTES = frozenset(
+# Attributes and methods that a lazy tensor knows without its values.
+_KNOWN = frozenset(
     "shape dtype device requires_grad ndim is_cuda is_cpu is_meta is_leaf layout is_sparse is_quantized is_nested "
-    "is_mkldnn is_xpu is_mps names itemsize nbytes output_nr grad_fn is_vulkan is_ipu is_maia is_mtia is_xla "
-    "_base".split()
-)
-_METHODS = frozenset(
+    "is_mkldnn is_xpu is_mps names itemsize nbytes output_nr grad_fn is_vulkan is_ipu is_maia is_mtia is_xla _base "
     "size dim ndimension numel nelement stride is_floating_point is_complex element_size is_contiguous __len__ "
     "__hash__ storage_offset get_device is_inference is_conj is_neg is_signed is_same_size _is_view".split()
 )
 
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -55,13 +53,7 @@ class LazyLogits(Tensor):
     _node: Any  # its autograd node
 
     @staticmethod
-    def __new__(
-        cls,
-        chain: RowChain,
-        layout: RowLayout,
-        probe: Tensor,
-        call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None,
-    ) -> LazyLogits:
+    def __new__(cls, chain: RowChain, layout: RowLayout, probe: Tensor, call: Call | None = None) -> LazyLogits:
         """`call` is what the plain step would compute this tensor by; None for the output of a head."""
         made: Any
         needs_grad = torch.is_grad_enabled() and any(head.needs_grad for head in chain.heads)
@@ -116,10 +108,9 @@ class LazyLogits(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-            if name in _ATTRIBUTES:
-                return _plainly(func, args, kwargs)
-        if name in _METHODS:
-            return _plainly(func, args, kwargs)
+        if name in _KNOWN:
+            with _compat.without_torch_function():
+                return func(*args, **kwargs)
         if name in ("__repr__", "__format__", "__str__"):
             lazy = args[0]
             if lazy._known is None:
@@ -136,7 +127,7 @@ class LazyLogits(Tensor):
                 found = handler(func, args, kwargs)
                 if found is not NotImplemented:
                     return found
-            if _is_in_place(name):
+            if name == "__setitem__" or (name.endswith("_") and not name.startswith("_")):  # in place
                 _compute_all(args, kwargs, name)
             args, kwargs = _swapped((args, kwargs), lambda lazy: lazy.computed(name))
         return func(*args, **kwargs)
@@ -153,9 +144,7 @@ HANDLERS: dict[str, Handler] = {}  # by the function's name; filled by `logit_fu
 class _Recipe:
     """How the plain step computes a lazy tensor: the function, with its lazy arguments, and torch's modes then."""
 
-    def __init__(
-        self, chain: RowChain, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None
-    ) -> None:
+    def __init__(self, chain: RowChain, call: Call | None) -> None:
         self._chain, self._call, self._hooks = chain, call, _compat.current_hooks()
         self._grad, self._autocast = torch.is_grad_enabled(), modes_now()[2]
 
@@ -243,11 +232,6 @@ def _known_values(lazy: LazyLogits) -> Tensor:
     return lazy if lazy._known is None else lazy._known
 
 
-def _plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with _compat.without_torch_function():
-        return func(*args, **kwargs)
-
-
 def _refuse_gradients_after_loss(name: str, args: Any, kwargs: Any) -> None:
     """Raise if a gradient of logits is asked for after a loss: the loss has no node for them, so none would arrive."""
     if name == "grad":
@@ -259,10 +243,6 @@ def _refuse_gradients_after_loss(name: str, args: Any, kwargs: Any) -> None:
             f"{name} on logits whose loss split=True has computed in parts: they have no gradient. Ask for it before "
             "the loss is computed (the logits are then computed in full), or fit without split=True."
         )
-
-
-def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
 
 
 def _compute_all(args: Any, kwargs: Any, why: str) -> None:

@@ -11,8 +11,8 @@ once; the module then runs as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -121,28 +121,14 @@ def check_splits(model: nn.Module, splits: Sequence[Split]) -> dict[str, nn.Modu
 @contextlib.contextmanager
 def splitting(model: nn.Module, splits: Sequence[Split], *, is_quiet: bool = False) -> Iterator[list[SplitForward]]:
     """A context in which the modules run in parts, for a trace. It does not check that they treat tokens alike."""
+    runners = [SplitForward(split, is_checked=True, is_quiet=is_quiet) for split in splits]
     modules = check_splits(model, splits)
-    before: list[tuple[nn.Module, Any]] = []
-    made: list[SplitForward] = []
-    try:
-        for split in splits:
-            module, runner = modules[split.path], SplitForward(split, is_checked=True, is_quiet=is_quiet)
-            own = vars(module).get("forward")
-            before.append((module, own))
-            plain = own or types.MethodType(type(module).forward, module)
-            module.forward = types.MethodType(_forward(runner, plain), module)
-            made.append(runner)
-        yield made
-    finally:
-        for module, own in reversed(before):
-            if own is None:
-                del module.forward
+    with contextlib.ExitStack() as undo:
+        for runner in runners:
+            module = modules[runner.split.path]
+            if "forward" in vars(module):
+                undo.callback(setattr, module, "forward", module.forward)
             else:
-                module.forward = own
-
-
-def _forward(runner: SplitForward, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return runner.run(self, plain, *args, **kwargs)
-
-    return forward
+                undo.callback(delattr, module, "forward")
+            module.forward = functools.partial(runner.run, module, module.forward)
+        yield runners

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def run_in_slices(module: nn.Module, forward: Forward, tokens: Tensor, num_parts
     """`forward(tokens)`, in up to `num_parts` slices along all dimensions but the last."""
     parameters = [each for each in module.parameters() if each.requires_grad]
     has_values = type(tokens) in _compat.PLAIN_TYPES and not tokens.is_meta
-    job = _SliceJob(forward, tokens, parameters, num_parts, snapshot_of(module) if has_values else None)
+    parts = list(row_ranges(tokens.shape[:-1].numel(), num_parts))
+    job = _SliceJob(forward, parts, snapshot_of(module) if has_values else None, tokens.detach())
     return _Slices.apply(job, _SavedInput.apply(job, tokens, *parameters))
 
 
@@ -61,25 +63,19 @@ def sliced(tokens: Tensor, start: int, end: int) -> Tensor:
     return tokens.reshape(*(1,) * (tokens.dim() - 2), -1, tokens.shape[-1])[..., start:end, :]
 
 
+@dataclass(eq=False)
 class _SliceJob:
     """One call of a module: its input while the forward runs, its state and each slice's environment for the replay.
 
     `state` is None in a trace on fake tensors, where nothing can change between forward and backward.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        tokens: Tensor,
-        parameters: list[nn.Parameter],
-        num_parts: int,
-        state: ModuleSnapshot | None,
-    ) -> None:
-        self.forward, self.parameters, self.state = forward, parameters, state
-        self.parts = list(row_ranges(tokens.shape[:-1].numel(), num_parts))
-        self.tokens: Tensor | None = tokens.detach()
-        self.environments: list[Environment] = []
-        self.gradient: Tensor | None = None  # of the output, from one node's backward to the other's
+    forward: Forward
+    parts: list[tuple[int, int]]
+    state: ModuleSnapshot | None
+    tokens: Tensor | None
+    environments: list[Environment] = field(default_factory=list)
+    gradient: Tensor | None = None  # of the output, from one node's backward to the other's
 
     def restore(self) -> Callable[[], None]:
         """Give the module the state that it had in the forward; call the result to give it the present one back."""
@@ -229,18 +225,15 @@ _NUM_TOKENS = 1009  # a prime, so that no reshape can hide it in a product of ot
 _SAME_SHAPE = {"clone", "detach", "alias", "_to_copy", "empty_like", "zeros_like", "ones_like", "native_dropout",
                "bernoulli", "bernoulli_", "fill_", "copy_", "lift_fresh", "dropout"}  # fmt: skip
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand"}
-_ALONG_ONE = {"_softmax", "_log_softmax", "slice", "select", "split", "split_with_sizes", "unbind", "chunk", "glu",
-              "squeeze", "unsqueeze", "cumsum", "argmax", "argmin", "softmax", "log_softmax", "topk",
-              "sort"}  # fmt: skip
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "std", "norm", "linalg_vector_norm", "logsumexp",
-               "any", "all", "max", "min", "prod"}  # fmt: skip
+# Reductions, and others along one dimension.
+_ALONG_DIMS = {"_softmax", "_log_softmax", "slice", "select", "split", "split_with_sizes", "unbind", "chunk", "glu",
+               "squeeze", "unsqueeze", "cumsum", "argmax", "argmin", "softmax", "log_softmax", "topk", "sort", "sum",
+               "mean", "amax", "amin", "var", "var_mean", "std", "norm", "linalg_vector_norm", "logsumexp", "any",
+               "all", "max", "min", "prod"}  # fmt: skip
 # Functions that take sizes: these differ with the number of tokens.
 _SIZED = {"view", "reshape", "expand", "unflatten", "broadcast_to", "zeros", "ones", "empty", "new_zeros", "new_ones",
           "new_empty"}  # fmt: skip
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "layer_norm", "rms_norm"}
-
-
-_NO_TENSOR: Any = None  # in place of tensors among arguments that are compared
 
 
 class _NotRowWise(Exception):
@@ -320,8 +313,12 @@ class _FunctionLog(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
         is_free = getattr(func, "__name__", "") in _SIZED or func is _compat.set_grad_enabled
-        self.calls.append((func, "" if is_free else repr(map_tensors(lambda tensor: _NO_TENSOR, given))))
+        self.calls.append((func, "" if is_free else repr(map_tensors(_without_tensor, given))))
         return func(*given[0], **given[1])
+
+
+def _without_tensor(tensor: Tensor) -> Any:
+    return None
 
 
 class _Bare(nn.Module):
@@ -406,7 +403,9 @@ def _problem(
     if torch.Tag.pointwise in func.tags or name in _SAME_SHAPE:
         if any(tensor.dim() != made[0].dim() for tensor in given if made):
             return "broadcasts the tokens"
-        spread = [each for each in others if any(size != 1 for size in _front(each, first.dim(), num))]
+        # Sizes at the positions of the tokens, when the other tensors are broadcast.
+        fronts = [([1] * (first.dim() - each.dim()) + list(each.shape))[:num] for each in others]
+        spread = any(size != 1 for sizes in fronts for size in sizes)
         return "reads a tensor with a value for each position" if spread else ""
     if name in _VIEWS:
         return ""
@@ -424,17 +423,9 @@ def _problem(
         else:
             kept = name == "transpose" and min(dim % first.dim() for dim in args[1:3]) >= num
         return "" if kept else "moves the tokens to another dimension"
-    if len(given) > 1 or others:
-        return "is not known to treat every token alike"
-    if name in _ALONG_ONE or name in _REDUCTIONS:
+    if len(given) == 1 and not others and name in _ALONG_DIMS:
         return _dim_problem(func, name, args, kwargs, first, num)
     return "is not known to treat every token alike"
-
-
-def _front(tensor: Tensor, ndim: int, num: int) -> list[int]:
-    """The sizes of a tensor at the positions of the tokens, when it is broadcast to `ndim` dimensions."""
-    padded = [1] * (ndim - tensor.dim()) + list(tensor.shape)
-    return padded[:num]
 
 
 def _product_problem(name: str, args: Sequence[Any], first: Tensor, num: int) -> str:
