@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import io
-import json
 import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
+from api.tuned_job import NUM_LAYERS, PER_BLOCK, Clock, Job, Model, Part, has_parts, trace
 from graphs import repeated_blocks, with_host_line
 from lowtide.api import fit as fitting
-from lowtide.api import fit_cache, measure, traced_step, tuner
-from lowtide.api.fit_cache import FitCache
-from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import TracedStep
+from lowtide.api import measure, traced_step, tuner
 from lowtide.eager import Applied
 from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
-from lowtide.plans import Frontier
 from lowtide.simulator import simulate
-from lowtide.solvers import placement, solve
+from lowtide.solvers import placement
 from lowtide.solvers.baselines import reference_plans
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.solve import SEARCHED, SMALLEST, UNMOVED, ShortlistedPlan, shortlist
@@ -37,142 +31,12 @@ from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PER_BLOCK = "a checkpoint per block"
-NUM_LAYERS = 4
-
-
-class Clock:
-    """Seconds that pass only where a test says so."""
-
-    now = 0.0
-    part_s = 0.0  # for each run of a part that is patched: a host that regions on small modules cost dearly
-    moved_s = 0.0  # for each value that is moved
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
-    monkeypatch.setattr(measure, "perf_counter", lambda: Clock.now)
-    Clock.part_s = Clock.moved_s = 0.0
-    yield Clock
-    Clock.part_s = Clock.moved_s = 0.0
-
-
-class Part(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Clock.now += Clock.part_s if "forward" in vars(self) else 0.0
-        return self.down(torch.nn.functional.gelu(self.up(x)))
-
-
-class Layer(nn.Module):
-    """A factor without a gradient takes most of its time, and its parts save most of its bytes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = Part(width), Part(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Clock.now += 1.0
-        some = x.detach()[:64]
-        for _ in range(2):
-            some = (some @ (some.t() @ some)).tanh()
-        return x + self.second(torch.tanh(self.first(x * some.mean().sigmoid())))
-
-
-class Model(nn.Module):
-    """Layers, and all kinds of state that a step changes."""
-
-    def __init__(self, width: int = 16, num_layers: int = NUM_LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
-        self.norm, self.noise = nn.BatchNorm1d(width), torch.Generator().manual_seed(3)
-        self.seen: list[int] = []
-        self.num_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        self.seen.append(self.num_calls)
-        for layer in self.layers:
-            x = layer(x)
-        x = torch.nn.functional.dropout(self.norm(x), 0.1, self.training)
-        return x + torch.rand(x.shape, generator=self.noise)
-
-
-def trace(*_: Any, **__: Any) -> lowtide.StepGraph:
-    """The graph of a job, traced once: with times that are the same each time, as if they were measured."""
-    return known()[0]
-
-
-class Job:
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model, self.batch = Model(), torch.randn(512, 16)
-
-    def loss_fn(self, x: Tensor) -> Tensor:
-        return self.model(x).square().mean()
-
-    @property
-    def graph(self) -> lowtide.StepGraph:
-        return known()[0]
-
-    @property
-    def floor(self) -> int:
-        return known()[1].floor_bytes
-
-    def peak_of(self, name: str) -> int:
-        """The simulated peak of one of torch's ways."""
-        return {each.name: each.peak_bytes for each in known()[1].references}[name]
-
-    def budget(self, share: float) -> int:
-        return int(self.floor + share * (known()[1].plain_peak_bytes - self.floor))
-
-    def fit(self, budget: int, **options: Any) -> Any:
-        options = {"tune_s": 600, **options}  # of a clock of its own: a busy machine leaves no candidate out
-        return lowtide.fit(self.model, self.loss_fn, self.batch, budget=budget, **options)
-
-    def untouched(self) -> bool:
-        return all("forward" not in vars(module) for module in self.model.modules())
-
-
-@functools.cache
-def known() -> tuple[lowtide.StepGraph, Frontier]:
-    job = Job()
-    graph = lowtide.trace(job.model, job.loss_fn, job.batch, mode="fake")
-    graph = replace(graph, is_measured=True)
-    return graph, lowtide.sweep(graph, [])
-
-
-search_of, known_candidates = Limits.candidates, dict[object, Any]()
-
-
-def candidates(limits: Limits, graph: lowtide.StepGraph, budget: int) -> Any:
-    """The candidates for a job, searched for once for all tests."""
-    key = limits, graph.fingerprint, graph.hardware, graph.other_bytes, budget, solve._MOST, placement._SMALLEST
-    if key not in known_candidates:
-        known_candidates[key] = search_of(limits, graph, budget)
-    found, error = known_candidates[key]
-    return list(found), error
-
-
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> Job:
-    monkeypatch.setattr(traced_step, "trace", trace)
-    monkeypatch.setattr(Limits, "candidates", candidates)
-    return Job()
-
 
 def outcome(handle: Any, name: str) -> str:
     return next(trial.outcome for trial in handle.candidates if trial.name == name)
 
 
 # Which candidate is kept.
-
-
-def has_parts(plan: lowtide.Plan) -> bool:
-    return any(".first" in region.name or ".second" in region.name for region in plan.regions)
 
 
 def test_the_measured_fastest_is_kept_not_the_predicted(job: Job, clock: type[Clock]) -> None:
@@ -497,9 +361,6 @@ def test_arguments_that_cannot_be_meant(job: Job, options: Any, error: Any) -> N
         lowtide.fit(job.model, None, job.batch, budget="1GiB", **options)
 
 
-# The cache.
-
-
 def test_one_disturbed_turn_drops_no_candidate() -> None:
     disturbed, steady = (
         tuner.MeasuredCandidate(ShortlistedPlan(name, lowtide.Plan()), 0, 2.0, times)
@@ -527,141 +388,6 @@ def test_of_equally_fast_candidates_the_one_with_less_work_for_the_host_is_kept(
     assert (
         tuner._least_sensitive([measured[0], tuner.MeasuredCandidate(ShortlistedPlan("", quick), 0, 1.0)]).plan is light
     )
-
-
-@pytest.fixture
-def no_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From when it is called on, a search is an error."""
-
-    def searched(*args: Any) -> Any:
-        raise AssertionError("a search")
-
-    return lambda: monkeypatch.setattr(Limits, "candidates", searched)
-
-
-@pytest.mark.usefixtures("quick_fit")
-def test_the_cache_gives_the_plan_that_was_kept(
-    job: Job, tmp_path: Path, clock: type[Clock], no_search: Callable[[], None]
-) -> None:
-    clock.part_s, budget, cache = 10.0, job.budget(0.5), tmp_path / "fit.json"
-    with job.fit(budget, cache=cache) as handle:
-        kept, text = handle.plan, cache.read_text()
-    (entry,) = json.loads(text)["entries"].values()
-    assert [row["name"] for row in entry["candidates"]] == [trial.name for trial in handle.candidates]
-    no_search()
-    for path in (cache, str(cache)):
-        with job.fit(budget, cache=path) as handle:
-            assert (handle.plan.regions, handle.plan.moves) == (kept.regions, kept.moves)
-            assert [trial.name for trial in handle.candidates] == ["kept before"]
-            assert handle.measured_peak_bytes == kept.measured_peak_bytes and handle.plan.rows == kept.rows
-            assert handle.plan.peak_bytes == kept.peak_bytes and handle.plan.graph is not None
-    assert cache.read_text() == text
-    for options in ({"budget": budget + 1}, {"budget": budget, "lossy": "int8"}):
-        with pytest.raises(AssertionError, match="a search"):
-            job.fit(cache=cache, **options)
-
-
-def test_the_bound_of_a_remembered_plan_is_for_the_times_of_today(job: Job, tmp_path: Path) -> None:
-    budget, cache = job.budget(0.3), tmp_path / "fit.json"
-    job.fit(budget, cache=cache, tune_s=0).remove()
-    content = json.loads(cache.read_text())
-    (entry,) = content["entries"].values()
-    plan = json.loads(entry["plan"])
-    for name in ("step_s", "extra_s", "lower_bound_s"):  # of a machine that was busy
-        plan[name] *= 100
-    entry["plan"] = json.dumps(plan)
-    cache.write_text(json.dumps(content))
-    with job.fit(budget, cache=cache, tune_s=0) as handle:
-        assert [trial.name for trial in handle.candidates] == ["kept before"]
-        bound_s = lowtide.solve(handle.plan.graph, budget, time_limit_s=1).lower_bound_s
-        assert 0 < handle.plan.lower_bound_s <= bound_s < handle.plan.extra_s
-
-
-@pytest.mark.usefixtures("quick_fit")
-def test_a_remembered_plan_that_no_longer_holds(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    budget, cache, honest = job.budget(0.6), tmp_path / "fit.json", measure.RealSteps._whole_peak
-    with job.fit(budget, cache=cache) as handle:
-        kept = handle.plan
-    more = 1.02 * budget / kept.measured_peak_bytes
-    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: int(more * honest(*args)))
-    with job.fit(budget, cache=cache) as handle:
-        assert handle.plan.regions != kept.regions and handle.measured_peak_bytes <= budget
-        learned = handle.plan
-    with job.fit(budget, cache=cache) as handle:  # which is what the cache has now
-        assert handle.plan.regions == learned.regions
-        assert [trial.name for trial in handle.candidates] == ["kept before"]
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "text", sweep(["{", '{"format": "another"}', '{"format": "lowtide fit cache"}', "", "[]", "3", "\0"], keep=3)
-)
-def test_a_file_that_is_no_cache(job: Job, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    cache = tmp_path / "fit.json"
-    cache.write_text(text)
-    job.fit(job.budget(0.6), cache=cache, tune_s=0).remove()
-    (message,) = (record.getMessage() for record in caplog.records)
-    assert f"the cache {cache} is not used, and left as it is: it " in message
-    assert cache.read_text() == text
-
-
-@pytest.mark.usefixtures("quick_fit")
-def test_a_damaged_entry_and_a_folder_that_is_not_there(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    budget, cache = job.budget(0.6), tmp_path / "fit.json"
-    job.fit(budget, cache=cache, tune_s=0).remove()
-    whole = json.loads(cache.read_text())
-    (key,) = whole["entries"]
-    entry = whole["entries"][key]
-    for damage in (None, {}, {"plan": "{", "correction_bytes": 0}, {**entry, "correction_bytes": "1"}):
-        cache.write_text(json.dumps({**whole, "entries": {key: damage}}))
-        caplog.clear()
-        job.fit(budget, cache=cache, tune_s=0).remove()
-        (message,) = (record.getMessage() for record in caplog.records)
-        assert "has a damaged entry for this step" in message
-        assert set(json.loads(cache.read_text())["entries"][key]) == {"plan", "correction_bytes", "candidates"}
-    plan = json.loads(entry["plan"])
-    plan["regions"] = [{"path": "layers.99", "nth": 0, "keep_ops": [], "more": []}]  # of another model
-    cache.write_text(json.dumps({**whole, "entries": {key: {**entry, "plan": json.dumps(plan)}}}))
-    caplog.clear()
-    job.fit(budget, cache=cache, tune_s=0).remove()
-    assert "has a damaged entry for this step" in caplog.records[0].getMessage()
-    caplog.clear()
-    job.fit(budget, cache=tmp_path / "not there" / "fit.json", tune_s=0).remove()
-    (message,) = (record.getMessage() for record in caplog.records)
-    assert "cannot be written" in message
-
-
-def test_several_writers_leave_a_whole_file(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, plan = tmp_path / "fit.json", lowtide.solve(job.graph, job.budget(0.6))
-    done = threading.Event()
-    splits = SplitSearch(TracedStep(job.model, job.loss_fn, [(job.batch,)], None, job.graph), Limits())
-
-    def write(number: int) -> None:
-        cache = FitCache(path, splits, number)
-        for _ in range(20):
-            cache.write(plan, 0, ())
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    reader = FitCache(path, splits, 99)
-
-    def read() -> None:
-        while not done.is_set():
-            assert reader.read() is None
-
-    watching = threading.Thread(target=read)
-    for thread in (watching, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done.set()
-    watching.join()
-    assert not caplog.records  # no reader has seen half a file
-    assert json.loads(path.read_text())["format"] == fit_cache.FORMAT
-    assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
 
 
 # Candidates.

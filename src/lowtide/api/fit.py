@@ -183,9 +183,9 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
                 tuner.try_all(fitting.cached(cache))
                 is_from_cache = tuner.has_one()
                 if not is_from_cache:
-                    fitting.try_candidates(tuner)
-                    tuner.time_all()
-                handle = tuner.keep()
+                    fitting.try_candidates(tuner)  # solve, apply and measure, and again where a prediction was wrong
+                    tuner.time_all()  # those that hold, in turns
+                handle = tuner.keep()  # the fastest
                 if not is_from_cache and ranks.is_first:
                     cache.write(handle.plan, fitting.correction_bytes, handle.candidates)
             else:
@@ -216,11 +216,7 @@ class _Fitting:
     """One call of `fit`, after the trace: finds plans, the same on all ranks, and puts them on the model."""
 
     def __init__(
-        self,
-        step: TracedStep,
-        request: FitRequest,
-        apply: Callable[[nn.Module, Plan], AppliedPlan],
-        say: Progress,
+        self, step: TracedStep, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan], say: Progress
     ) -> None:
         self._step, self._request, self._apply, self._say = step, request, apply, say
         self._limits, self._ranks = request.limits, current()
