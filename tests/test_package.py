@@ -59,9 +59,7 @@ class _WithoutReports(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         def is_of_reports(line: ast.stmt) -> bool:
-            return isinstance(line, ast.ImportFrom) and str(line.module).startswith(
-                ("lowtide.reports", "lowtide.api.report")
-            )
+            return isinstance(line, ast.ImportFrom) and str(line.module).startswith("lowtide.reports")
 
         node.body = [line for line in node.body if not is_of_reports(line)]
         return node

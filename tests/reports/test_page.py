@@ -23,12 +23,12 @@ import torch
 import lowtide
 from graphs import chain, random_graph, random_plan, repeated_blocks, seldom_saved
 from lowtide import Plan, PlanError, StepGraph
-from lowtide.api.report import gather_with_curve
 from lowtide.plans import Frontier, Recompute
 from lowtide.reports import charts as series
 from lowtide.reports import page, report_text
 from lowtide.reports.charts import trace_json
-from lowtide.reports.report_text import Layers, ReportFacts, report_facts, to_markdown
+from lowtide.reports.report_facts import Layers, ReportFacts, report_facts
+from lowtide.reports.report_text import to_markdown
 from lowtide.simulator import KINDS, PHASES
 from lowtide.solvers.baselines import recomputes
 from sweeps import sweep
@@ -73,12 +73,12 @@ def renamed(graph: StepGraph, old: str, new: str) -> StepGraph:
 @cache
 def facts_of(kind: str) -> ReportFacts:
     plan = {"solved": solved, "moving": moving}[kind]()
-    return gather_with_curve(plan, time_limit_s=6.0)
+    return report_facts(plan, time_limit_s=6.0)
 
 
 def random_facts(seed: int) -> ReportFacts:
     graph = random_graph(seed) if seed % 2 else repeated_blocks(seed)
-    return gather_with_curve(replace(random_plan(seed, graph), graph=graph))
+    return report_facts(replace(random_plan(seed, graph), graph=graph))
 
 
 # What a report is made from
@@ -111,12 +111,12 @@ def test_the_curve_takes_the_frontier_it_is_given() -> None:
     plan = solved(4)
     assert plan.graph is not None
     frontier = lowtide.sweep(plan.graph, [plan.plain_peak_bytes])
-    facts = gather_with_curve(plan, frontier=frontier, time_limit_s=5.0)
+    facts = report_facts(plan, frontier=frontier, time_limit_s=5.0)
     assert facts.frontier is frontier and facts.notes == ()
 
 
 def test_the_curve_is_cut_short_when_time_is_over() -> None:
-    facts = gather_with_curve(solved(4), time_limit_s=1e-9)
+    facts = report_facts(solved(4), time_limit_s=1e-9)
     assert facts.frontier is not None and len(facts.frontier.plans) == 1
     assert "were over before 17 more" in facts.notes[0]
 
@@ -162,7 +162,7 @@ def test_the_verdict_says_what_was_measured_and_what_predicted() -> None:
     assert report_text.verdict(over).startswith("Over the budget of ") and not over.fits
     unmeasured = replace(measured, graph=replace(facts.graph, is_measured=False))
     assert unmeasured.measured_slowdown is None  # half of the comparison is a guess
-    assert "as it is: nothing to do" in report_text.verdict(report_facts(Plan(graph=stack(2))))
+    assert "as it is, nothing to do" in report_text.verdict(report_facts(Plan(graph=stack(2))))
 
 
 def test_every_figure_has_a_source() -> None:
@@ -389,7 +389,7 @@ def test_only_the_script_of_the_page_may_run() -> None:
 def test_names_stay_text_everywhere() -> None:
     graph = renamed(stack(6), "blocks", HOSTILE)
     plan = Plan((Recompute(f"{HOSTILE}.2"),), graph=graph)
-    facts = gather_with_curve(plan, time_limit_s=1.0)
+    facts = report_facts(plan, time_limit_s=1.0)
     html = page.to_html(facts)
     outline = Outline(html)
     assert [tag for tag, _ in outline.tags].count("script") == 2

@@ -34,7 +34,8 @@ from lowtide.errors import LowtideError
 from lowtide.graph.segments import with_structures
 from lowtide.graph.step_graph import Call, Op, Save, StepGraph, Value
 from lowtide.plans.step_plan import Frontier, Plan, Reference
-from lowtide.reports.report_text import Report, counted
+from lowtide.reports.page import Report
+from lowtide.reports.report_text import counted
 from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.shared_budget import Variant

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lowtide.eager.out_of_memory import BudgetWatch, Stepper
     from lowtide.eager.replanning import ShapePlans
     from lowtide.plans.step_plan import Frontier
-    from lowtide.reports.report_text import Report
+    from lowtide.reports.page import Report
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from lowtide.store.activation_store import ActivationStore
 
 if TYPE_CHECKING:
     from lowtide.plans.step_plan import Frontier
-    from lowtide.reports.report_text import Report
+    from lowtide.reports.page import Report
 
 
 logger = logging.getLogger("lowtide")

@@ -1,5 +1,5 @@
 """Reports of a plan: an HTML page, Markdown, a Perfetto trace and matplotlib figures.
 
-`report_text` simulates the step with and without the plan and makes tables and sentences of it, `charts` the data of
-the charts, and `page` the HTML file. `api.report` calls them. Nothing here imports torch.
+`report_facts` gathers what a report shows, `report_text` makes tables and sentences of it, `charts` the data of the
+charts, and `page` writes the file. Nothing here imports torch.
 """

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowtide.reports.report_text import ReportFacts, actions_of, layer_rows, short_op, size, verdict
+from lowtide.reports.report_facts import ReportFacts
+from lowtide.reports.report_text import actions_of, layer_rows, short_op, size, verdict
 from lowtide.simulator.timeline import KINDS, PHASES, Timeline
 
 if TYPE_CHECKING:
@@ -184,9 +185,9 @@ def trace_json(facts: ReportFacts) -> str:
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for process, (name, timeline) in enumerate(steps.items(), start=1):
-        named.append(_named("process_name", process, 0, name))
+        named.append(_event("M", "process_name", process, 0, 0, args={"name": name}))
         lanes = {1: "compute", **(dict(_LANES.values()) if timeline.copies else {})}
-        named += [_named("thread_name", process, thread, lane) for thread, lane in lanes.items()]
+        named += [_event("M", "thread_name", process, thread, 0, args={"name": lane}) for thread, lane in lanes.items()]
         events += _slices(timeline, process) + _copy_slices(timeline, process) + _counters(timeline, process)
     events.sort(key=lambda event: event["ts"])
     other = {"graph": facts.graph.fingerprint, "hardware": facts.graph.hardware.name, "numbers": "predicted"}
@@ -194,13 +195,8 @@ def trace_json(facts: ReportFacts) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": {"name": name}}
-
-
-def _slice(process: int, thread: int, name: str, start_s: float, seconds: float, **more: Any) -> dict[str, Any]:
-    where = {"pid": process, "tid": thread}
-    return {"ph": "X", "name": name, **where, "ts": _micro(start_s), "dur": _micro(seconds), **more}
+def _event(ph: str, name: str, process: int, thread: int, start_s: float, **more: Any) -> dict[str, Any]:
+    return {"ph": ph, "name": name, "pid": process, "tid": thread, "ts": _micro(start_s), **more}
 
 
 def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
@@ -213,8 +209,9 @@ def _slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
         op = graph.ops[index]
         seconds = timeline.recomputed_s(index) if PHASES[phase] == "replay" else op.seconds
         if seconds:  # views take no time, nor do ops that a replay leaves out
-            facts = {"module": graph.path_of(index), "phase": PHASES[phase]}
-            slices.append(_slice(process, _COMPUTE, short_op(op.name), start_s, seconds, cat=PHASES[phase], args=facts))
+            more = {"dur": _micro(seconds), "cat": PHASES[phase]}
+            more["args"] = {"module": graph.path_of(index), "phase": PHASES[phase]}
+            slices.append(_event("X", short_op(op.name), process, _COMPUTE, start_s, **more))
     return slices
 
 
@@ -224,9 +221,8 @@ def _copy_slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     for copy in timeline.copies:
         value = graph.values[copy.value]
         facts = {"bytes": value.bytes, "module": graph.path_of(value.born) if value.born >= 0 else ""}
-        thread, _ = _LANES[copy.kind]
-        seconds = copy.end_s - copy.start_s
-        slices.append(_slice(process, thread, short_op(value.name), copy.start_s, seconds, cat="copy", args=facts))
+        more = {"dur": _micro(copy.end_s - copy.start_s), "cat": "copy", "args": facts}
+        slices.append(_event("X", short_op(value.name), process, _LANES[copy.kind][0], copy.start_s, **more))
     return slices
 
 
@@ -238,8 +234,7 @@ def _counters(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     counters = []
     for event in np.flatnonzero(changed).tolist():
         sizes = dict(zip(KINDS, live[event].tolist(), strict=True))
-        at = _micro(float(timeline.starts_s[event]))
-        counters.append({"ph": "C", "name": "live bytes", "pid": process, "tid": 0, "ts": at, "args": sizes})
+        counters.append(_event("C", "live bytes", process, 0, float(timeline.starts_s[event]), args=sizes))
     return counters
 
 
@@ -264,11 +259,10 @@ def plan_figure(facts: ReportFacts) -> Figure:
     axes = figure.subplots()
     planned, plain = facts.planned, facts.plain
     unit, name = _unit(max(planned.peak_bytes, plain.peak_bytes, facts.budget_bytes))
-    has_times = bool(len(planned.ops)) and planned.starts_s[-1] > 0
-    scale = 1e3 if has_times else 1.0
+    has_times = _has_times(planned)
 
-    def times(timeline: Any, events: np.ndarray) -> np.ndarray:
-        return timeline.starts_s[events] * scale if has_times else events.astype(float)
+    def times(timeline: Timeline, events: np.ndarray) -> np.ndarray:
+        return np.array(_nanoseconds(timeline, events)) / (1e6 if has_times else 1e3)  # ms, or numbers of ops
 
     events = thinned(planned.total_bytes, _MOST_PLOT_POINTS)
     below = np.zeros(len(events))

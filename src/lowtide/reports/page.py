@@ -1,8 +1,8 @@
-"""`to_html`: the report of a plan as one HTML file, with styles, script and data inline.
+"""`write_report`: a plan as an HTML page, a picture, Markdown or a Perfetto trace, for `plan.report()`.
 
-`api.report.write_report` calls it with the facts of a report. The template and the scripts are in `assets/`; tables are
-rendered here, charts are drawn in the browser from `charts.chart_data`. To add a section, write a function that returns
-its HTML, pass it to the template in `to_html`, and put its name into `assets/page.html`.
+`to_html` makes the page, one file with styles, script and data inline. The template and the scripts are in `assets/`;
+tables are rendered here, charts are drawn in the browser from `charts.chart_data`. To add a section, write a function
+that returns its HTML, pass it to the template in `to_html`, and put its name into `assets/page.html`.
 
 The page loads nothing from the network. Its content security policy allows only the script whose hash it names, so a
 module name that was not escaped could still not run code.
@@ -14,19 +14,25 @@ import base64
 import gzip
 import hashlib
 import json
+import logging
+import os
 import re
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from lowtide.plans.plan_text import HEAD, KEPT
-from lowtide.reports.charts import chart_data, trace_json
+from lowtide.plans.step_plan import Plan
+from lowtide.reports.charts import chart_data, plan_figure, trace_json
+from lowtide.reports.report_facts import ReportFacts, report_facts
 from lowtide.reports.report_text import (
     Figure,
     LayerRow,
-    ReportFacts,
     actions_of,
     assumptions,
     cost_rows,
@@ -43,9 +49,45 @@ from lowtide.reports.report_text import (
 )
 from lowtide.units import own_version
 
+logger = logging.getLogger("lowtide")
+
+SUFFIXES = (".html", ".png", ".md", ".json")
 _SCRIPTS = ("draw.js", "memory.js", "other_charts.js", "main.js")
 _MOST_LAYERS = 300  # in the table; the chart has them all
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written: its path, size, the time it took, its verdict and notes."""
+
+    path: Path
+    num_bytes: int
+    seconds: float
+    verdict: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.path} ({size(self.num_bytes)}, made in {self.seconds:.1f} s)", f"  {self.verdict}"]
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def write_report(plan: Plan, path: str | os.PathLike[str], *, time_limit_s: float, **known: Any) -> Report:
+    """Write the report of a plan, as `Plan.report` says; `known` are its other options."""
+    start = time.monotonic()
+    path, kind = Path(path), Path(path).suffix.lower()
+    if kind not in SUFFIXES:
+        raise ValueError(f"a report is written to a file that ends in {', '.join(SUFFIXES)}; {str(path)!r} does not")
+    curve_s = time_limit_s if kind == ".html" else 0.0  # only the page shows the curve
+    facts = report_facts(plan, time_limit_s=curve_s, **known)
+    if kind == ".png":
+        plan_figure(facts).savefig(path)
+    else:
+        text = {".html": to_html, ".md": to_markdown, ".json": trace_json}[kind](facts)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    report = Report(path, path.stat().st_size, time.monotonic() - start, verdict(facts), facts.notes)
+    logger.info("%s", report)
+    return report
 
 
 def to_html(facts: ReportFacts) -> str:

@@ -1,8 +1,4 @@
-"""What a report says: its numbers (`ReportFacts`), its tables and sentences, and the report as Markdown.
-
-`report_facts` simulates the step with and without the plan; measurements, alternatives and the trade-off curve are
-passed in. HTML, Markdown, traces and figures are all made from the result. `Layers` maps module paths to layers, so
-that tables can group equal modules (`layers.*.mlp`).
+"""What a report says: its tables and sentences, and the report as Markdown.
 
 `peak_rows`, `cost_rows` and `layer_rows` are the tables, as data for both HTML and Markdown. The total of a table is
 the exact sum of its rows; rows beyond the limit are summed in one row. `verdict`, `figures` and `assumptions` are the
@@ -12,49 +8,15 @@ given. `to_markdown` puts everything together for a pull request.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass
 
-from lowtide.errors import PlanError
-from lowtide.graph.segments import all_blocks
-from lowtide.graph.step_graph import StepGraph
-from lowtide.plans.plan_text import HEAD, Trial, rows_of, split_texts
-from lowtide.plans.step_plan import ACTIONS, Frontier, Plan, Reference
-from lowtide.simulator.timeline import PHASES, Timeline, simulate
+from lowtide.plans.plan_text import HEAD, split_texts
+from lowtide.plans.step_plan import ACTIONS
+from lowtide.reports.report_facts import OUTSIDE, ReportFacts
+from lowtide.simulator.timeline import PHASES
 from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
-
-OUTSIDE = "outside of modules"
-
-
-class Layers:
-    """The layers of a step: its repeated blocks, and the model's outermost modules for everything else."""
-
-    def __init__(self, graph: StepGraph) -> None:
-        self._blocks = {graph.calls[call].path for call in all_blocks(graph)}
-
-    def layer_of(self, path: str) -> str:
-        """Return the block that a module is or lies in, else the outermost module around it."""
-        block = self._block(path)
-        return block if block is not None else path.split(".")[0] or OUTSIDE
-
-    def pattern_of(self, path: str) -> str:
-        """Return a module's path with `*` for the number of its block: `layers.*.mlp` for `layers.7.mlp`."""
-        block = self._block(path)
-        if block is None:
-            return path or OUTSIDE
-        opened = re.sub(r"\d+(?=[^\d]*$)", "*", block)
-        return opened + path[len(block) :]
-
-    def _block(self, path: str) -> str | None:
-        parts = path.split(".")
-        for length in range(len(parts), 0, -1):
-            if (prefix := ".".join(parts[:length])) in self._blocks:
-                return prefix
-        return None
 
 
 def short_op(name: str) -> str:
@@ -68,109 +30,6 @@ def short_op(name: str) -> str:
 def counted(num: int, noun: str) -> str:
     """Return `1 call` or `2 calls`."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
-
-
-@dataclass(frozen=True)
-class ReportFacts:
-    """A plan, the timelines with and without it, the trade-off curve, and measurements (None: not measured)."""
-
-    plan: Plan
-    graph: StepGraph
-    planned: Timeline
-    plain: Timeline
-    alternatives: tuple[Reference, ...]
-    frontier: Frontier | None = None
-    measured_peak_bytes: int | None = None
-    measured_step_s: float | None = None
-    notes: tuple[str, ...] = ()
-    candidates: tuple[Trial, ...] = ()
-
-    @cached_property
-    def layers(self) -> Layers:
-        return Layers(self.graph)
-
-    @property
-    def curve(self) -> Frontier:
-        """The trade-off curve; without one, a frontier of the two simulated peaks only."""
-        if self.frontier is not None:
-            return self.frontier
-        peaks = self.planned.peak_bytes, self.plain.peak_bytes
-        return Frontier((), self.alternatives, self.graph.step_s, min(peaks), self.plain.peak_bytes)
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget of the plan; 0 if it has none."""
-        return self.plan.budget_bytes
-
-    @property
-    def slowdown(self) -> float:
-        """The predicted slowdown, as a share of the plain step."""
-        return self.planned.extra_s / self.graph.step_s if self.graph.step_s else 0.0
-
-    @property
-    def undivided(self) -> tuple[int, float, float]:
-        """Peak and seconds of the plain step, and the predicted slowdown. With splits, all of the step not in parts."""
-        plan = self.plan
-        if self.graph.splits and plan.step_s:
-            return plan.plain_peak_bytes, plan.step_s, plan.slowdown
-        return self.plain.peak_bytes, self.graph.step_s, self.slowdown
-
-    @property
-    def measured_slowdown(self) -> float | None:
-        """The measured slowdown; None unless both the plain and the planned step were measured."""
-        if self.measured_step_s is None or not self.graph.is_measured or not self.graph.step_s:
-            return None
-        return self.measured_step_s / self.graph.step_s - 1
-
-    @property
-    def fits(self) -> bool:
-        """Whether the measured peak, or else the predicted one, is within the budget."""
-        peak = self.planned.peak_bytes if self.measured_peak_bytes is None else self.measured_peak_bytes
-        return not self.budget_bytes or peak <= self.budget_bytes
-
-
-def report_facts(
-    plan: Plan,
-    *,
-    alternatives: tuple[Reference, ...] = (),
-    frontier: Frontier | None = None,
-    measured_peak_bytes: int | None = None,
-    measured_step_s: float | None = None,
-    notes: tuple[str, ...] = (),
-    candidates: tuple[Trial, ...] = (),
-) -> ReportFacts:
-    """Simulate the step with and without the plan, and combine that with what is given."""
-    graph = graph_of(plan)
-    if not plan.rows:  # written by the user, not made by a solver
-        plan = replace(plan, rows=rows_of(graph, plan))
-    return ReportFacts(
-        plan,
-        graph,
-        simulate(graph, plan),
-        simulate(graph),
-        alternatives,
-        frontier,
-        measured_peak_bytes,
-        measured_step_s,
-        notes,
-        candidates,
-    )
-
-
-def graph_of(plan: Plan) -> StepGraph:
-    """Return the graph that a plan was made for. Raises `PlanError` if the plan comes without it or with another."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"a Plan is needed, not {type(plan).__name__}")
-    graph = plan.graph
-    if graph is None:
-        raise PlanError(
-            "this plan comes without the graph it was made for, which a report needs. Plans made by lowtide.solve have "
-            "one, and so has a plan file unless it was written with graph=False; dataclasses.replace(plan, "
-            "graph=graph) adds one."
-        )
-    if plan.fingerprint and plan.fingerprint != graph.fingerprint:
-        raise PlanError(f"this plan was made for the graph {plan.fingerprint!r} and comes with {graph.fingerprint!r}")
-    return graph
 
 
 @dataclass(frozen=True)
@@ -333,18 +192,15 @@ def verdict(facts: ReportFacts) -> str:
 
 def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
     """Return whether the plan fits, and the rest of the line."""
-    plan, peak = facts.plan, size(facts.planned.peak_bytes)
+    plan, peak, budget = facts.plan, size(facts.planned.peak_bytes), size(facts.budget_bytes)
+    head = f"Fits in {budget}" if facts.fits else f"Over the budget of {budget}"
     if not facts.budget_bytes:
         head = "No budget given"
-    elif not facts.fits:
-        head = f"Over the budget of {size(facts.budget_bytes)}"
-    else:
-        head = f"Fits in {size(facts.budget_bytes)}"
     plain_bytes, _, slowdown = facts.undivided
     saved = 1 - facts.planned.peak_bytes / plain_bytes if plain_bytes else 0.0
     less = f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the plain step"
     if plan.is_plain:
-        head, less = f"{head} as it is: nothing to do", ""
+        head, less = f"{head} as it is, nothing to do", ""
     if facts.measured_peak_bytes is None:
         rest = f": peak {peak} predicted{less}"
     else:
@@ -352,8 +208,9 @@ def verdict_parts(facts: ReportFacts) -> tuple[str, str]:
     if plan.is_plain:
         return head, f"{rest}."
     slower = f"{percent(slowdown)} slower predicted"
-    if facts.measured_slowdown is not None:
-        slower = f"{percent(facts.measured_slowdown)} slower measured (predicted: {percent(slowdown)})"
+    if (measured := facts.measured_slowdown) is not None:
+        way = "slower" if measured >= 0 else "faster"
+        slower = f"{percent(abs(measured))} {way} measured (predicted: {percent(slowdown)} slower)"
     gap = f", at most {percent(plan.gap)} of a step from the fastest plan there can be" if facts.budget_bytes else ""
     return head, f"{rest}; {slower}{gap}."
 
@@ -363,23 +220,19 @@ def figures(facts: ReportFacts) -> list[Figure]:
     plan, graph = facts.plan, facts.graph
     plain_bytes, plain_s, slowdown = facts.undivided
     plain = f"{size(plain_bytes)} without a plan"
-    predicted = size(facts.planned.peak_bytes)
-    if facts.measured_peak_bytes is None:
-        all_figures = [Figure("Peak", predicted, PREDICTED, plain)]
-    else:
-        all_figures = [
-            Figure("Peak", size(facts.measured_peak_bytes), MEASURED, f"predicted: {predicted}, and {plain}")
-        ]
+    peak_bytes, source, beside = facts.planned.peak_bytes, PREDICTED, plain
+    if facts.measured_peak_bytes is not None:
+        beside = f"predicted: {size(peak_bytes)}, and {plain}"
+        peak_bytes, source = facts.measured_peak_bytes, MEASURED
+    all_figures = [Figure("Peak", size(peak_bytes), source, beside)]
     if facts.budget_bytes:
-        used, source = facts.planned.peak_bytes, PREDICTED
-        if facts.measured_peak_bytes is not None:
-            used, source = facts.measured_peak_bytes, MEASURED
-        beside = f"{percent(used / facts.budget_bytes)} of it used, {source}"
+        beside = f"{percent(peak_bytes / facts.budget_bytes)} of it used, {source}"
         all_figures.append(Figure("Budget", size(facts.budget_bytes), "given", beside))
     step = f"{duration(plain_s)} {MEASURED if graph.is_measured else PREDICTED}"
-    if facts.measured_slowdown is not None and facts.measured_step_s is not None:
-        beside = f"{duration(facts.measured_step_s)} after {step}; {percent(slowdown)} predicted"
-        all_figures.append(Figure("Slower", percent(facts.measured_slowdown), MEASURED, beside))
+    if (measured := facts.measured_slowdown) is not None and facts.measured_step_s is not None:
+        beside = f"{duration(facts.measured_step_s)} after {step}; {percent(slowdown)} slower predicted"
+        name = "Slower" if measured >= 0 else "Faster"
+        all_figures.append(Figure(name, percent(abs(measured)), MEASURED, beside))
     else:
         beside = f"{duration(slowdown * plain_s)} on top of {step}"
         if facts.measured_step_s is not None:
@@ -394,17 +247,20 @@ def figures(facts: ReportFacts) -> list[Figure]:
 def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
     """Return what the numbers depend on: hardware, engine, notes of the trace, versions, graph."""
     graph, hardware = facts.graph, facts.graph.hardware
+    parts = [hardware.name]
+    if hardware.memory_bytes:
+        parts.append(f"{size(hardware.memory_bytes)} of memory")
+    if hardware.link_bytes_per_s:
+        parts.append(f"{hardware.link_bytes_per_s / 1e9:.1f} GB/s to the host, each way")
+    peaks = "are bytes of live tensors and workspaces at every op; the allocator's fragmentation is not modelled."
+    times = (
+        f"the plain step takes {duration(graph.step_s)} ({MEASURED if graph.is_measured else PREDICTED}); what the "
+        "plan adds to it is predicted from the ops that run again and the copies that are waited for."
+    )
     entries = [
-        (
-            "Peaks",
-            "are bytes of live tensors and workspaces at every op; the allocator's fragmentation is not modelled.",
-        ),
-        (
-            "Times",
-            f"the plain step takes {duration(graph.step_s)} ({MEASURED if graph.is_measured else PREDICTED}); what the "
-            "plan adds to it is predicted from the ops that run again and the copies that are waited for.",
-        ),
-        ("Hardware", _hardware(facts)),
+        ("Peaks", peaks),
+        ("Times", times),
+        ("Hardware", ", ".join(parts)),
         ("Engine", f"{facts.plan.engine}; {len(graph.ops)} ops, {len(graph.calls)} module calls"),
     ]
     entries += [
@@ -418,16 +274,6 @@ def assumptions(facts: ReportFacts) -> list[tuple[str, str]]:
     entries.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     entries.append(("Graph", graph.fingerprint))
     return entries
-
-
-def _hardware(facts: ReportFacts) -> str:
-    hardware = facts.graph.hardware
-    parts = [hardware.name]
-    if hardware.memory_bytes:
-        parts.append(f"{size(hardware.memory_bytes)} of memory")
-    if hardware.link_bytes_per_s:
-        parts.append(f"{hardware.link_bytes_per_s / 1e9:.1f} GB/s to the host, each way")
-    return ", ".join(parts)
 
 
 _ESCAPES = str.maketrans(
@@ -482,18 +328,3 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment
 def escaped(text: str) -> str:
     """Return text with Markdown's special characters escaped; module names may contain any."""
     return " ".join(text.translate(_ESCAPES).split())
-
-
-@dataclass(frozen=True)
-class Report:
-    """A report that was written: its path, size, the time it took, its verdict and notes."""
-
-    path: Path
-    num_bytes: int
-    seconds: float
-    verdict: str
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{self.path} ({size(self.num_bytes)}, made in {self.seconds:.1f} s)", f"  {self.verdict}"]
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
