@@ -2,8 +2,8 @@
 
 `apply` replaces the forward of modules (`PatchedModule`). When such a module is called, the handle looks up the call's
 `levels` in its `Decisions`: the regions that the call lies in, the outermost first. These are segments, which several
-calls share (`replay.segment_replay`), and last the region of this call alone (`replay.region`). `RegionRunner` runs the
-call nested accordingly, in the forward and in every replay. Policies and plans share this code.
+calls share, and last the region of this call alone (both in `replay.region`). `RegionRunner` runs the call nested
+accordingly, in the forward and in every replay. Policies and plans share this code.
 
 A handle may be switched off, removed or given another plan between a forward and its replays. A replay with other
 regions would save other tensors, so each forward has a `ForwardRun` with the decisions it started with and the number
@@ -31,10 +31,10 @@ from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
 from lowtide.replay import index_choices as choices
 from lowtide.replay import region as replay
-from lowtide.replay import segment_replay as segments
 from lowtide.replay.arguments import tensors_in
-from lowtide.replay.retained import RetainedCall, RetainedOps
-from lowtide.replay.segment_replay import OpenSegment
+from lowtide.replay.recomputing import Hooks
+from lowtide.replay.region import MakeFrame, OpenSegment
+from lowtide.replay.retained import RetainedOps
 from lowtide.split.lazy_logits import first_in_backward
 from lowtide.split.split_forward import SplitForward
 
@@ -86,7 +86,6 @@ class PatchedModule:
         self.measured_shape: Any = None
         self.began_with: dict[int, str] = {}  # by segment: its first layer when this one last ran in it
         self.replay = self._replay  # bound once: regions hold it until their backward
-        self.replay_in_segment = self._replay_in_segment
 
     def plain_forward(self, module: nn.Module) -> Callable[..., Any]:
         """The forward that was replaced, bound to the module or to its copy in a copied model."""
@@ -95,12 +94,9 @@ class PatchedModule:
         forward = self.own_forward or types.MethodType(type(module).forward, module)
         return functools.partial(choices.choosing, forward) if self.chooses else forward
 
-    def _replay(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _replay(self, run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.num_replays += 1
         return self.plain_forward(module)(*args, **kwargs)
-
-    def _replay_in_segment(self, run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.replay(module, *args, **kwargs)
 
 
 def set_inner_paths(regions: Sequence[PatchedModule]) -> None:
@@ -157,10 +153,10 @@ class Decisions:
         split = self.splits.get(path)
         return forward if split is None else functools.partial(split.run, module, forward)
 
-    def retained(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> RetainedCall | None:
-        """The op outputs that a region beginning with this call retains; None for none."""
+    def frame(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> MakeFrame:
+        """The function that makes the frame of a region which begins with this call and retains outputs of `ops`."""
         keeps = {} if self.moves is None else self.moves.keeping_outputs(path, nth)
-        return ops.call(args, kwargs, keeps)
+        return ops.frame(args, kwargs, keeps)
 
 
 NO_DECISIONS = Decisions()
@@ -337,7 +333,7 @@ class RegionRunner:
 
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
-    ) -> replay.Hooks | None:
+    ) -> Hooks | None:
         """Saved-tensor hooks for the inputs of a call; None for those of the caller."""
         return None
 
@@ -363,19 +359,16 @@ class RegionRunner:
             return forward(*args, **kwargs)
         number, is_first, retained = levels[0]
         function, part = forward, None
-        again: Callable[..., Any]
+        again: Callable[..., Any] = region.replay
         if region.inner_paths or len(levels) > 1 or region.name in run.decisions.splits:
             within = run.within if number is None else run.within | {number}
             part = CallPart(region, nth, levels[1:], within, run.decisions, run.counts_of(region.inner_paths))
             function = functools.partial(self._run_part, part, run, module, forward)
+            again = functools.partial(self._replay_part, part)
         input_hooks = self._hooks_for_inputs(run, region, nth, args, kwargs)
-        retain = None
+        new_frame = None
         if retained is not None:
-            retain = functools.partial(run.decisions.retained, retained, region.name, nth, args, kwargs)
-        if number is None:
-            again = region.replay if part is None else functools.partial(self._replay_part, part, None)
-        else:
-            again = region.replay_in_segment if part is None else functools.partial(self._replay_part, part)
+            new_frame = functools.partial(run.decisions.frame, retained, region.name, nth, args, kwargs)
         if region.has_index_choices:
             log, start = choices.begin()
             function = functools.partial(choices.recording, log, function)
@@ -384,19 +377,17 @@ class RegionRunner:
         if lock is not None:
             again = functools.partial(lock.during, again)
         with lock or _NO_LOCK:
-            if number is None:
-                kept = None if retain is None else retain()
-                return replay.run(
-                    function, args, kwargs, module=module, replay=again, input_hooks=input_hooks, retained=kept
-                )
-            segment = run.segment(number)
+            segment = None if number is None else run.segment(number)
+            if segment is not None and is_first:
+                segment.end()
             try:
-                return segments.run(
-                    segment, function, args, kwargs, name=region.name, is_first=is_first, module=module, replay=again,
-                    input_hooks=input_hooks, retained=retain,
+                return replay.run(
+                    function, args, kwargs, module=module, replay=again, input_hooks=input_hooks, new_frame=new_frame,
+                    segment=segment, name=region.name,
                 )  # fmt: skip
             finally:
-                region.began_with[number] = segment.first
+                if number is not None and segment is not None:
+                    region.began_with[number] = segment.first
 
     def _run_in(self, run: ForwardRun, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, self._thread.run = self._thread.run, run

@@ -40,8 +40,8 @@ from lowtide.eager.captured_step import CapturedStep
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
 from lowtide.policies import Policy, Segment, check_limit, check_policy
-from lowtide.replay import region as replay
 from lowtide.replay.checkpoint import checkpoint, store_hooks
+from lowtide.replay.recomputing import Hooks
 from lowtide.store.activation_store import ActivationStore, check_store
 from lowtide.store.offload import KeptHere
 from lowtide.tracing.model_blocks import Selector, find_regions
@@ -357,7 +357,7 @@ class Applied(RegionRunner):
 
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
-    ) -> replay.Hooks | None:
+    ) -> Hooks | None:
         # Inside a region, or a checkpoint of the user's, they are saves of that one; its replay has no run of ours.
         return self._input_hooks if _compat.checkpoint_in_force() is None else None
 

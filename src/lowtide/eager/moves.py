@@ -27,7 +27,7 @@ from lowtide import _compat
 from lowtide.errors import CapacityError, PlanError
 from lowtide.plans.step_plan import Move, Plan
 from lowtide.replay.arguments import tensors_in
-from lowtide.replay.region import Hooks
+from lowtide.replay.recomputing import Hooks
 from lowtide.split.lazy_logits import first_in_backward
 from lowtide.store import transfer
 from lowtide.store.activation_store import ActivationStore

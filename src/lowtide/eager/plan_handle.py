@@ -44,7 +44,7 @@ from lowtide.graph.step_graph import Split
 from lowtide.graph.time_lines import line_of
 from lowtide.plans.plan_text import Trial, trials_table
 from lowtide.plans.step_plan import Plan
-from lowtide.replay.region import Hooks
+from lowtide.replay.recomputing import Hooks
 from lowtide.solvers.solve import solve
 from lowtide.split.split_forward import SplitForward, check_splits
 from lowtide.store.activation_store import ActivationStore
@@ -350,7 +350,7 @@ class AppliedPlan(Applied):
             return forward(*args, **kwargs)
         return self._checkpointed(forward, args, kwargs)
 
-    def _replay_alone(self, region: PatchedModule, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _replay_alone(self, region: PatchedModule, run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replay a call that had no patched modules inside. Modules patched by later plans run plainly."""
         region.num_replays += 1
         if not region.inner_paths:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide import _compat
 from lowtide.replay.arguments import Arguments
 from lowtide.replay.function_state import FunctionState, module_of
-from lowtide.replay.recomputing import Options, ReplaysCounted
-from lowtide.replay.region import Hooks, run
+from lowtide.replay.recomputing import Hooks, Options, one_deeper
+from lowtide.replay.region import run
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import SavedInStore
 
@@ -100,7 +100,7 @@ def checkpoint(
         if context_fn is not noop_context_fn:
             raise ValueError("debug=True is incompatible with non-default context_fn")
         return _compat.torch_checkpoint(
-            ReplaysCounted(functools.partial(_with_state, [], function)),
+            functools.partial(_with_state, [], function),
             *args,
             use_reentrant=False,
             determinism_check="none" if determinism_check == "none" else "default",
@@ -143,7 +143,8 @@ def _with_state(captured: list[FunctionState], function: Callable[..., Any], *ar
         return output
     undo = captured[0].restore()
     try:
-        return function(*args, **kwargs)
+        with one_deeper():
+            return function(*args, **kwargs)
     finally:
         undo()
 

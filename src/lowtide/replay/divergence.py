@@ -1,6 +1,6 @@
 """Errors of replays that do not repeat their forward, with the region, the likely cause and what to do.
 
-`region`, `segment_replay`, `layer_pass` and `index_choices` raise them. All are `ReplayError`, which is both
+`recomputing`, `region`, `layer_pass` and `index_choices` raise them. All are `ReplayError`, which is both
 `lowtide.CheckpointError` and torch's `CheckpointError`, so that code written for torch's checkpoint catches it. The
 functions below build the messages; they search all living modules for the name of a region, and are slow.
 """

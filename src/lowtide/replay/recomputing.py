@@ -1,8 +1,12 @@
-"""Parts that every replay uses: the replay depth of a thread, options, and the hooks that collect saved tensors.
+"""Run one call again: its inputs and state, the hooks that collect what it saves, and the replay depth of the thread.
 
-`region` runs a replay inside `Replaying`, with the pack hook of a `Collector`. The collector stores the saved tensors
-that the backward still needs, records the metadata by which the replay is checked, and stops the replay after the last
-needed tensor by raising `Stop`. `checksum` is what `determinism_check="values"` compares.
+`region` makes a `ReplayableCall` for each call that it may replay. Before the forward it captures what the forward will
+read: arguments, module state, random numbers and torch's modes. The replay restores all of it, and is refused if an
+input or a weight was changed in place since.
+
+A replay runs inside `Replaying`, with the pack hook of a `Collector`. The collector stores the saved tensors that the
+backward still needs, records the metadata by which the replay is checked, and stops the replay after the last needed
+tensor by raising `Stop`. `checksum` is what `determinism_check="values"` compares.
 """
 
 from __future__ import annotations
@@ -10,14 +14,23 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide._compat.autograd import version_of_saved
+from lowtide._compat.checkpoint import TorchCheckpointError
+from lowtide._compat.dispatch import ReadGuard
+from lowtide.errors import ChangedInPlaceError
+from lowtide.replay import divergence, environment
+from lowtide.replay.arguments import Arguments, Fingerprint, LastCall, alias_of, is_held_itself, same
+from lowtide.replay.function_state import FunctionState
+from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.store import codecs
 
 
@@ -76,20 +89,6 @@ class Replaying:
 @_compat.never_compiled
 def _as_it_is(packed: Tensor) -> Tensor:
     return packed
-
-
-class ReplaysCounted:
-    """Wraps a function for torch's own checkpoint: its second and later calls count as replays."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._has_run = function, False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_run:
-            self._has_run = True
-            return self._function(*args, **kwargs)
-        with one_deeper():
-            return self._function(*args, **kwargs)
 
 
 _CHUNK = 1 << 20
@@ -245,3 +244,206 @@ def new_metadata(tensor: Tensor) -> Any:
             METADATA.clear()
         METADATA[metadata] = metadata
     return metadata
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+# An input that an earlier call of the same segment returned: the number of that call, and of its output.
+Link = tuple[int, int]
+NO_LINKS: dict[int, Link] = {}
+
+_requires_grad, _device = operator.attrgetter("requires_grad"), operator.attrgetter("device")
+
+
+class ReplayableCall:
+    """One call that may run again: its inputs, and the state, random numbers and modes that it read.
+
+    `links` are the inputs, by index, that earlier calls of the segment returned. They are not held: the replay computes
+    them again. `first_save` is the number of tensors that these calls had saved.
+    """
+
+    # fmt: off
+    __slots__ = (
+        "_arguments", "_fingerprints", "_function", "_held", "_input_versions", "_is_done", "_module", "_mutated_path",
+        "_replay_function", "_requires_grad", "_unpack_input", "environment", "first_save", "links", "sequence",
+        "state",
+    )
+    # fmt: on
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module | None,
+        replay: Callable[..., Any] | None,
+        arguments: Arguments,
+        links: dict[int, Link],
+        first_save: int,
+    ) -> None:
+        self._module, self._replay_function, self._arguments = module, replay, arguments
+        self._function = function if replay is None else None  # it may hold much alive
+        self.links, self.first_save = links, first_save
+        self._is_done = False
+        self._mutated_path: Any = None
+
+    @property
+    def name(self) -> Any:
+        """The module or function that error messages name."""
+        return self._module if self._module is not None else self._function
+
+    @property
+    def module(self) -> nn.Module:
+        assert self._module is not None
+        return self._module
+
+    def begin(self, tensors: list[Tensor], hooks: Hooks | None, *, preserve_rng_state: bool) -> None:
+        """Capture the state that the forward will read."""
+        self._hold(tensors, hooks)
+        arguments, module = self._arguments, self._module
+        self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
+        if module is not None and arguments.callables is None:
+            self.state: ModuleSnapshot | FunctionState = snapshot_of(module)
+        else:
+            self.state = FunctionState(self.name, arguments.callables or ())
+        devices = chain(self.state.devices(), map(_device, tensors))
+        generators = self.state.generators()
+        if arguments.generators is not None:
+            generators = [*generators, *arguments.generators]
+        self.environment = environment.capture(devices, generators, preserve_rng_state=preserve_rng_state)
+        self.sequence = _compat.sequence_number()
+
+    def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
+        """Hold the inputs that are not links."""
+        links = self.links
+        self._unpack_input = None if hooks is None else hooks[1]
+        self._held: list[Any] = [None] * len(tensors)
+        if links and len(links) == len(tensors):  # as in most calls of a segment
+            return
+        self._input_versions = _compat.versions_of(tensors)
+        self._requires_grad = list(map(_requires_grad, tensors))
+        own = [tensor for index, tensor in enumerate(tensors) if index not in links] if links else tensors
+        if hooks is None:
+            held: list[Any] = list(map(alias_of, own))
+        else:
+            pack = hooks[0]
+            with torch.enable_grad():  # see `Collector._may_stop`
+                held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in own]
+        if links:
+            each = iter(held)
+            held = [None if index in links else next(each) for index in range(len(tensors))]
+        self._held = held
+
+    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> LastCall | None:
+        """Record what the forward changed; return what the module's next call may share, None for a function."""
+        self._is_done = True
+        if self._arguments.has_containers:
+            self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
+        links = self.links
+        is_linked = links and len(links) == len(tensors)
+        if not is_linked:
+            self._note_changed_inputs(tensors)
+        self.state = state = self.state.forward_done(runs_all=True)
+        if not isinstance(state, ModuleSnapshot):
+            return None
+        last = state.tree.last_call
+        last.arguments = self._arguments
+        if not is_linked:
+            self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
+            self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
+        return last
+
+    def _note_changed_inputs(self, tensors: list[Tensor]) -> None:
+        """Record whether the forward changed its inputs in place: a replay is then refused.
+
+        Links may change: the replay makes them again, like any in-place change within a region.
+        """
+        versions = _compat.versions_of(tensors)
+        if versions != self._input_versions:
+            pairs = enumerate(zip(versions, self._input_versions, strict=True))
+            changed = [index for index, (now, then) in pairs if now != then and index not in self.links]
+            if changed:
+                self._mutated_path = self._arguments.path_of_tensor(changed[0])
+
+    def check_arguments(self) -> None:
+        """Raise if an argument has changed. Inputs that outer hooks hold are checked by those hooks."""
+        if self._mutated_path is not None:
+            raise divergence.mutated_argument(self.name, self._mutated_path, "was changed by the region itself")
+        if self._fingerprints is not None:
+            for value, fingerprint in zip(self._arguments.objects or (), self._fingerprints, strict=True):
+                if not fingerprint.still_holds(value):
+                    raise divergence.mutated_argument(self.name, self._arguments.path_of(value), "was changed")
+        is_plain = not self.links and self._unpack_input is None
+        if is_plain and _compat.versions_of(self._held) == self._input_versions:
+            return
+        for index, held in enumerate(self._held):
+            is_ours = self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held))
+            if index not in self.links and is_ours and _compat.version_of(held) != self._input_versions[index]:
+                path = self._arguments.path_of_tensor(index)
+                raise divergence.mutated_argument(self.name, path, "was changed in place")
+
+    def inputs(self, made: dict[Link, Tensor]) -> list[Tensor]:
+        """Return the inputs for a replay; `made` holds what the earlier calls of the segment have returned again."""
+        links = self.links
+        if not links:
+            return self._held if self._unpack_input is None else list(map(self._input, range(len(self._held))))
+        # The very objects: inner segments recognise links by identity.
+        return [made[links[index]] if index in links else self._input(index) for index in range(len(self._held))]
+
+    def _input(self, index: int) -> Tensor:
+        held = self._held[index]
+        if self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held)):
+            return held
+        requires_grad = self._requires_grad[index]
+        try:
+            tensor = self._unpack_input(held)
+        except (ChangedInPlaceError, divergence.OverwrittenError) as error:
+            path = self._arguments.path_of_tensor(index)
+            raise divergence.mutated_argument(self.name, path, "was changed in place") from error
+        if tensor.requires_grad != requires_grad or tensor.grad_fn is not None:
+            return tensor.detach().requires_grad_(requires_grad)
+        return tensor
+
+    def modes(self, *modes: Any) -> list[AbstractContextManager[Any]]:
+        """Return the contexts for a replay: the given ones that are not None, and one that guards lost state."""
+        found = [each for each in modes if each is not None]
+        lost = self.state.lost()
+        if lost:  # captured state may be unused: refuse only if the replay reads it, even by an op that does not run
+            found.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
+        return found
+
+    def _refuse(self, tensor: Tensor) -> None:
+        names = [name for name, each in self.state.lost() if each is tensor]
+        raise divergence.mutated_state(self.name, names[0])
+
+    def run_again(
+        self, scope: Any, tensors: list[Tensor], modes: list[AbstractContextManager[Any]], collector: Collector
+    ) -> Any:
+        """Run the call with the state that it read. Random states, torch's modes and hooks are already in force."""
+        args, kwargs = self._arguments.build(tensors)
+        undo_state = self.state.restore(is_done=self._is_done)
+        try:
+            collector.begin()
+            if not modes:
+                return self._call(scope, args, kwargs)
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return self._call(scope, args, kwargs)
+        except Stop:
+            if not collector.is_stopped:
+                raise
+        except TorchCheckpointError as error:
+            if isinstance(error, divergence.ReplayError):
+                raise
+            raise divergence.inner_checkpoint(self.name, error) from None
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):  # an input is a leaf in the replay
+                raise divergence.changes_its_input(self.name) from error
+            raise
+        finally:
+            undo_state()
+
+    def _call(self, scope: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        if self._replay_function is not None:
+            return self._replay_function(scope, self._module, *args, **kwargs)
+        assert self._function is not None
+        return self._function(*args, **kwargs)

@@ -1,67 +1,68 @@
-"""The replay engine: run a function, drop what autograd saves in it, and recompute that in the backward.
+"""The replay engine: run calls, drop what autograd saves in them, and recompute that in the backward.
 
-`checkpoint` calls `run` for a function, the eager engine for each module call that a plan recomputes. The forward runs
-under saved-tensor hooks that drop every tensor: autograd keeps an integer, the number of the save. The first one that
-the backward unpacks runs the function again, under hooks that collect the saved tensors, up to the last one that is
-still needed. So per saved tensor there is no object for Python's garbage collector to track; per call there is one
-`Frame` with its arguments and what `module_state`, `function_state` and `environment` captured.
+A **region** is one call of a function (`checkpoint`) or of a module (the eager engine). The forward runs under
+saved-tensor hooks that drop every tensor: autograd keeps an integer, the number of the save. The first one that the
+backward unpacks runs the call again, under hooks that collect the saved tensors, up to the last one that is still
+needed. So per saved tensor there is no object for Python's garbage collector to track; per region there is one `Frame`,
+and per call one `ReplayableCall`.
+
+A **segment** is a run of sibling module calls (`layers.3`, `layers.4`, ...) that share one frame. With one region per
+layer, the input of every layer is kept. A segment keeps the input of its first call only, and other tensors that come
+from outside (masks, positions). A tensor that a call gets from an earlier call of the segment is a link: it must be the
+very tensor which that call returned, and the replay computes it again. Calls are joined while they run. A call begins a
+new segment if none of its inputs is an output of the segment, if such an output was changed in place, or if other
+saved-tensor hooks are in force, as inside another library's checkpoint.
 
 The replay is checked against the forward: it must save tensors of the same shapes, dtypes and devices in the same
 order. A saved tensor that is changed in place afterwards raises, as it does in plain autograd.
 
-Regions nest. The inputs of an inner region are saved tensors of the outer one: an inner replay that needs them runs the
-outer one first, so each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other saved-tensor
-hooks around a region receive its inputs in the same way.
+Regions and segments nest. The inputs of an inner region are saved tensors of the outer one: an inner replay that needs
+them runs the outer one first, so each level costs one more run. torch's own checkpoint, `lowtide.offload` and any other
+saved-tensor hooks around a region receive its inputs in the same way.
 
 (torch.utils.checkpoint was the alternative. It keeps several objects per saved tensor and has no decision per save.)
 """
 
 from __future__ import annotations
 
-import operator
+import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide._compat.checkpoint import TorchCheckpointError
-from lowtide._compat.dispatch import ReadGuard
-from lowtide.errors import ChangedInPlaceError
-from lowtide.replay import divergence, environment
-from lowtide.replay.arguments import Arguments, Fingerprint, LastCall, alias_of, is_held_itself, same
-from lowtide.replay.function_state import FunctionState
-from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
+from lowtide.replay import divergence
+from lowtide.replay.arguments import Arguments, is_held_itself, same, tensors_in
+from lowtide.replay.object_state import nothing
 from lowtide.replay.recomputing import (
     DEFAULT_OPTIONS,
     METADATA,
+    NO_LINKS,
     NO_STOP,
     Collector,
+    Hooks,
+    Link,
     Options,
+    ReplayableCall,
     Replaying,
-    Stop,
     StopAt,
     facts_of,
     new_metadata,
 )
-
-if TYPE_CHECKING:
-    from lowtide.replay.retained import RetainedCall
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 # Added to the number of a save to make its token: an integer object whose reference count shows whether autograd still
 # holds it. (Python shares small integers.)
 FIRST_TOKEN = 1 << 20
 
 _replaying: dict[int, int] = {}  # threads, by the id of the frame that each replays
-_requires_grad, _device = operator.attrgetter("requires_grad"), operator.attrgetter("device")
 
 
 @_compat.never_compiled
@@ -74,21 +75,34 @@ def run(
     replay: Callable[..., Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
     input_hooks: Hooks | None = None,
-    retained: RetainedCall | None = None,
+    new_frame: Callable[[], MakeFrame] | None = None,
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
+    segment: OpenSegment | None = None,
+    name: str = "",
 ) -> Any:
     """Run `function(*args, **kwargs)`; drop what autograd saves in it, and recompute that in the backward.
 
     - `module`: set if `function` runs this module and reads nothing else, so that only its state is captured.
-    - `replay`: called in the backward with the module and the arguments; by default `function` with the arguments.
+    - `replay`: called in the backward with the segment's scope (None for a region), the module and the arguments; by
+      default `function` with the arguments.
     - `input_hooks`: pack and unpack hooks for the tensors among the arguments; by default the outer hooks.
-    - `retained`: the op outputs of this call that are retained.
+    - `new_frame`: returns the class or function that makes the frame, if one is made; by default `Frame`.
     - `contexts`: entered around the forward and around each replay.
+    - `segment`: what this call, of the layer `name`, joins or begins.
     """
     arguments, tensors = Arguments.take(args, kwargs, module)
-    kind = Frame if retained is None else retained.frame
-    frame = kind(function, module, replay, options, None if contexts is None else contexts[1], arguments)
-    frame.begin(tensors, input_hooks or _compat.current_hooks())
+    hooks = _compat.current_hooks()
+    frame, links = (None, NO_LINKS) if segment is None else segment.joined(tensors, hooks)
+    if frame is None:
+        make: MakeFrame = Frame if new_frame is None else new_frame()
+        context = None if contexts is None else contexts[1]
+        frame = make(options, context, None if segment is None else segment.new_scope)
+        if segment is not None:
+            segment.begin(name, frame, hooks)
+    call = ReplayableCall(function, module, replay, arguments, links, len(frame.tokens))
+    call.begin(tensors, input_hooks or hooks, preserve_rng_state=options.preserve_rng_state)
+    frame.calls.append(call)
+    frame.is_done = False
     _compat.push_hooks(frame, frame)
     try:
         if contexts is None:
@@ -96,216 +110,63 @@ def run(
         else:
             with contexts[0]:
                 output = function(*args, **kwargs)
+    except BaseException:
+        if segment is not None:
+            segment.end()  # no call joins one that failed
+        raise
     finally:
         _compat.pop_hooks()
-    frame.forward_done(args, kwargs, tensors)
+    frame.call_done(call, args, kwargs, tensors)
+    if segment is not None:
+        segment.call_done(frame, output)
     return output
 
 
 _EMPTY: list[Any] = []  # shared by all frames before their first replay; never written to
 
 
-class ReplayableCall:
-    """One call that may run again: its inputs, and the state, random numbers and modes that it read."""
+class Frame:
+    """A region or segment, from its forward to its last replay. Kept alive as the hook of the tensors saved in it.
+
+    It is pack and unpack hook in one, to save objects: called with a tensor it drops it and returns a token, called
+    with a token it returns the recomputed tensor. The saves of all calls are numbered in one sequence.
+
+    `new_scope` is given for segments: it makes an object that the calls of one replay share.
+    """
 
     # fmt: off
     __slots__ = (
-        "_arguments", "_context", "_environment", "_fingerprints", "_function", "_held", "_input_versions", "_is_done",
-        "_last_node", "_module", "_mutated_path", "_options", "_replay_function", "_requires_grad", "_sequence",
-        "_state", "_unpack_input",
+        "__weakref__", "_context", "_is_default", "_last_node", "_metadata", "_new_scope", "_options", "_recomputed",
+        "_versions", "calls", "is_done", "tokens",
     )
     # fmt: on
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module | None,
-        replay: Callable[..., Any] | None,
-        options: Options,
-        context: AbstractContextManager[Any] | None,
-        arguments: Arguments,
+        self, options: Options, context: AbstractContextManager[Any] | None, new_scope: Callable[[], Any] | None
     ) -> None:
-        self._module, self._options, self._context, self._arguments = module, options, context, arguments
-        self._function = function if replay is None else None  # it may hold much alive
-        self._replay_function = replay
-        self._is_done = False
-        self._last_node = -1
-        self._mutated_path: Any = None
-
-    @property
-    def name(self) -> Any:
-        """The module or function that error messages name."""
-        return self._module if self._module is not None else self._function
-
-    def begin(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
-        """Capture the state that the forward will read."""
-        self._hold(tensors, hooks)
-        arguments, module = self._arguments, self._module
-        self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
-        if module is not None and arguments.callables is None:
-            self._state: ModuleSnapshot | FunctionState = snapshot_of(module)
-        else:
-            self._state = FunctionState(self.name, arguments.callables or ())
-        devices = chain(self._state.devices(), map(_device, tensors))
-        generators = self._state.generators()
-        if arguments.generators is not None:
-            generators = [*generators, *arguments.generators]
-        self._environment = environment.capture(
-            devices, generators, preserve_rng_state=self._options.preserve_rng_state
-        )
-        self._sequence = _compat.sequence_number()
-
-    def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
-        self._input_versions = _compat.versions_of(tensors)
-        self._requires_grad = list(map(_requires_grad, tensors))
-        if hooks is None:
-            self._held: list[Any] = list(map(alias_of, tensors))
-            self._unpack_input: Callable[[Any], Tensor] | None = None
-        else:
-            pack, self._unpack_input = hooks
-            with torch.enable_grad():  # see `Collector._may_stop`
-                self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in tensors]
-
-    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> LastCall | None:
-        """Record what the forward changed; return what the module's next call may share, None for a function."""
-        self._is_done = True
-        self._last_node = _compat.sequence_number() - 1
-        if self._arguments.has_containers:
-            self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
-        self._check_inputs(tensors)
-        self._state = state = self._state.forward_done(runs_all=True)
-        if not isinstance(state, ModuleSnapshot):
-            return None
-        last = state.tree.last_call
-        last.arguments = self._arguments
-        return last
-
-    def _check_inputs(self, tensors: list[Tensor]) -> None:
-        """Record whether the forward changed its inputs in place: a replay is then refused."""
-        versions = _compat.versions_of(tensors)
-        if versions != self._input_versions:
-            self._inputs_changed([i for i, version in enumerate(versions) if version != self._input_versions[i]])
-
-    def _inputs_changed(self, indices: list[int]) -> None:
-        self._mutated_path = self._arguments.path_of_tensor(indices[0])
-
-    def _modes(self, mode: Any) -> list[AbstractContextManager[Any]]:
-        """Return the contexts for a replay, given a dispatch mode or None."""
-        modes = [each for each in (self._context, mode) if each is not None]
-        lost = self._state.lost()
-        if lost:  # captured state may be unused: refuse only if the replay reads it, even by an op that does not run
-            modes.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
-        return modes
-
-    def _run_under(self, modes: list[AbstractContextManager[Any]], tensors: list[Tensor], collector: Collector) -> Any:
-        """Run the call again with the state that it read; random states, torch's modes and hooks are in force."""
-        args, kwargs = self._arguments.build(tensors)
-        undo_state = self._state.restore(is_done=self._is_done)
-        try:
-            collector.begin()
-            if not modes:
-                return self._call_again(args, kwargs)
-            with ExitStack() as stack:
-                for mode in modes:
-                    stack.enter_context(mode)
-                return self._call_again(args, kwargs)
-        except Stop:
-            if not collector.is_stopped:
-                raise
-        except TorchCheckpointError as error:
-            if isinstance(error, divergence.ReplayError):
-                raise
-            raise divergence.inner_checkpoint(self.name, error) from None
-        except RuntimeError as error:
-            if "leaf Variable that requires grad" in str(error):  # an input is a leaf in the replay
-                raise divergence.changes_its_input(self.name) from error
-            raise
-        finally:
-            undo_state()
-
-    def _call_again(self, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-        if self._replay_function is not None:
-            return self._replay_function(self._module, *args, **kwargs)
-        assert self._function is not None
-        return self._function(*args, **kwargs)
-
-    def _refuse(self, tensor: Tensor) -> None:
-        names = [name for name, each in self._state.lost() if each is tensor]
-        raise divergence.mutated_state(self.name, names[0])
-
-    def _input_tensors(self) -> list[Tensor]:
-        return self._held if self._unpack_input is None else list(map(self._input_tensor, range(len(self._held))))
-
-    def _input_tensor(self, index: int) -> Tensor:
-        held, requires_grad = self._held[index], self._requires_grad[index]
-        if self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held)):
-            return held
-        try:
-            tensor = self._unpack_input(held)
-        except (ChangedInPlaceError, divergence.OverwrittenError) as error:
-            path = self._arguments.path_of_tensor(index)
-            raise divergence.mutated_argument(self.name, path, "was changed in place") from error
-        if tensor.requires_grad != requires_grad or tensor.grad_fn is not None:
-            return tensor.detach().requires_grad_(requires_grad)
-        return tensor
-
-    def _check_arguments(self) -> None:
-        """Raise if an argument has changed. Inputs that outer hooks hold are checked by those hooks."""
-        if self._mutated_path is not None:
-            raise divergence.mutated_argument(self.name, self._mutated_path, "was changed by the region itself")
-        if self._fingerprints is not None:
-            for value, fingerprint in zip(self._arguments.objects or (), self._fingerprints, strict=True):
-                if not fingerprint.still_holds(value):
-                    raise divergence.mutated_argument(self.name, self._arguments.path_of(value), "was changed")
-        self._check_held()
-
-    def _check_held(self) -> None:
-        if self._unpack_input is not None or _compat.versions_of(self._held) != self._input_versions:
-            self._check_each(range(len(self._held)))
-
-    def _check_each(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            held = self._held[index]
-            is_ours = self._unpack_input is None or (isinstance(held, Tensor) and is_held_itself(held))
-            if is_ours and _compat.version_of(held) != self._input_versions[index]:
-                path = self._arguments.path_of_tensor(index)
-                raise divergence.mutated_argument(self.name, path, "was changed in place")
-
-
-class Frame(ReplayableCall):
-    """One call of a region, from its forward to its last replay. Kept alive as the hook of the tensors saved in it.
-
-    It is pack and unpack hook in one, to save objects: called with a tensor it drops it and returns a token, called
-    with a token it returns the recomputed tensor.
-    """
-
-    __slots__ = ("_is_default", "_metadata", "_recomputed", "_tokens", "_versions")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module | None,
-        replay: Callable[..., Any] | None,
-        options: Options,
-        context: AbstractContextManager[Any] | None,
-        arguments: Arguments,
-    ) -> None:
-        super().__init__(function, module, replay, options, context, arguments)
-        self._metadata: list[Any] = []
+        self._options, self._context, self._new_scope = options, context, new_scope
         self._is_default = options.determinism_check == "default"
-        self._tokens: list[int] = []
+        self.calls: list[ReplayableCall] = []
+        self.is_done = False
+        self._last_node = -1
+        self._metadata: list[Any] = []
+        self.tokens: list[int] = []
         self._recomputed: list[Tensor | None] = _EMPTY
         self._versions: list[int] = _EMPTY
 
     @property
     def num_own_saves(self) -> int:
         """The number of tensors saved so far; -1 if other calls follow, which replays run too."""
-        return len(self._tokens)
+        return len(self.tokens) if self._new_scope is None else -1
+
+    def _call_of(self, save: int) -> int:
+        """Return the number of the call that made a save."""
+        return bisect_right([call.first_save for call in self.calls], save) - 1 if len(self.calls) > 1 else 0
 
     @_compat.never_compiled
     def __call__(self, saved: Any) -> Any:  # runs twice per saved tensor: every microsecond counts
         if type(saved) is not int:
-            tokens = self._tokens
+            tokens = self.tokens
             token = len(tokens) + FIRST_TOKEN
             tokens.append(token)
             try:
@@ -322,17 +183,17 @@ class Frame(ReplayableCall):
         # Compiled autograd traces this hook, and must not trace the replay.
         return _unpack(self, index) if torch.compiler.is_compiling() else self.unpack(index)
 
-    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> LastCall | None:
-        """Also share equal metadata with the module's last call."""
-        last = super().forward_done(args, kwargs, tensors)
-        if last is not None:
+    def call_done(
+        self, call: ReplayableCall, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        """Record what a call's forward changed. A region shares equal metadata with the module's last call."""
+        self.is_done, self._last_node = True, _compat.sequence_number() - 1
+        last = call.forward_done(args, kwargs, tensors)
+        if last is not None and self._new_scope is None:
             self._metadata = last.metadata = same(last.metadata, self._metadata)
-            self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
-            self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
-        return last
 
     def unpack(self, index: int) -> Tensor:
-        """Return the saved tensor with this index, replaying the region if it is not available."""
+        """Return the saved tensor with this index, replaying the calls if it is not available."""
         tensor = self._take(index)
         if tensor is None:
             # Backwards of several devices run in threads of their own, and may unpack saves of one region at once.
@@ -348,7 +209,8 @@ class Frame(ReplayableCall):
                 _replaying.pop(id(self), None)
             assert tensor is not None
         if _compat.version_of_saved(tensor) != self._versions[index]:
-            raise divergence.overwritten_activation(self.name, index, self._metadata[index])
+            name = self.calls[self._call_of(index)].name
+            raise divergence.overwritten_activation(name, index, self._metadata[index])
         return tensor
 
     def _take(self, index: int) -> Tensor | None:
@@ -358,16 +220,20 @@ class Frame(ReplayableCall):
         return tensor
 
     def replay(self) -> None:
-        """Run the region again and store its saves."""
-        self._check_arguments()
-        tensors, needed = self._input_tensors(), self._needed()
+        """Run the calls again and store their saves."""
+        tensors, needed = self._first_inputs(), self._needed()
         collector = self._options.collector(needed, self._stop(needed))
         self._run_again(tensors, collector)
         self._finish(collector, tensors)
 
+    def _first_inputs(self) -> list[Tensor]:
+        """Return the inputs of the first call, also for a second run: torch's checkpoint unpacks each only once."""
+        self.calls[0].check_arguments()
+        return self.calls[0].inputs({})
+
     def _needed(self) -> list[bool]:
         """Return, for each save, whether autograd still holds it."""
-        counts = list(map(sys.getrefcount, self._tokens))
+        counts = list(map(sys.getrefcount, self.tokens))
         return [count > _UNUSED for count in counts] if _UNUSED in counts else [True] * len(counts)
 
     def _stop(self, needed: list[bool]) -> StopAt:
@@ -383,10 +249,10 @@ class Frame(ReplayableCall):
         if last < 0 or not self._options.early_stop or node is None or _compat.fills_later(node):
             return NO_STOP
         number = _compat.sequence_of(node)
-        return StopAt(last, number - self._sequence, self._is_end(last, number, node))
+        return StopAt(last, number - self.calls[self._call_of(last)].sequence, self._is_end(last, number, node))
 
     def _is_end(self, save: int, number: int, node: Any) -> bool:
-        """Return whether nothing is left of the region after this save, which the running node made.
+        """Return whether nothing is left to replay after this save, which the running node made.
 
         (Letting one more op run would be faster on small tensors, but its output would add to the peak.) With a process
         group a replay always stops: collectives may follow that autograd does not see.
@@ -394,43 +260,82 @@ class Frame(ReplayableCall):
         is_last = save == len(self._metadata) - 1 and number == self._last_node
         return is_last and _compat.saves_results(node) and not _is_distributed()
 
+    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
+        """Replay the calls up to the last one with a needed save, or all while a profile is recorded.
+
+        `tensors` are the inputs of the first call. Returns the output of the last.
+        """
+        calls, is_profiling = self.calls, mode is not None and collector.stop < 0
+        users: dict[Link, int] = {}  # the last call that uses an output of an earlier one
+        made: dict[Link, Tensor] = {}  # these outputs
+        if len(calls) > 1:
+            if not is_profiling and True in collector.needed:
+                last = len(collector.needed) - 1 - collector.needed[::-1].index(True)
+                calls = calls[: self._call_of(last) + 1]
+            for call in calls[1:]:
+                call.check_arguments()
+            users = {link: number for number, call in enumerate(calls) for link in call.links.values()}
+        scope = None if self._new_scope is None else self._new_scope()
+        output: Any = None
+        environment, undo_environment = None, nothing
+        _compat.keep_prefetches_useful()
+        try:
+            with Replaying(collector.pack):
+                for number, call in enumerate(calls):
+                    modes = call.modes(self._context, mode)
+                    if modes or call.environment is not environment:  # kernels under a mode may draw other numbers
+                        if environment is None or not call.environment.follow(environment):
+                            undo_environment()
+                            undo_environment = nothing
+                            undo_environment = call.environment.restore()
+                        environment = call.environment
+                    if number:
+                        tensors = call.inputs(made)
+                    output = call.run_again(scope, tensors, modes, collector)
+                    for link in call.links.values():
+                        if users[link] == number:
+                            made.pop(link, None)
+                    if collector.is_stopped:
+                        return None
+                    if users:
+                        each = enumerate(_tensors_of(output))
+                        made.update({(number, index): tensor for index, tensor in each if (number, index) in users})
+        finally:
+            undo_environment()
+        return output
+
     def _finish(self, collector: Collector, tensors: list[Tensor]) -> None:
         self._check(collector, tensors)
         self._recomputed, self._versions = collector.tensors, collector.versions
 
-    def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
-        modes = self._modes(mode)
-        _compat.keep_prefetches_useful()
-        undo_environment = self._environment.restore()
-        try:
-            with Replaying(collector.pack):
-                return self._run_under(modes, tensors, collector)
-        finally:
-            undo_environment()
-
     def _compared(self, collector: Collector) -> tuple[list[Any], list[Any]]:
         """Return the metadata of the replay's and of the forward's saves that are to be compared."""
-        replayed: list[Any] = collector.metadata
+        found: list[Any] = collector.metadata
         expected: list[Any] = self._metadata
-        if collector.is_stopped or not self._is_done:  # at least one of the two is incomplete
-            shared = min(len(replayed), len(expected))
-            replayed, expected = replayed[:shared], expected[:shared]
-        return replayed, expected
+        if collector.is_stopped or not self.is_done:  # at least one of the two is incomplete
+            shared = min(len(found), len(expected))
+            found, expected = found[:shared], expected[:shared]
+        elif len(self.calls) > 1 and len(found) < len(expected) and not any(collector.needed[len(found) :]):
+            expected = expected[: len(found)]  # later calls were not replayed
+        return found, expected
 
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
         """Raise if the replay saved other tensors than the forward did."""
-        replayed, expected = self._compared(collector)
-        if replayed == expected:
-            return
+        found, expected = self._compared(collector)
         is_missing = any(collector.needed[len(collector.tensors) :])
+        if found == expected and not is_missing:
+            return
         if self._options.determinism_check != "none" or is_missing:
-            forward_ops = divergence.graph_ops(None, self._sequence)
+            expected = self._metadata if is_missing else expected
+            pairs = enumerate(zip(found, expected, strict=False))
+            wrong = next((index for index, (now, then) in pairs if now != then), len(found) - 1)
+            forward_ops = divergence.graph_ops(None, self.calls[0].sequence)
             raise divergence.diverged(
-                self.name,
-                divergence.mismatch(expected, replayed),
+                self.calls[max(self._call_of(wrong), 0)].name,
+                divergence.mismatch(expected, found),
                 divergence.first_difference(forward_ops, self._replayed_ops(tensors)),
                 preserves_rng=self._options.preserve_rng_state,
-                changed_state=[name for name, _ in self._state.lost()],
+                changed_state=[name for call in self.calls for name, _ in call.state.lost()],
                 is_compiled="compiled_function" in forward_ops,
             )
 
@@ -446,6 +351,8 @@ class Frame(ReplayableCall):
         return divergence.graph_ops(Arguments.take((output,), {})[1], since)
 
 
+MakeFrame = Callable[[Options, AbstractContextManager[Any] | None, Callable[[], Any] | None], Frame]
+
 _UNUSED = next(map(sys.getrefcount, [int("9" * 20)]))  # the reference count of a token that autograd does not hold
 
 
@@ -456,3 +363,67 @@ def _is_distributed() -> bool:
 @_compat.disable_dynamo
 def _unpack(frame: Frame, index: int) -> Tensor:
     return frame.unpack(index)
+
+
+class OpenSegment:
+    """The segment that calls join during one forward, or during one replay of an outer region.
+
+    `new_scope` makes an object that the calls of one replay share; it is passed to their `replay`. `first` is the name
+    of the call that the segment began with.
+    """
+
+    __slots__ = ("_frame", "_hooks", "_outputs", "first", "new_scope")
+
+    def __init__(self, new_scope: Callable[[], Any]) -> None:
+        self.new_scope, self.first = new_scope, ""
+        self._frame: weakref.ref[Frame] | None = None
+        self._hooks = 0  # the id of the hooks in force when the frame began
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, Link]] = {}  # outputs of the calls so far, by id
+
+    def joined(self, tensors: list[Tensor], hooks: Hooks | None) -> tuple[Frame | None, dict[int, Link]]:
+        """Return the frame that a call with these inputs continues, or None, and the links among the inputs."""
+        frame = None if self._frame is None or self._hooks != _id_of(hooks) else self._frame()
+        links: dict[int, Link] = {}
+        for index, tensor in enumerate(tensors) if frame is not None else ():
+            known = self._outputs.get(id(tensor))
+            if known is not None and known[0]() is tensor and _compat.version_of_saved(tensor) == known[1]:
+                links[index] = known[2]
+        return (frame if links else None), links
+
+    def is_continued_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call with these arguments, not the first of the segment, would join it."""
+        return self.joined(Arguments.take(args, kwargs)[1], _compat.current_hooks())[0] is not None
+
+    def begin(self, name: str, frame: Frame, hooks: Hooks | None) -> None:
+        self.first, self._frame, self._hooks = name, weakref.ref(frame), _id_of(hooks)
+        self._outputs = {}
+
+    def end(self) -> None:
+        """Let no more calls join: the next one begins a new frame."""
+        self._frame = None
+
+    def call_done(self, frame: Frame, output: Any) -> None:
+        number, outputs = len(frame.calls) - 1, self._outputs
+        for index, tensor in enumerate(_tensors_of(output)):
+            if is_held_itself(tensor):
+                continue
+            version = _compat.version_of_saved(tensor)
+            known = outputs.get(id(tensor))
+            if known is None or known[0]() is not tensor or known[1] != version:
+                # Autograd keeps a frame alive by its saves. Where there are none yet, as after frozen layers, its
+                # outputs do: through the callback, which a weak reference holds until its tensor is freed.
+                callback = None if frame.tokens else functools.partial(_ignore, frame)
+                outputs[id(tensor)] = weakref.ref(tensor, callback), version, (number, index)
+
+
+def _tensors_of(output: Any) -> Sequence[Tensor]:
+    return (output,) if type(output) is Tensor else list(tensors_in(output))
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing: the callback of a weak reference, bound to an object that is to live as long as the tensor."""
+
+
+def _id_of(hooks: Hooks | None) -> int:
+    """Return the id of the object that the pack hook is bound to: a bound method is a new object each time."""
+    return 0 if hooks is None else id(getattr(hooks[0], "__self__", hooks[0]))

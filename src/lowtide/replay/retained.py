@@ -29,18 +29,19 @@ The profiling replay detects this by checksums; such outputs are never retained.
 
 from __future__ import annotations
 
+import functools
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide import _compat
-from lowtide.replay import region
 from lowtide.replay.environment import RandomStates
-from lowtide.replay.recomputing import NO_STOP, Collector, Options, StopAt
+from lowtide.replay.recomputing import NO_STOP, Collector, Options, ReplayableCall, StopAt
+from lowtide.replay.region import FIRST_TOKEN, Frame, MakeFrame
 from lowtide.replay.retaining_modes import (
     CaptureProfile,
     CaptureProfileMode,
@@ -50,7 +51,6 @@ from lowtide.replay.retaining_modes import (
     RetryReplay,
     as_geometry,
 )
-from lowtide.replay.segment_replay import SegmentFrame
 from lowtide.store.offload import KeptHere, KeptInStore
 
 logger = logging.getLogger("lowtide")
@@ -76,18 +76,18 @@ class RetainedOps:
         self._num_mistakes = 0
         self.written_unseen: set[Op] | None = None  # None before the first replay has searched
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: dict[int, Keep]) -> RetainedCall | None:
-        """Return an object that retains the outputs of one call; None if none are retained.
+    def frame(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: dict[int, Keep]) -> MakeFrame:
+        """Return the function that makes the frame of a region or segment which begins with these arguments.
 
         `keeps` maps the positions of ops whose outputs are offloaded or compressed to the function that does it.
         """
         if self._num_mistakes >= _MAX_MISTAKES:
-            return None
+            return Frame
         values = (*args, *kwargs.values()) if kwargs else args
         shapes = tuple(
             [(value.shape, value.dtype, value.requires_grad) for value in values if isinstance(value, Tensor)]
         )
-        return RetainedCall(self, shapes, self._profiles.get(shapes), keeps)
+        return functools.partial(RetainingFrame, self, shapes, self._profiles.get(shapes), keeps)
 
     def add_profile(self, shapes: Any, profile: CaptureProfile) -> None:
         if len(self._profiles) >= _MAX_PROFILES:
@@ -101,58 +101,61 @@ class RetainedOps:
         self._profiles.pop(shapes, None)
 
 
-class RetainedCall:
-    """The retained outputs of one call of a region, or of one run of a segment."""
+class RetainingFrame(Frame):
+    """The frame of a region or segment that retains outputs. Ops and saves are numbered in one sequence over its calls.
 
+    It keeps saved tensors if the profile says so, and replays under one of the two dispatch modes.
+    """
+
+    # fmt: off
     __slots__ = (
-        "_asked",
-        "_keeps",
-        "_mode",
-        "_of_parameters",
-        "_ops",
-        "_profile",
-        "_random",
-        "_replayed",
-        "_shapes",
-        "_values",
-        "_whole",
+        "_asked", "_has_replayed", "_keeps", "_mode", "_of_parameters", "_ops", "_profile", "_random", "_shapes",
+        "_values", "_whole",
     )
+    # fmt: on
 
-    def __init__(self, ops: RetainedOps, shapes: Any, profile: CaptureProfile | None, keeps: dict[int, Keep]) -> None:
+    def __init__(
+        self,
+        ops: RetainedOps,
+        shapes: Any,
+        profile: CaptureProfile | None,
+        keeps: dict[int, Keep],
+        options: Options,
+        context: AbstractContextManager[Any] | None,
+        new_scope: Callable[[], Any] | None,
+    ) -> None:
+        super().__init__(options, context, new_scope)
         self._ops, self._shapes, self._profile, self._keeps = ops, shapes, profile, keeps
         self._of_parameters = frozenset() if profile is None else profile.of_parameters
         self._values: dict[int, KeptHere | KeptInStore] = {}  # by save
         self._whole: dict[int, RetainedPart] = {}  # saves that are kept as their op made them
         self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd unpacked before the first replay
-        self._replayed = False
+        self._has_replayed = False
         self._mode: CaptureProfileMode | RetainedOutputMode | None = None
-
-    def frame(self, *args: Any) -> RetainingFrame:
-        """Return the frame of this call."""
-        return RetainingFrame(self, *args)
-
-    def segment_frame(self, new_scope: Callable[[], Any]) -> RetainingSegment:
-        """Return the frame of a segment that begins with this call."""
-        return RetainingSegment(self, new_scope)
 
     # The forward.
 
-    def saved(self, index: int, tensor: Tensor) -> None:
-        """Called when autograd saves a tensor in the forward: keep it if the profile says so."""
-        if self._profile is None:
-            return
-        if index in self._profile.of_parameters:
+    @_compat.never_compiled
+    def __call__(self, saved: Any) -> Any:
+        packed = super().__call__(saved)
+        if self._profile is not None and type(saved) is not int:
+            self._keep(self._profile, packed - FIRST_TOKEN, saved)
+        return packed
+
+    def _keep(self, profile: CaptureProfile, index: int, tensor: Tensor) -> None:
+        """Keep a tensor that autograd saves if the profile says so."""
+        if index in profile.of_parameters:
             self._values[index] = KeptHere(tensor)
             return
-        part = self._profile.by_save.get(index)
+        part = profile.by_save.get(index)
         if part is None:
             return
         is_it = part.is_like(tensor) and tensor.untyped_storage().nbytes() == part.storage_bytes
         if not is_it or _compat.version_of(tensor) != part.version:
             self._forget()  # the forward differs from the profile; saves kept so far are still valid
             return
-        op = self._profile.ops[part.op]
+        op = profile.ops[part.op]
         if op.is_random and part.op not in self._random:
             self._random[part.op] = RandomStates([tensor.device])
         keep = self._keeps.get(op.position) if part.number == min(op.saves) else None
@@ -162,8 +165,16 @@ class RetainedCall:
             self._values[index] = keep(as_geometry(tensor, part.saved, part.made))
             self._whole[index] = part
 
-    def forward_done(self, num_saves: int) -> None:
-        if self._profile is not None and any(index >= num_saves for index in self._profile.by_save):
+    def call_done(
+        self, call: ReplayableCall, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> None:
+        super().call_done(call, args, kwargs, tensors)
+        if self._new_scope is None:
+            self._check_num_saves()
+
+    def _check_num_saves(self) -> None:
+        """Forget a profile that expects more saves than the whole forward made."""
+        if self._profile is not None and any(index >= len(self.tokens) for index in self._profile.by_save):
             self._forget()
 
     def _forget(self) -> None:
@@ -172,7 +183,11 @@ class RetainedCall:
 
     # The backward.
 
-    def take(self, index: int) -> Tensor | None:
+    def unpack(self, index: int) -> Tensor:
+        kept = self._take_kept(index)
+        return super().unpack(index) if kept is None else kept
+
+    def _take_kept(self, index: int) -> Tensor | None:
         """Return a kept save; None for one that is not kept."""
         kept = self._values.get(index)
         if kept is None:
@@ -181,34 +196,50 @@ class RetainedCall:
             del self._values[index]  # recomputed, unless it is a parameter
             self._asked.discard(index)
             return None
-        if self._replayed:
+        if self._has_replayed:
             del self._values[index]
         else:
             self._asked.add(index)  # a replay needs it once more
         part = self._whole.get(index)
         return kept.restore() if part is None else as_geometry(kept.restore(), part.made, part.saved)
 
-    def begin_replay(self, needed: list[bool]) -> bool:
-        """Clear `needed` for saves that are kept, and return whether the replay has to run to its end."""
+    def replay(self) -> None:
+        if not self.is_done:  # the region itself computes a gradient
+            return super().replay()
+        self._check_num_saves()  # of a segment: it is complete at its first replay
+        tensors, needed = self._first_inputs(), self._needed()
         is_whole = all(needed)
-        for index in list(self._values):
+        for index in self._values:
             needed[index] = False
         if self._profile is not None and not self._values.keys() >= self._profile.by_save.keys():
             # An earlier replay has consumed them, or they were written to.
-            self._profile, self._replayed = None, True
-        return self._is_profiling and not (is_whole and not self._values)
-
-    @property
-    def _is_profiling(self) -> bool:
-        return self._profile is None and not self._replayed
-
-    def replay_mode(self, collector: Collector, modules: Iterable[nn.Module]) -> Any:
-        """Return the dispatch mode of a replay: one that records a profile, one that returns kept outputs, or None."""
+            self._profile, self._has_replayed = None, True
+        is_profiling = self._profile is None and not self._has_replayed
+        # A profile lists every save. Where all of them are needed, the replay reaches the last one without running on.
+        stop = NO_STOP if is_profiling and not (is_whole and not self._values) else self._stop(needed)
+        collector: Collector = RetainingCollector(self._options, needed, stop, self)
         if self._profile is not None:
             self._mode = RetainedOutputMode(self, self._profile, collector)
-        elif self._is_profiling:
-            self._mode = CaptureProfileMode(self._ops, [each for module in modules for each in module.parameters()])
-        return self._mode
+        elif is_profiling:
+            self._mode = CaptureProfileMode(
+                self._ops, [each for call in self.calls for each in call.module.parameters()]
+            )
+        try:
+            self._run_again(tensors, collector, self._mode)
+            found, expected = self._compared(collector)
+            is_right = self._agrees_with_profile(saves_agree=found == expected)
+        except Exception as error:
+            if not self._may_have_caused(error):
+                raise
+            is_right = False
+        if not is_right:
+            # A retained output was not what its op makes in this replay. Computing everything is always right.
+            self._forget()
+            self._mode = None
+            self._end_replay()
+            collector = self._options.collector(needed, self._stop(needed))
+            self._run_again(tensors, collector)
+        self._finish(collector, tensors)
 
     def saved_again(self, index: int, tensor: Tensor) -> None:
         """Called when the replay saves a tensor."""
@@ -229,8 +260,8 @@ class RetainedCall:
     def random_states(self, op: Op) -> RandomStates | None:
         return self._random.get(op)
 
-    def replay_done(self, *, saves_agree: bool) -> bool:
-        """Return whether all retained outputs were used as profiled.
+    def _agrees_with_profile(self, *, saves_agree: bool) -> bool:
+        """Return whether all retained outputs were used as profiled; if so, the replay is done.
 
         `saves_agree`: whether the replay saved the same tensors as the forward.
         """
@@ -240,120 +271,33 @@ class RetainedCall:
                 self._ops.add_profile(self._shapes, mode.profile())
         elif mode is not None and not (mode.was_right() and (saves_agree or not mode.taken)):
             return False
-        self._end()
+        self._end_replay()
         return True
 
-    def may_have_caused(self, error: Exception) -> bool:
+    def _may_have_caused(self, error: Exception) -> bool:
         """Return whether a replay may have failed because of retained outputs."""
         if isinstance(error, RetryReplay):
             return True
         taking = isinstance(self._mode, RetainedOutputMode) and bool(self._mode.taken)
         return taking and not isinstance(error, torch.OutOfMemoryError)
 
-    def retry_without(self) -> None:
-        """Compute everything in further replays of this call."""
-        self._forget()
-        self._mode = None
-        self._end()
-
-    def _end(self) -> None:
-        self._replayed = True
+    def _end_replay(self) -> None:
+        self._has_replayed = True
         for index in self._asked:
             del self._values[index]
         self._asked.clear()
         self._random.clear()
 
 
-class _Retaining(region.Frame):
-    """A frame that keeps the saved tensors that are retained outputs."""
-
-    __slots__ = ()
-
-    _retained: RetainedCall
-
-    @_compat.never_compiled
-    def __call__(self, saved: Any) -> Any:
-        packed = super().__call__(saved)
-        if type(saved) is not int:
-            self._retained.saved(packed - region.FIRST_TOKEN, saved)
-        return packed
-
-    def unpack(self, index: int) -> Tensor:
-        kept = self._retained.take(index)
-        return super().unpack(index) if kept is None else kept
-
-    def replay(self) -> None:
-        if not self._is_done:  # the region itself computes a gradient
-            return super().replay()
-        self._check_arguments()
-        tensors, needed, retained = self._input_tensors(), self._needed(), self._retained
-        stop = NO_STOP if retained.begin_replay(needed) else self._stop(needed)
-        collector: Collector = RetainingCollector(self._options, needed, stop, retained)
-        try:
-            self._run_again(tensors, collector, retained.replay_mode(collector, self._own_modules()))
-            found, expected = self._compared(collector)
-            is_right = retained.replay_done(saves_agree=found == expected)
-        except Exception as error:
-            if not retained.may_have_caused(error):
-                raise
-            is_right = False
-        if not is_right:
-            # A retained output was not what its op makes in this replay. Computing everything is always right.
-            retained.retry_without()
-            collector = self._options.collector(needed, self._stop(needed))
-            self._run_again(tensors, collector)
-        self._finish(collector, tensors)
-
-    @abstractmethod
-    def _own_modules(self) -> list[nn.Module]:
-        """The modules whose calls this frame replays."""
-
-
-class RetainingFrame(_Retaining):
-    """The frame of a call that retains outputs."""
-
-    __slots__ = ("_retained",)
-
-    def __init__(self, retained: RetainedCall, *args: Any) -> None:
-        super().__init__(*args)
-        self._retained = retained
-
-    def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        super().forward_done(args, kwargs, tensors)
-        self._retained.forward_done(len(self._tokens))
-
-    def _own_modules(self) -> list[nn.Module]:
-        assert self._module is not None
-        return [self._module]
-
-
-class RetainingSegment(_Retaining, SegmentFrame):
-    """The frame of a segment that retains outputs. Ops and saves are numbered in one sequence over its calls."""
-
-    __slots__ = ("_retained",)
-
-    def __init__(self, retained: RetainedCall, new_scope: Callable[[], Any]) -> None:
-        super().__init__(new_scope)
-        self._retained = retained
-
-    def replay(self) -> None:
-        if self._is_done:  # the segment is complete at its first replay
-            self._retained.forward_done(self.num_saves)
-        super().replay()
-
-    def _own_modules(self) -> list[nn.Module]:
-        return [call.module for call in self.calls]
-
-
 class RetainingCollector(Collector):
-    """A collector that reports each save to the retained outputs of the call."""
+    """A collector that reports each save to the frame."""
 
-    __slots__ = ("_retained",)
+    __slots__ = ("_frame",)
 
-    def __init__(self, options: Options, needed: list[bool], stop: StopAt, retained: RetainedCall) -> None:
+    def __init__(self, options: Options, needed: list[bool], stop: StopAt, frame: RetainingFrame) -> None:
         # Retained outputs are those up to the last save: what follows would run without them.
         super().__init__(options, needed, stop._replace(at_end=False))
-        self._retained = retained
+        self._frame = frame
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
@@ -361,4 +305,4 @@ class RetainingCollector(Collector):
         try:
             return super().pack(tensor)
         finally:
-            self._retained.saved_again(index, tensor)
+            self._frame.saved_again(index, tensor)

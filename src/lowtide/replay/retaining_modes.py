@@ -25,7 +25,7 @@ from lowtide.replay.op_facts import OWN_NAMESPACES, facts_of
 from lowtide.replay.recomputing import Collector, replay_depth
 
 if TYPE_CHECKING:
-    from lowtide.replay.retained import RetainedCall, RetainedOps
+    from lowtide.replay.retained import RetainedOps, RetainingFrame
 
 _NUM_COLUMNS = 1024  # of the sums
 Op = tuple[Any, int]  # the id of the op (with that of a weight that it casts), and how many times it has run
@@ -267,9 +267,9 @@ class CaptureProfileMode(_OpCountingMode):
 class RetainedOutputMode(_OpCountingMode):
     """Returns kept outputs instead of running the ops that made them, each once."""
 
-    def __init__(self, call: RetainedCall, profile: CaptureProfile, collector: Collector) -> None:
+    def __init__(self, frame: RetainingFrame, profile: CaptureProfile, collector: Collector) -> None:
         super().__init__()
-        self._call, self._profile, self._collector = call, profile, collector
+        self._frame, self._profile, self._collector = frame, profile, collector
         self._kinds = iter(profile.kinds)
         self._is_astray = self._is_wrong = False
         self._unconfirmed: set[int] = set()  # saves of returned outputs that the replay has not reached
@@ -306,18 +306,18 @@ class RetainedOutputMode(_OpCountingMode):
             self._give_up()  # the kept tensor was saved before this op ran
         if retained.form is not None and retained.form != (_form_of(args), _form_of(kwargs)):
             return False
-        return all(self._call.value(index).is_intact for index in retained.saves.values())
+        return all(self._frame.value(index).is_intact for index in retained.saves.values())
 
     def _take(self, op: Op, retained: RetainedOp) -> Any:
         parts = list(retained.others)
         with _compat.without_modes():
-            random = self._call.random_states(op)
+            random = self._frame.random_states(op)
             if random is not None:
                 if not random.set():
                     self._give_up()  # the forward seeded a generator before the state was captured
                 self._last_state = max(self._last_state, min(retained.saves.values()))
             for number, index in retained.saves.items():
-                parts[number] = _compat.with_marked_version(self._call.fetch(index, self._profile.by_save[index]))
+                parts[number] = _compat.with_marked_version(self._frame.fetch(index, self._profile.by_save[index]))
         self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in retained.saves}
         self._unconfirmed.update(retained.saves.values())
         return retained.build(parts)
