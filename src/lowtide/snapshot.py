@@ -140,9 +140,9 @@ class Restorer:
     ) -> None:
         self._copies_on_host = copies_on_host
         captured = CapturedState(loss_fn)
-        self._cells, self._globals = captured.cells, captured.globals
+        self._variables = captured.variables
         modules = [part for module in (model, *captured.modules) for part in _compat.submodules(module)]
-        named = [contents for _, contents in captured.cells] + [value for *_, value in captured.globals]
+        named = [variable.value for variable in captured.variables]
         attributes = [vars(module) for module in modules if not _is_runtime(module)]
         self._attributes = ObjectSnapshot([*attributes, *containers(named), *containers([loss_fn])])
         self._optimizers: dict[int, ObjectSnapshot] = {}
@@ -195,10 +195,8 @@ class Restorer:
     def restore(self) -> None:
         self._hook.remove()
         self.reset_gradients()
-        for cell, contents in self._cells:
-            cell.cell_contents = contents
-        for namespace, name, value in self._globals:
-            namespace[name] = value
+        for variable in self._variables:
+            variable.bind(variable.value)
         for snapshot in (self._attributes, *self._optimizers.values()):
             snapshot.restore()
         for tensor, data in self._data:
@@ -295,7 +293,7 @@ class StepUndo:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], args: Any, snapshots: SnapshotBuffers) -> None:
         captured = CapturedState(loss_fn)
         self._buffers = snapshots
-        self._cells, self._globals = captured.cells, captured.globals
+        self._variables = captured.variables
         modules = list({part: None for root in (model, *captured.modules) for part in _compat.submodules(root)})
         self._attributes = [(vars(m), dict(vars(m))) for m in modules if not type(m).__module__.startswith("torch.nn.")]
         self._slots = [(slots, dict(slots)) for m in modules for slots in _compat.module_tensors(m)]
@@ -349,10 +347,8 @@ class StepUndo:
             _rebind(slots, content)
         for attributes, content in self._attributes:
             _rebind(attributes, content, but="forward")  # a plan for larger inputs may have been applied meanwhile
-        for cell, contents in self._cells:
-            cell.cell_contents = contents
-        for namespace, name, value in self._globals:
-            namespace[name] = value
+        for variable in self._variables:
+            variable.bind(variable.value)
         with torch.no_grad():
             for leaf, gradient in self._gradients:
                 if leaf.grad is not gradient:

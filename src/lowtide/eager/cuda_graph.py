@@ -84,9 +84,8 @@ class StepGuards:
             (vars(module), [name for name, value in vars(module).items() if isinstance(value, (*_PLAIN, Tensor))])
             for module in self.modules
         ]
-        self._cells = [cell for cell, _ in state.cells]
-        read = set(_global_names(loss_fn))
-        self._globals = [(namespace, name) for namespace, name, _ in state.globals if name in read]
+        read = {"", *_global_names(loss_fn)}  # cells have no names
+        self._variables = [each._replace(value=None) for each in state.variables if each.name in read]
         own = (value for module in self.modules for value in vars(module).values())
         self.generators = [
             each
@@ -94,14 +93,14 @@ class StepGuards:
             if isinstance(each, torch.Generator) and each.device.type == "cuda"
         ]
         # The graph reads memory that it does not own: keep alive what attributes and variables refer to now.
-        self._held = ObjectSnapshot([*map(vars, self.modules), [cell.cell_contents for cell in self._cells]])
+        contents = [each.value for each in state.variables if not each.name]
+        self._held = ObjectSnapshot([*map(vars, self.modules), contents])
         self.tensors = self._tensors()
 
     def values(self) -> tuple[Any, ...]:
         """Python values that the step may read: numbers and strings by value, other objects by identity."""
         values = [_value(attributes.get(name)) for attributes, names in self._attributes for name in names]
-        values += [_value(cell.cell_contents) for cell in self._cells]
-        values += [_value(namespace.get(name)) for namespace, name in self._globals]
+        values += [_value(variable.read()) for variable in self._variables]
         return tuple(values)
 
     def numbers(self) -> dict[str, Any]:

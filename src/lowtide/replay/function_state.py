@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from lowtide import _compat
 from lowtide._compat.modules import WHOLE_MODULE_METHODS
 from lowtide.replay.module_state import snapshot_of
-from lowtide.replay.object_state import copy_of, fill, is_plain_state
-from lowtide.replay.op_facts import code_names, drawn_from, imported
+from lowtide.replay.object_state import Containers, code_names, drawn_from, imported, is_plain_state, nothing
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
@@ -46,6 +45,34 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
     return None
 
 
+class Variable(NamedTuple):
+    """A variable that a function reads, and its value: a closure cell, or a name in a namespace."""
+
+    place: types.CellType | dict[str, Any]
+    name: str  # empty for a cell
+    value: Any
+
+    def read(self) -> Any:
+        """Return the present value."""
+        if isinstance(self.place, dict):
+            return self.place.get(self.name, _ABSENT)
+        try:
+            return self.place.cell_contents
+        except ValueError:
+            return _ABSENT
+
+    def bind(self, value: Any) -> None:
+        if isinstance(self.place, dict):
+            if value is _ABSENT:
+                self.place.pop(self.name, None)
+            else:
+                self.place[self.name] = value
+        elif value is _ABSENT:
+            del self.place.cell_contents
+        else:
+            self.place.cell_contents = value
+
+
 class CapturedState:
     """Modules, tensors, generators and variables that a function reads.
 
@@ -57,8 +84,7 @@ class CapturedState:
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.states: list[Any] = []  # random states and arrays
-        self.cells: list[tuple[types.CellType, Any]] = []
-        self.globals: list[tuple[dict[str, Any], str, Any]] = []
+        self.variables: list[Variable] = []
         if isinstance(function, nn.Module):  # by far the most common
             self.modules[function] = True
         else:
@@ -119,7 +145,7 @@ class CapturedState:
                 contents = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            self.cells.append((cell, contents))
+            self.variables.append(Variable(cell, "", contents))
             self.states += drawn_from(contents, names)
             self._add(contents, depth, False)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -129,7 +155,7 @@ class CapturedState:
                 value = function.__globals__[name]
                 self.states += drawn_from(value, names)
                 if not isinstance(value, _SKIPPED):
-                    self.globals.append((function.__globals__, name, value))
+                    self.variables.append(Variable(function.__globals__, name, value))
                     self._add(value, depth, False)
 
 
@@ -147,35 +173,24 @@ _SKIPPED = (
 class FunctionState:
     """The state that a function reads, from just before its forward to its last replay."""
 
+    # fmt: off
     __slots__ = (
-        *(
-            "_cells",
-            "_copied",
-            "_copies",
-            "_generators",
-            "_globals",
-            "_is_done",
-            "_runs_all",
-            "_snapshots",
-            "_states",
-            "_versions",
-        ),
-        *("_tracked",),
+        "_copied", "_copied_versions", "_copies", "_generators", "_runs_all", "_snapshots", "_states", "_tracked",
+        "_tracked_versions", "_variables",
     )
+    # fmt: on
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         captured = CapturedState(function, arguments)
         self._snapshots = list(map(snapshot_of, captured.modules))
         self._runs_all = list(captured.modules.values())
-        self._is_done = False
-        self._generators = captured.generators
-        small = [tensor for tensor in captured.tensors if _is_small_state(tensor)]
-        self._copied = list({id(tensor): tensor for tensor in small}.values())
+        self._generators, self._variables = captured.generators, captured.variables
+        self._copied = list({id(tensor): tensor for tensor in captured.tensors if _is_small_state(tensor)}.values())
+        self._copies, self._copied_versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
         self._tracked = [tensor for tensor in captured.tensors if not _is_small_state(tensor)]
-        self._copies, self._versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
-        self._cells, self._globals = captured.cells, captured.globals
+        self._tracked_versions: list[int] | None = None  # None before the forward is done
         states = list({id(state): state for state in captured.states}.values())
-        self._states = [(state, copy_of(state)) for state in states]
+        self._states = Containers(states) if states else None
 
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self._tracked}.union(*(each.devices() for each in self._snapshots))
@@ -185,72 +200,41 @@ class FunctionState:
 
     def forward_done(self, *, runs_all: bool) -> FunctionState:
         """Record what the forward wrote and rebound; return self. `runs_all`: whether it surely ran whole modules."""
-        self._is_done = True
         pairs = zip(self._snapshots, self._runs_all, strict=True)
         self._snapshots = [snapshot.forward_done(runs_all=runs_all and is_whole) for snapshot, is_whole in pairs]
-        self._versions = [*self._versions, *_compat.versions_of(self._tracked)]
-        self._cells = [(cell, value) for cell, value in self._cells if _contents(cell) is value]
-        self._globals = [each for each in self._globals if each[0].get(each[1]) is each[2]]
+        self._tracked_versions = _compat.versions_of(self._tracked)
+        self._variables = [each for each in self._variables if each.read() is each.value]
         return self
 
     def lost(self) -> list[tuple[str, Tensor]]:
         """List tensors that were changed in place since the forward and have no copy, each after its description."""
         lost = [each for snapshot in self._snapshots for each in snapshot.lost()]
-        if not self._is_done:
-            return lost
-        for tensor, version in zip(self._tracked, self._versions[len(self._copied) :], strict=True):
-            if _compat.version_of(tensor) != version:
-                lost.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
+        if self._tracked_versions is not None:
+            for tensor, version in zip(self._tracked, self._tracked_versions, strict=True):
+                if _compat.version_of(tensor) != version:
+                    lost.append((f"a tensor of shape {tuple(tensor.shape)} that the function closes over", tensor))
         return lost
 
     def restore(self, *, is_done: bool = True) -> Callable[[], None]:
         """Restore what the forward read; call the result to restore the present state."""
-        cells = [(cell, live) for cell, contents in self._cells if (live := _contents(cell)) is not contents]
-        names = [
-            (namespace, name, live)
-            for namespace, name, value in self._globals
-            if (live := namespace.get(name, _ABSENT)) is not value
-        ]
-        values, versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
-        present = [(state, copy_of(state)) for state, _ in self._states]
+        rebound = [(each, live) for each in self._variables if (live := each.read()) is not each.value]
         undo_modules = [snapshot.restore(is_done=is_done) for snapshot in self._snapshots]
+        for variable, _ in rebound:
+            variable.bind(variable.value)
+        present = _compat.exchange_all(self._copied, self._copies, self._copied_versions)
+        undo_states = nothing if self._states is None else self._states.restore()
 
         def undo() -> None:
+            undo_states()
+            _compat.overwrite_all(self._copied, *present)
+            for variable, live in rebound:
+                variable.bind(live)
             for undo_module in reversed(undo_modules):
                 undo_module()
-            _compat.overwrite_all(self._copied, values, versions)
-            for state, contents in present:
-                fill(state, contents)
-            for cell, live in cells:
-                if live is _ABSENT:
-                    del cell.cell_contents
-                else:
-                    cell.cell_contents = live
-            for namespace, name, live in names:
-                if live is _ABSENT:
-                    namespace.pop(name, None)
-                else:
-                    namespace[name] = live
 
-        for cell, contents in self._cells:
-            if cells:
-                cell.cell_contents = contents
-        if names:
-            for namespace, name, value in self._globals:
-                namespace[name] = value
-        _compat.overwrite_all(self._copied, self._copies, self._versions[: len(self._copied)])
-        for state, contents in self._states:
-            fill(state, contents)
         return undo
 
 
 def _is_small_state(tensor: Tensor) -> bool:
     is_state = not tensor.requires_grad and not isinstance(tensor, nn.Parameter)
     return is_state and _compat.is_copyable(tensor) and tensor.nbytes <= _SMALL_BYTES
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _ABSENT

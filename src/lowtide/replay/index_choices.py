@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.graph.step_graph import KEPT_COLLECTIVES, KEPT_IN_PLACE
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.divergence import ReplayError
-from lowtide.replay.op_facts import OpFacts, facts_of
+from lowtide.replay.op_facts import facts_of
 
 
 class IndexChoice(NamedTuple):
@@ -82,7 +81,7 @@ def recording(log: IndexChoiceLog, forward: Callable[..., Any], /, *args: Any, *
     output = _at(cursor, forward, args, kwargs)
     # A replay ends with the region's last saved tensor, and does not reach collectives after it.
     num_saves = _num_saves(cursor)
-    while log and log[-1].num_saves == num_saves >= 0 and _kind(log[-1].op) != "index":
+    while log and log[-1].num_saves == num_saves >= 0 and facts_of(log[-1].op).kept_as != "index":
         log.pop()
     return output
 
@@ -128,7 +127,7 @@ class _IndexChoiceMode(_compat.DispatchMode):
         kwargs, cursor = kwargs or {}, self._cursor
         if any(map(_compat.is_distributed_type, types)):
             return NotImplemented  # a DTensor runs the op on its shard, under this mode
-        kind = _kind(func)
+        kind = facts_of(func).kept_as
         if _now.cursor is not cursor or not kind:  # ops of an inner replay belong to another region
             return func(*args, **kwargs)
         if kind == "wait" and _compat.storage_id(args[0]) not in cursor.pending:
@@ -224,24 +223,3 @@ def _differs(func: Any, finding: str) -> ReplayError:
         f"{facts_of(func).name} chooses otherwise in a replay: {finding}. The region does other things than its "
         "forward did: is one of its kernels not deterministic?"
     )
-
-
-_known: dict[int, str] = {}  # by the id of an op: ops live as long as torch and are slow to hash
-
-
-def _kind(func: Any) -> str:
-    """Return how outputs of an op are kept: "index"; "start", "wait", "in place" of a collective; "" if not at all."""
-    known = _known.get(id(func))
-    if known is None:
-        known = _known[id(func)] = _kind_of(facts_of(func)) if _compat.is_op_with_schema(func) else ""
-    return known
-
-
-def _kind_of(facts: OpFacts) -> str:
-    if "index" in facts.flags:
-        return "index"
-    if facts.name.startswith(KEPT_COLLECTIVES):
-        return "start"
-    if facts.name.startswith(KEPT_IN_PLACE):
-        return "in place"
-    return "wait" if facts.name.startswith("_c10d_functional.wait_tensor") else ""

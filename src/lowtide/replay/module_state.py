@@ -27,7 +27,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,37 @@ from lowtide import _compat
 from lowtide._compat.modules import companion_of, set_companion
 from lowtide.graph.arrays import ALWAYS_COPIED_BYTES
 from lowtide.replay.arguments import LastCall
-from lowtide.replay.object_state import ABSENT, INTERNAL_NAMES, Containers, Names, Slot, bind, nothing, reachable
-from lowtide.replay.op_facts import code_facts
+from lowtide.replay.object_state import Containers, code_facts, nothing, reachable
 
 _LOST = -1  # a version that no tensor has
 _COUNTER = "num_batches_tracked"
 # Written by kernels that do not raise the version. Where there is a counter, its version shows such a write.
 _STATISTICS = frozenset({"running_mean", "running_var", _COUNTER})
+
+
+_ABSENT: Any = object()
+# Attributes that `nn.Module` sets itself, and `forward`, which engines patch.
+_INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+
+Names = dict[str, Any]  # the dict behind a module's parameters, buffers, children or attributes
+
+
+class Slot(NamedTuple):
+    """A name that code may read a value from."""
+
+    names: Names
+    key: str
+    owner: nn.Module
+
+    @property
+    def habit(self) -> tuple[int, str, bool]:
+        """The key by which writes are recorded: a forward may write in training only."""
+        return id(self.names), self.key, self.owner.training
+
+    def describe(self, tensor: Tensor) -> str:
+        kind = "attribute" if self.names is vars(self.owner) else "buffer"
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
+        return f"{kind} {self.key!r} of {type(self.owner).__name__}"
 
 
 class ModuleTree:
@@ -85,8 +109,8 @@ class ModuleTree:
         self.devices = {value.device for value in values if isinstance(value, Tensor)}
         self.last: ModuleSnapshot | None = None  # of the last call
         self.last_call = LastCall()  # of the root, as a region
-        # Whether a forward was seen to write a tensor, by its names, key and training flag.
-        self._is_written: dict[tuple[int, str, bool], bool] = {} if known is None else known._is_written
+        # Whether a forward was seen to write a tensor, by `Slot.habit`.
+        self.writes: dict[tuple[int, str, bool], bool] = {} if known is None else known.writes
 
     def __deepcopy__(self, memo: Any) -> None:
         """Return None: a copy of the module has other dicts and needs a tree of its own."""
@@ -96,7 +120,7 @@ class ModuleTree:
 
     def read(self) -> list[Any]:
         """Return the values that all names are bound to now."""
-        return list(map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT)))
+        return list(map(dict.get, self._slot_names, self._slot_keys, repeat(_ABSENT)))
 
     def are_bound_to(self, values: list[Any]) -> bool:
         """Return whether the names are bound to these values and no names were added."""
@@ -109,7 +133,7 @@ class ModuleTree:
     def _read_keys(self) -> list[str]:
         return list(chain.from_iterable(self._dicts))
 
-    def new_slots(self) -> list[Slot]:
+    def _new_slots(self) -> list[Slot]:
         """List the names that were added since the tree was made."""
         known = {(id(slot.names), slot.key) for slot in self.slots}
         owners = {id(slot.names): slot.owner for slot in self.slots}
@@ -117,7 +141,7 @@ class ModuleTree:
             Slot(names, key, owners.get(id(names), self.slots[0].owner))
             for names in self._dicts
             for key in names
-            if (id(names), key) not in known and key not in INTERNAL_NAMES
+            if (id(names), key) not in known and key not in _INTERNAL_NAMES
         ]
 
     def snapshot(self) -> ModuleSnapshot | None:
@@ -150,7 +174,7 @@ class ModuleTree:
             return slot.owner.training
         if slot.key == "weight" and getattr(slot.owner, "max_norm", None) is not None:
             return True  # an embedding that scales its rows before it reads them
-        return self._is_written.get(_habit(slot))
+        return self.writes.get(slot.habit)
 
     def may_hide_writes(self, slot: Slot | None, tensor: Tensor) -> bool:
         """Return whether a forward may write a tensor without a new version, as norms write their statistics.
@@ -165,19 +189,40 @@ class ModuleTree:
             return slot.owner.training
         return self.hides_writes or self.is_written(slot) is not False
 
-    def known_writes(self) -> dict[tuple[int, str, bool], bool]:
-        """Return what is known of which forwards write which tensors."""
-        return dict(self._is_written)
+    def bind(self, values: list[Any]) -> Callable[[], None]:
+        """Bind all names to `values`; call the result to bind them to their present values again."""
+        if self.are_bound_to(values):
+            return functools.partial(self._bind_if_changed, values)
+        self.last = None  # it would keep values alive that nothing else holds
+        new_slots = self._new_slots()
+        present, new_values = self.read(), [slot.names.pop(slot.key) for slot in new_slots]
+        self._bind_each(values)
 
-    def knows_only(self, writes: dict[tuple[int, str, bool], bool]) -> bool:
-        """Return whether nothing was learned since `known_writes` returned this."""
-        return self._is_written == writes
+        def undo() -> None:
+            self._bind_each(present)
+            for slot, value in zip(new_slots, new_values, strict=True):
+                slot.names[slot.key] = value
 
-    def record_writes(self, slot: Slot, *, is_written: bool) -> None:
-        self._is_written[_habit(slot)] = is_written
+        return undo
+
+    def _bind_if_changed(self, values: list[Any]) -> None:
+        if not self.are_bound_to(values):
+            self._bind_each(values)
+
+    def _bind_each(self, values: list[Any]) -> None:
+        for slot in self._new_slots():
+            del slot.names[slot.key]
+        for slot, value in zip(self.slots, values, strict=True):
+            live = slot.names.get(slot.key, _ABSENT)
+            if live is value or slot.key in _INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
+                continue
+            if value is _ABSENT:
+                slot.names.pop(slot.key, None)
+            else:
+                slot.names[slot.key] = value
 
 
-_TORCHS_OWN = INTERNAL_NAMES - {"forward"}  # an added or removed `forward` must not hide that another name has gone
+_TORCHS_OWN = _INTERNAL_NAMES - {"forward"}  # an added or removed `forward` must not hide that another name has gone
 
 
 def _is_plain_layer(module: nn.Module) -> bool:
@@ -190,8 +235,9 @@ def _ids_of_modules(values: list[Any]) -> set[int]:
     return {id(value) for value in values if isinstance(value, nn.Module)}
 
 
-def _habit(slot: Slot) -> tuple[int, str, bool]:
-    return id(slot.names), slot.key, slot.owner.training
+def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
+    """Return whether one of the two is sharded: FSDP2 swaps sharded and whole parameters itself in every forward."""
+    return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))
 
 
 class StateParts:
@@ -211,7 +257,7 @@ class StateParts:
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
         state = reachable(
-            value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in INTERNAL_NAMES
+            value for slot, value in zip(tree.slots, values, strict=True) if slot.key not in _INTERNAL_NAMES
         )
         self.generators, self.modules = state.generators, set(map(id, state.modules))
         containers = [*state.containers, *tree.outside]
@@ -224,7 +270,7 @@ class StateParts:
         for value in state.tensors:
             is_small = _is_copyable_state(value) and value.nbytes <= ALWAYS_COPIED_BYTES
             (copied if is_small else uncopied).setdefault(id(value), (None, value))
-        self._known_writes = tree.known_writes()
+        self._known_writes = dict(tree.writes)
         self._divide(list(copied.values()), [each for each in uncopied.values() if not each[1].is_inference()])
         others = [
             (slot, value) for slot, value in (*self.copied, *self.uncopied) if not isinstance(value, nn.Parameter)
@@ -254,7 +300,7 @@ class StateParts:
 
     def are_current(self) -> bool:
         """Return whether the same tensors are to be copied now, if the names are bound as before."""
-        return self.has_same_containers() and self.tree.knows_only(self._known_writes)
+        return self.has_same_containers() and self.tree.writes == self._known_writes
 
 
 class ModuleSnapshot:
@@ -319,7 +365,7 @@ class ModuleSnapshot:
             if versions[index] != state.versions[index]:
                 versions[index] = _LOST
                 if slot is not None:  # the next forward has a copy
-                    tree.record_writes(slot, is_written=True)
+                    tree.writes[slot.habit] = True
         tree.last = None
         return state._with_versions(versions)
 
@@ -358,14 +404,14 @@ class ModuleSnapshot:
             is_changed = _compat.version_of(tensor) != version
             if isinstance(tensor, nn.Parameter):
                 if runs_all or is_changed:
-                    tree.record_writes(slot, is_written=is_changed)
+                    tree.writes[slot.habit] = is_changed
             elif is_changed:
                 # The version shows such writes, so a small tensor needs no copy in every call.
                 if tensor.nbytes > ALWAYS_COPIED_BYTES:
-                    tree.record_writes(slot, is_written=True)
+                    tree.writes[slot.habit] = True
             elif runs_all and tree.is_written(slot) is None and _compat.has_values(tensor):
                 with _compat.without_modes():
-                    tree.record_writes(slot, is_written=not torch.equal(_compat.as_tensor(copied), tensor))
+                    tree.writes[slot.habit] = not torch.equal(_compat.as_tensor(copied), tensor)
 
     def devices(self) -> set[torch.device]:
         return self.tree.devices
@@ -390,7 +436,7 @@ class ModuleSnapshot:
         `is_done`: the forward has ended, so that a replay writes only what the forward has written.
         """
         parts = self.parts
-        undo_names = bind(parts.tree, parts.values)
+        undo_names = parts.tree.bind(parts.values)
         if parts.containers is None and not parts.copied:
             return undo_names
         undo_containers = nothing if parts.containers is None else parts.containers.restore()
@@ -456,7 +502,7 @@ def _all_modules(root: nn.Module) -> list[nn.Module]:
     modules = _compat.submodules(root)
     known = set(map(id, modules))
     for module in modules:  # grows
-        held = (value for key, value in vars(module).items() if key not in INTERNAL_NAMES)
+        held = (value for key, value in vars(module).items() if key not in _INTERNAL_NAMES)
         for part in reachable(held).modules:
             more = [each for each in _compat.submodules(part) if id(each) not in known]
             known.update(map(id, more))

@@ -1,12 +1,14 @@
-"""Restore Python state for a replay: the contents of containers and objects, and the names that modules bind.
+"""Python state that a replay restores: find it from values and from code, compare it, and put it back.
 
 `module_state` and `function_state` use this for everything that is not a tensor. `reachable` lists the lists, dicts,
 sets, deques, objects and generators that some values lead to. `Containers` stores what they hold; a comparison by
 identity, in a few calls of C functions, tells whether they have changed. Random states of Python and numpy, arrays and
 objects with `__slots__` have no parts to compare, and are copied for every call.
 
-`bind` binds a module's names (parameters, buffers, children, attributes) to the values of the forward for the time of a
-replay.
+`code_facts` reads the names in a class's methods and in the functions that they call. It covers two effects that leave
+no trace in torch: kernels of norms write their running statistics without a new version, and Python's and numpy's
+global generators are drawn from without being attributes of a module. It is a guess; where it is wrong, a replay makes
+a few small copies that it does not need.
 
 Limits: containers nested more than 4 deep, with more than 10,000 parts, objects with more than 100 attributes and
 arrays over 256 KiB are not restored; a replay reads them as they are.
@@ -14,24 +16,21 @@ arrays over 256 KiB are not restored; a replay reads them as they are.
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 import random
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from lowtide import _compat
-
-if TYPE_CHECKING:
-    from lowtide.replay.module_state import ModuleTree
 
 _MAX_DEPTH = 4  # of containers in containers
 _MAX_PARTS = 10_000  # of a container; longer ones are read as they are at the replay
@@ -249,65 +248,93 @@ def _set_attributes(container: Any, wanted: dict[str, Any]) -> None:
         vars(container).update(wanted)
 
 
-ABSENT: Any = object()
-# Attributes that `nn.Module` sets itself, and `forward`, which engines patch.
-INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-
-Names = dict[str, Any]  # the dict behind a module's parameters, buffers, children or attributes
-
-
-class Slot(NamedTuple):
-    """A name that code may read a value from."""
-
-    names: Names
-    key: str
-    owner: nn.Module
-
-    def describe(self, tensor: Tensor) -> str:
-        kind = "attribute" if self.names is vars(self.owner) else "buffer"
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
-        return f"{kind} {self.key!r} of {type(self.owner).__name__}"
-
-
 def nothing() -> None:
     """The undo function of a restore that changed nothing."""
 
 
-def bind(tree: ModuleTree, values: list[Any]) -> Callable[[], None]:
-    """Bind all names of a tree to `values`; call the result to bind them to their present values again."""
-    if tree.are_bound_to(values):
-        return functools.partial(_bind_if_changed, tree, values)
-    tree.last = None  # it would keep values alive that nothing else holds
-    new_slots = tree.new_slots()
-    present, new_values = tree.read(), [slot.names.pop(slot.key) for slot in new_slots]
-    _bind_each(tree, values)
-
-    def undo() -> None:
-        _bind_each(tree, present)
-        for slot, value in zip(new_slots, new_values, strict=True):
-            slot.names[slot.key] = value
-
-    return undo
+PythonState = random.Random | np.random.RandomState
 
 
-def _bind_if_changed(tree: ModuleTree, values: list[Any]) -> None:
-    if not tree.are_bound_to(values):
-        _bind_each(tree, values)
+class CodeFacts(NamedTuple):
+    """What a class's code may do, judged by the names in it. A wrong guess costs copies."""
+
+    hides_writes: bool  # it calls a norm's kernel, which writes running statistics without a new version
+    states: tuple[PythonState, ...]  # the global generators of Python or numpy that it draws from
+    reads_training: bool = True  # it may read `self.training`
 
 
-def _bind_each(tree: ModuleTree, values: list[Any]) -> None:
-    for slot in tree.new_slots():
-        del slot.names[slot.key]
-    for slot, value in zip(tree.slots, values, strict=True):
-        live = slot.names.get(slot.key, ABSENT)
-        if live is value or slot.key in INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
+_facts: weakref.WeakKeyDictionary[type, CodeFacts] = weakref.WeakKeyDictionary()
+
+
+def code_facts(kind: type) -> CodeFacts:
+    """Return the facts of all methods of a class and of the functions that they name."""
+    if kind not in _facts:
+        _facts[kind] = _read_code(kind)
+    return _facts[kind]
+
+
+def _read_code(kind: type) -> CodeFacts:
+    if kind.__module__ == nn.BatchNorm1d.__module__:  # the version of its counter shows its writes
+        return CodeFacts(False, (), True)
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)] if nn.Module in kind.__mro__ else kind.__mro__
+    members = (getattr(member, "__func__", member) for base in bases for member in vars(base).values())
+    functions = [member for member in members if isinstance(member, types.FunctionType)]
+    hides_writes = reads_training = False
+    states: dict[int, PythonState] = {}
+    for function in functions:  # grows while it is walked
+        names = code_names(function.__code__)
+        hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
+        reads_training = reads_training or "training" in names
+        for value in (*_read_globals(function, names), *_cell_contents(function), *imported(function.__code__)):
+            states.update((id(state), state) for state in drawn_from(value, names))
+            is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
+            if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
+                functions.append(value)
+    return CodeFacts(hides_writes, tuple(states.values()), reads_training)
+
+
+def _read_globals(function: types.FunctionType, names: frozenset[str]) -> list[Any]:
+    return [function.__globals__[name] for name in names if name in function.__globals__]
+
+
+def _cell_contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
             continue
-        if value is ABSENT:
-            slot.names.pop(slot.key, None)
-        else:
-            slot.names[slot.key] = value
 
 
-def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
-    """Return whether one of the two is sharded: FSDP2 swaps sharded and whole parameters itself in every forward."""
-    return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))
+@functools.lru_cache(maxsize=4096)
+def code_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code, and functions defined inside it, may look up in globals or on objects."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= code_names(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def imported(code: types.CodeType) -> tuple[types.ModuleType, ...]:
+    """Return the modules that code, and functions defined inside it, import when they run; those loaded so far."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    # `import numpy.random` binds numpy, and `from numpy.random import rand` what it names.
+    modules = {sys.modules.get(part) for name in found for part in (name, name.partition(".")[0])}
+    inner = (imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return (*(module for module in modules if module is not None), *(module for each in inner for module in each))
+
+
+def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:
+    """Yield the global generators of Python and numpy that a value leads to."""
+    owner = getattr(value, "__self__", None) if callable(value) else None
+    if value is random or owner is _PYTHON_STATE:
+        yield _PYTHON_STATE
+    if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
+        yield _NUMPY_STATE
+
+
+_MAX_FUNCTIONS = 500  # of a class and what it calls
+_NORM_KERNELS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_PYTHON_STATE: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_NUMPY_STATE: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]

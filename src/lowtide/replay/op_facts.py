@@ -1,31 +1,18 @@
-"""Facts about ops and about the code of module classes, worked out once for each.
+"""Facts about ops, read from an op's schema and name: what it writes, whether it is random, a view, or a collective.
 
-`facts_of(op)` is read from an op's schema and name: what it writes, whether it is random, a view, a collective, or
-returns indices. Traces store these flags, and replays decide by them what to keep.
-
-`code_facts(cls)` is read from the names in a class's methods and in the functions that they call. It covers two effects
-that leave no trace in torch: kernels of norms write their running statistics without a new version, and Python's and
-numpy's global generators are drawn from without being attributes of a module. It is a guess; where it is wrong, a
-replay makes a few small copies that it does not need.
+Traces store the flags. The dispatch modes of replays decide by them which outputs to keep, and look facts up for every
+op that runs: by the op's id, as ops are slow to hash.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
-import random
-import sys
-import types
-import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide import _compat
-from lowtide.graph.step_graph import KEPT_IN_PLACE
+from lowtide.graph.step_graph import KEPT_COLLECTIVES, KEPT_IN_PLACE
 from lowtide.replay.arguments import tensors_in
 
 _INDEX_OPS = frozenset(
@@ -34,7 +21,7 @@ _INDEX_OPS = frozenset(
 _INDEX_OVERLOADS = frozenset({"aten.max.dim", "aten.min.dim"})  # other overloads of these ops return values only
 # They write running statistics in training, which their schemas do not declare.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
+_OWN_NAMESPACES = frozenset({"aten", "prim", "prims"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +34,10 @@ class OpFacts:
     written_in_training: tuple[int, ...]
     has_dynamic_shape: bool
     argument_names: tuple[str, ...]
+    kept_as: str  # how replays get its output (`index_choices`): "index"; "start", "wait" or "in place"; "" for others
+    is_foreign: bool  # not one of torch's own, so that its schema may be incomplete
+    may_draw: bool  # draws random numbers, or may do so
+    may_write: bool  # writes to arguments, always or in training
 
     def written_tensors(self, args: Any, kwargs: Any) -> list[Tensor]:
         """List the tensors that a call with these arguments writes to."""
@@ -67,117 +58,52 @@ class OpFacts:
         return args[index] if index < len(args) else kwargs.get(self.argument_names[index])
 
 
-@functools.cache
-def facts_of(func: Any) -> OpFacts:
+_known: dict[int, tuple[Any, OpFacts]] = {}  # by the id of the op, which is held so that the id stays its own
+
+
+def facts_of(op: Any) -> OpFacts:
     """Return the facts of an op, read from its schema once."""
-    namespace, name, written, is_random, is_view = _compat.op_facts(func)
+    known = _known.get(id(op))
+    if known is None:
+        _known[id(op)] = known = op, _read(op)
+    return known[1]
+
+
+def _read(op: Any) -> OpFacts:
+    if not _compat.is_op_with_schema(op):  # a higher-order op, which calls functions
+        return OpFacts(str(op), ("custom",), (), (), False, (), "", is_foreign=True, may_draw=True, may_write=False)
+    namespace, name, written, is_random, is_view = _compat.op_facts(op)
     base = name.split(".")[1]
-    is_own = namespace in OWN_NAMESPACES
+    is_own = namespace in _OWN_NAMESPACES
+    is_index = (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS
+    is_in_place = name.startswith(KEPT_IN_PLACE)
+    if is_in_place:  # their schemas declare no writes
+        written = frozenset({0})
     flags = {
         "random": is_random,
         "collective": namespace in _compat.COLLECTIVE_NAMESPACES,
         "mutates": bool(written),
         "view": is_view,
-        "index": (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS,
+        "index": is_index,
         "custom": not is_own and namespace not in _compat.COLLECTIVE_NAMESPACES,
     }
-    if name.startswith(KEPT_IN_PLACE):  # their schemas declare no writes
-        written, flags["mutates"] = frozenset({0}), True
-    names = tuple(_compat.op_argument_names(func))
+    ways = {
+        "index": is_index,
+        "start": name.startswith(KEPT_COLLECTIVES),
+        "in place": is_in_place,
+        "wait": name.startswith("_c10d_functional.wait_tensor"),
+    }
+    names = tuple(_compat.op_argument_names(op))
     is_batch_norm = is_own and base in _BATCH_NORMS
     return OpFacts(
         name=name,
         flags=tuple(flag for flag, holds in flags.items() if holds),
         written=tuple(sorted(written)),
         written_in_training=tuple(names.index(n) for n in ("running_mean", "running_var")) if is_batch_norm else (),
-        has_dynamic_shape=_compat.has_dynamic_shape(func),
+        has_dynamic_shape=_compat.has_dynamic_shape(op),
         argument_names=names,
+        kept_as=next((way for way, holds in ways.items() if holds), ""),
+        is_foreign=not is_own,
+        may_draw=is_random or not is_own,
+        may_write=bool(written) or is_batch_norm,
     )
-
-
-PythonState = random.Random | np.random.RandomState
-
-
-class CodeFacts(NamedTuple):
-    """What a class's code may do, judged by the names in it. A wrong guess costs copies."""
-
-    hides_writes: bool  # it calls a norm's kernel, which writes running statistics without a new version
-    states: tuple[PythonState, ...]  # the global generators of Python or numpy that it draws from
-    reads_training: bool = True  # it may read `self.training`
-
-
-_facts: weakref.WeakKeyDictionary[type, CodeFacts] = weakref.WeakKeyDictionary()
-
-
-def code_facts(kind: type) -> CodeFacts:
-    """Return the facts of all methods of a class and of the functions that they name."""
-    if kind not in _facts:
-        _facts[kind] = _read_code(kind)
-    return _facts[kind]
-
-
-def _read_code(kind: type) -> CodeFacts:
-    if kind.__module__ == nn.BatchNorm1d.__module__:  # the version of its counter shows its writes
-        return CodeFacts(False, (), True)
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)] if nn.Module in kind.__mro__ else kind.__mro__
-    members = (getattr(member, "__func__", member) for base in bases for member in vars(base).values())
-    functions = [member for member in members if isinstance(member, types.FunctionType)]
-    hides_writes = reads_training = False
-    states: dict[int, PythonState] = {}
-    for function in functions:  # grows while it is walked
-        names = code_names(function.__code__)
-        hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
-        reads_training = reads_training or "training" in names
-        for value in (*_read_globals(function, names), *_cell_contents(function), *imported(function.__code__)):
-            states.update((id(state), state) for state in drawn_from(value, names))
-            is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
-            if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
-                functions.append(value)
-    return CodeFacts(hides_writes, tuple(states.values()), reads_training)
-
-
-def _read_globals(function: types.FunctionType, names: frozenset[str]) -> list[Any]:
-    return [function.__globals__[name] for name in names if name in function.__globals__]
-
-
-def _cell_contents(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-
-
-@functools.lru_cache(maxsize=4096)
-def code_names(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code, and functions defined inside it, may look up in globals or on objects."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= code_names(constant)
-    return frozenset(names)
-
-
-@functools.lru_cache(maxsize=4096)
-def imported(code: types.CodeType) -> tuple[types.ModuleType, ...]:
-    """Return the modules that code, and functions defined inside it, import when they run; those loaded so far."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
-    # `import numpy.random` binds numpy, and `from numpy.random import rand` what it names.
-    modules = {sys.modules.get(part) for name in found for part in (name, name.partition(".")[0])}
-    inner = (imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return (*(module for module in modules if module is not None), *(module for each in inner for module in each))
-
-
-def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:
-    """Yield the global generators of Python and numpy that a value leads to."""
-    owner = getattr(value, "__self__", None) if callable(value) else None
-    if value is random or owner is _PYTHON_STATE:
-        yield _PYTHON_STATE
-    if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
-        yield _NUMPY_STATE
-
-
-_MAX_FUNCTIONS = 500  # of a class and what it calls
-_NORM_KERNELS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-_PYTHON_STATE: random.Random = random.random.__self__  # type: ignore[attr-defined]
-_NUMPY_STATE: np.random.RandomState = np.random.random.__self__  # type: ignore[attr-defined]

@@ -10,10 +10,9 @@ compares checksums of the outputs while the profile is recorded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.environment import RandomStates
-from lowtide.replay.op_facts import OWN_NAMESPACES, facts_of
+from lowtide.replay.op_facts import facts_of
 from lowtide.replay.recomputing import Collector, replay_depth
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ def _sums_of(storage: _compat.StorageReference, num_bytes: int) -> Tensor:
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # shape, stride and offset
 Build = Callable[[list[Any]], Any]
-_Fact = TypeVar("_Fact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +176,14 @@ class CaptureProfileMode(_OpCountingMode):
             return output
         if type(op[0]) is not tuple:
             self._kinds.append(op[0])
-        self._num_draws += _is_random(func)
+        facts = facts_of(func)
+        self._num_draws += facts.may_draw
         if _compat.reveals_values(func, args, output):
             self._forget_ops(
                 {op for op, (retained, num_parts, _) in self._retained.items() if len(retained.saves) < num_parts}
             )
-        if _may_write(func):
-            self._forget(storages_in(facts_of(func).written_tensors(args, kwargs or {})))
+        if facts.may_write:
+            self._forget(storages_in(facts.written_tensors(args, kwargs or {})))
         elif position in self._ops.positions and type(op[0]) is not tuple and not _compat.gives_views(func):
             # (Casts of weights are not retained: autocast would cache them for other regions.)
             self._add(op, position, func, args, kwargs, output)
@@ -198,7 +197,8 @@ class CaptureProfileMode(_OpCountingMode):
             return
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             return
-        if len(full) != len(parts) and (_is_foreign(func) or _compat.has_dynamic_shape(func)):
+        facts = facts_of(func)
+        if len(full) != len(parts) and (facts.is_foreign or facts.has_dynamic_shape):
             return  # its other outputs may differ each time
         for number, part in full.items():
             geometry, num_bytes = _geometry_of(part), part.untyped_storage().nbytes()
@@ -209,8 +209,8 @@ class CaptureProfileMode(_OpCountingMode):
             self._unseen.made(op, list(full.values()))
         others = tuple(None if number in full else part for number, part in enumerate(parts))
         form = _form_of(args), _form_of(kwargs)
-        self._retained[op] = RetainedOp(position, {}, others, build, _is_random(func), form), len(full), self._num_draws
-        if _is_random(func):
+        self._retained[op] = RetainedOp(position, {}, others, build, facts.may_draw, form), len(full), self._num_draws
+        if facts.may_draw:
             self._states[op] = RandomStates([part.device for part in full.values()])
 
     def _forget(self, storages: set[int]) -> None:
@@ -284,9 +284,9 @@ class RetainedOutputMode(_OpCountingMode):
             retained = None if self._is_astray else self._profile.ops.get(op)
             if retained is not None and self._may_take(op, retained, args, kwargs):
                 return self._take(op, retained)
-            if _is_random(func) and len(self._collector.tensors) <= self._last_state:
+            if facts_of(func).may_draw and len(self._collector.tensors) <= self._last_state:
                 self._give_up()  # the forward drew these before the state was captured
-        if self.taken and _may_write(func):
+        if self.taken and facts_of(func).may_write:
             storages = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
             if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
                 self._give_up()  # the kept tensor was written to in the forward, or is another one
@@ -340,39 +340,6 @@ class RetainedOutputMode(_OpCountingMode):
                 _compat.set_version(tensor, 0)
                 self._collector.versions[index] = 0
         return not (self._is_wrong or self._unconfirmed)
-
-
-def _cached_by_id(find: Callable[[Any], _Fact]) -> Callable[[Any], _Fact]:
-    """Cache a function of ops by the op's id: ops live as long as torch and are slow to hash."""
-    known: dict[int, _Fact] = {}
-
-    @functools.wraps(find)
-    def cached(func: Any) -> _Fact:
-        fact = known.get(id(func))
-        if fact is None:
-            known[id(func)] = fact = find(func)
-        return fact
-
-    return cached
-
-
-def _is_foreign(func: Any) -> bool:
-    """Return whether an op is not one of torch's own, so that its schema may be incomplete."""
-    return getattr(func, "namespace", None) not in OWN_NAMESPACES
-
-
-@_cached_by_id
-def _is_random(func: Any) -> bool:
-    """Return whether an op draws random numbers, or may do so."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or _is_foreign(func)
-
-
-@_cached_by_id
-def _may_write(func: Any) -> bool:
-    """Return whether an op may write to arguments, also a norm to its statistics, which its schema omits."""
-    if not _compat.is_op_with_schema(func):
-        return False
-    return _compat.writes(func) or bool(facts_of(func).written_in_training)
 
 
 def _geometry_of(tensor: Tensor) -> Geometry:
