@@ -145,19 +145,21 @@ class Arguments:
 
     def path_of_tensor(self, index: int) -> Path:
         """Return the path of the tensor with this index among the arguments, for error messages."""
-        return self._find(lambda template: isinstance(template, _Slot) and template.index == index)
+        slots = ((path, part) for path, part in self._templates() if isinstance(part, _Slot))
+        return next(path for path, slot in slots if slot.index == index)
 
     def path_of(self, value: Any) -> Path:
         """Return the path of an object among the arguments, for error messages."""
-        return self._find(lambda template: template is value)
+        return next(path for path, part in self._templates() if part is value)
 
     def _named(self) -> list[tuple[Path, Any]]:
         named = [*enumerate(self._args), *(self._kwargs or {}).items()]
         return [((name,), template) for name, template in named]
 
-    def _find(self, is_it: Callable[[Any], bool]) -> Path:
-        paths = (_find(template, is_it, path) for path, template in self._named())
-        return next(path for path in paths if path is not None)
+    def _templates(self) -> Iterator[tuple[Path, Any]]:
+        """Iterate over the template: each container before its parts."""
+        for path, template in self._named():
+            yield from _walk(template, path)
 
     def _take(self, value: Any, depth: int, tensors: list[Tensor], indices: dict[int, int]) -> Any:
         kind = type(value)
@@ -199,15 +201,11 @@ def _build(template: Any, tensors: Sequence[Tensor]) -> Any:
     return template
 
 
-def _find(template: Any, is_it: Callable[[Any], bool], path: Path) -> Path | None:
-    if is_it(template):
-        return path
+def _walk(template: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    yield path, template
     if isinstance(template, _Container):
         for key, part in template.parts.items():
-            found = _find(part, is_it, (*path, key))
-            if found is not None:
-                return found
-    return None
+            yield from _walk(part, (*path, key))
 
 
 def _find_change(value: Any, template: Any, path: Path, tensors: Sequence[Tensor]) -> Path | None:
@@ -267,12 +265,8 @@ def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]]
     None for a class that cannot be copied; such an object is passed by reference.
     """
     kind = type(container)
-    if kind is dict:
-        return dict
-    if kind is list:
-        return _rebuild_list
-    if kind is tuple:
-        return _rebuild_plain_tuple
+    if kind in _REBUILD_PLAIN:
+        return _REBUILD_PLAIN[kind]
     if isinstance(container, tuple):
         return functools.partial(_rebuild_tuple, kind, dict(getattr(container, "__dict__", {})))
     # Another class: a shallow copy keeps what else it carries, and is emptied so that it holds no tensor.
@@ -293,12 +287,11 @@ def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]]
     return rebuild
 
 
-def _rebuild_list(parts: dict[Any, Any]) -> list[Any]:
-    return list(parts.values())
-
-
-def _rebuild_plain_tuple(parts: dict[Any, Any]) -> tuple[Any, ...]:
-    return tuple(parts.values())
+_REBUILD_PLAIN: dict[type, Callable[[dict[Any, Any]], Any]] = {
+    dict: dict,
+    list: lambda parts: list(parts.values()),
+    tuple: lambda parts: tuple(parts.values()),
+}
 
 
 def _rebuild_tuple(kind: type, attributes: dict[str, Any], parts: dict[Any, Any]) -> Any:
@@ -398,21 +391,16 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return `tree` with every tensor replaced, in any nesting of tuples, lists, mappings and dataclasses."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        return type(tree)(map_tensors(function, item) for item in tree)
     if isinstance(tree, Mapping):
         mapped = copy.copy(tree)
         for key, item in tree.items():
             mapped[key] = map_tensors(function, item)  # type: ignore[index]
         return mapped
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        new = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            object.__setattr__(new, field.name, map_tensors(function, getattr(tree, field.name)))
-        return new
-    return tree
+    parts = _parts(tree)
+    rebuild = None if parts is None else _rebuilder(tree, parts)
+    if parts is None or rebuild is None:
+        return tree
+    return rebuild({key: map_tensors(function, part) for key, part in parts.items()})
 
 
 def alias_of(tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
@@ -123,7 +122,7 @@ def checkpoint(
         input_hooks=None if store is None else store_hooks(store),
         contexts=contexts,
     )
-    if contexts is not None and not any(type(value) not in _compat.PLAIN_TYPES for value in _tensors(args, kwargs)):
+    if contexts is not None and all(type(each) in _compat.PLAIN_TYPES for each in Arguments.take(args, kwargs)[1]):
         _check_policy_is_used(contexts[0])  # with tensor subclasses, other ops run than the policy sees
     return output
 
@@ -147,10 +146,6 @@ def _with_state(captured: list[FunctionState], function: Callable[..., Any], *ar
             return function(*args, **kwargs)
     finally:
         undo()
-
-
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return Arguments.take(args, kwargs)[1]
 
 
 def store_hooks(store: InputsKeeper) -> Hooks:

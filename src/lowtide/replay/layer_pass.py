@@ -15,7 +15,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import CapacityError, ChangedInPlaceError, StoreError
 from lowtide.policies import Revolve
 from lowtide.replay import divergence, environment
 from lowtide.replay.arguments import Fingerprint
 from lowtide.replay.function_state import FunctionState
-from lowtide.replay.recomputing import one_deeper
+from lowtide.replay.recomputing import guard, one_deeper
 from lowtide.store.activation_store import ActivationStore, Missing
 from lowtide.units import format_bytes
 
@@ -57,22 +56,13 @@ class LayerState:
     def restored(self) -> Iterator[None]:
         """A context for a replay of the run. Afterwards the state of before is restored."""
         lost = self._state.lost()
-        # Captured state may be unused: refuse only if the layers read it.
-        guard = ReadGuard([tensor for _, tensor in lost], self._refuse) if lost else nullcontext()
-        undo_state = self._state.restore(is_done=self._is_done)
-        try:
-            undo_environment = self._environment.restore()
-            try:
-                with one_deeper(), guard:
-                    yield
-            finally:
-                undo_environment()
-        finally:
-            undo_state()
-
-    def _refuse(self, tensor: Tensor) -> None:
-        names = [name for name, each in self._state.lost() if each is tensor]
-        raise divergence.mutated_state(self._function, names[0])
+        with ExitStack() as stack:
+            stack.callback(self._state.restore(is_done=self._is_done))
+            stack.callback(self._environment.restore())
+            stack.enter_context(one_deeper())
+            if lost:
+                stack.enter_context(guard(lost, self._function))
+            yield
 
 
 State = Any  # a tensor or a numpy array

@@ -33,6 +33,8 @@ from lowtide.replay.function_state import FunctionState
 from lowtide.replay.module_state import ModuleSnapshot, snapshot_of
 from lowtide.store import codecs
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
+
 
 class _Replays(threading.local):
     depth = 0
@@ -146,16 +148,11 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     early_stop: bool = True
 
-    def facts(self, tensor: Tensor) -> tuple[Any, ...]:
+    def metadata(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return the metadata that a saved tensor and its recomputation must share."""
         if self.determinism_check == "none":
             return ()
-        return facts_of(tensor) if self.determinism_check == "default" else (*facts_of(tensor), checksum(tensor))
-
-    def collector(self, needed: list[bool], stop: StopAt) -> Collector:
-        """Return the cheapest collector for these saves."""
-        kind = CollectorOfAll if all(needed) and self.determinism_check != "values" else Collector
-        return kind(self, needed, stop)
+        return metadata_of(tensor) if self.determinism_check == "default" else (*metadata_of(tensor), checksum(tensor))
 
 
 DEFAULT_OPTIONS = Options()
@@ -164,15 +161,19 @@ DEFAULT_OPTIONS = Options()
 class Collector:
     """Collects the saved tensors of one replay through its pack hook `pack`; only needed ones are stored."""
 
+    # fmt: off
     __slots__ = (
-        *("_metadata", "_sequence", "_options", "_stop_at", "is_stopped", "needed", "stop", "tensors", "versions"),
+        "_checks_values", "_options", "_others", "_sequence", "_stop_at", "is_stopped", "needed", "stop", "tensors",
+        "versions",
     )
+    # fmt: on
 
     def __init__(self, options: Options, needed: list[bool], stop: StopAt) -> None:
         self._options, self.needed = options, needed
+        self._checks_values = options.determinism_check == "values"
         self.stop, self._stop_at = stop.save, stop
         self._sequence = 0
-        self._metadata: list[Any] = []
+        self._others: dict[int, Any] = {}  # metadata of saves that are not stored, or that have a checksum
         self.tensors: list[Tensor | None] = []
         self.versions: list[int] = []
         self.is_stopped = False
@@ -183,15 +184,21 @@ class Collector:
     @property
     def metadata(self) -> list[Any]:
         """The metadata of each save so far, to be compared with the forward's."""
-        return self._metadata
+        facts = metadata_of if self._options.determinism_check == "default" else self._options.metadata
+        if not self._others:
+            return list(map(facts, self.tensors))  # type: ignore[arg-type]
+        pairs = enumerate(self.tensors)
+        return [facts(each) if each is not None and i not in self._others else self._others[i] for i, each in pairs]
 
     @_compat.never_compiled
-    def pack(self, tensor: Tensor) -> Tensor:
-        index = len(self.tensors)
-        self._metadata.append(self._options.facts(tensor))
+    def pack(self, tensor: Tensor) -> Tensor:  # runs for every saved tensor
+        index, needed = len(self.tensors), self.needed
         # With its history, the tensor would keep the replay's graph alive. (`grad_fn` makes an object, `is_leaf` none.)
         saved = tensor if tensor.is_leaf else tensor.detach()
-        self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
+        is_needed = index < len(needed) and needed[index]
+        if not is_needed or self._checks_values:
+            self._others[index] = self._options.metadata(tensor)
+        self.tensors.append(saved if is_needed else None)
         self.versions.append(version_of_saved(tensor))
         if index == self.stop:
             self._may_stop()
@@ -207,38 +214,17 @@ class Collector:
             raise Stop
 
 
-class CollectorOfAll(Collector):
-    """A faster `Collector` for replays in which every save is needed, as in most."""
-
-    __slots__ = ()
-
-    @property
-    def metadata(self) -> list[Any]:
-        facts = facts_of if self._options.determinism_check == "default" else self._options.facts
-        return list(map(facts, self.tensors))  # type: ignore[arg-type]
-
-    @_compat.never_compiled
-    def pack(self, tensor: Tensor) -> Tensor:
-        saved = tensor if tensor.is_leaf else tensor.detach()
-        index = len(self.tensors)
-        self.tensors.append(saved)
-        self.versions.append(version_of_saved(tensor))
-        if index == self.stop:
-            self._may_stop()
-        return saved
-
-
 # Shape, dtype and device of saved tensors, one tuple per combination: a region then holds references and no objects of
 # its own. Hooks read this dict directly, which saves a call.
 METADATA: dict[Any, Any] = {}
 _MAX_METADATA = 4096
 
-facts_of = operator.attrgetter("shape", "dtype", "device")
+metadata_of = operator.attrgetter("shape", "dtype", "device")
 
 
 def new_metadata(tensor: Tensor) -> Any:
     """Return the metadata of a tensor that is not in `METADATA`, and add it unless its shape is symbolic."""
-    metadata = facts_of(tensor)
+    metadata = metadata_of(tensor)
     if type(tensor) in _compat.PLAIN_TYPES and all(type(size) is int for size in tensor.shape):
         if len(METADATA) >= _MAX_METADATA:
             METADATA.clear()
@@ -246,7 +232,17 @@ def new_metadata(tensor: Tensor) -> Any:
     return metadata
 
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+def guard(lost: list[tuple[str, Tensor]], name: Any) -> ReadGuard:
+    """Return a dispatch mode that raises if a replay reads a lost tensor, even by an op that does not run.
+
+    The state was captured because the function `name` may read it. A replay that does not read it is right.
+    """
+
+    def refuse(tensor: Tensor) -> None:
+        raise divergence.mutated_state(name, next(what for what, each in lost if each is tensor))
+
+    return ReadGuard([tensor for _, tensor in lost], refuse)
+
 
 # An input that an earlier call of the same segment returned: the number of that call, and of its output.
 Link = tuple[int, int]
@@ -314,41 +310,33 @@ class ReplayableCall:
     def _hold(self, tensors: list[Tensor], hooks: Hooks | None) -> None:
         """Hold the inputs that are not links."""
         links = self.links
-        self._unpack_input = None if hooks is None else hooks[1]
-        self._held: list[Any] = [None] * len(tensors)
-        if links and len(links) == len(tensors):  # as in most calls of a segment
-            return
         self._input_versions = _compat.versions_of(tensors)
         self._requires_grad = list(map(_requires_grad, tensors))
+        self._unpack_input = None if hooks is None else hooks[1]
         own = [tensor for index, tensor in enumerate(tensors) if index not in links] if links else tensors
-        if hooks is None:
-            held: list[Any] = list(map(alias_of, own))
+        if hooks is None or not own:
+            self._held: list[Any] = list(map(alias_of, own))
         else:
             pack = hooks[0]
             with torch.enable_grad():  # see `Collector._may_stop`
-                held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in own]
+                self._held = [tensor if is_held_itself(tensor) else pack(tensor.detach()) for tensor in own]
         if links:
-            each = iter(held)
-            held = [None if index in links else next(each) for index in range(len(tensors))]
-        self._held = held
+            held = iter(self._held)
+            self._held = [None if index in links else next(held) for index in range(len(tensors))]
 
     def forward_done(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> LastCall | None:
         """Record what the forward changed; return what the module's next call may share, None for a function."""
         self._is_done = True
         if self._arguments.has_containers:
             self._mutated_path = self._arguments.changed_container(args, kwargs, tensors)
-        links = self.links
-        is_linked = links and len(links) == len(tensors)
-        if not is_linked:
-            self._note_changed_inputs(tensors)
+        self._note_changed_inputs(tensors)
         self.state = state = self.state.forward_done(runs_all=True)
         if not isinstance(state, ModuleSnapshot):
             return None
         last = state.tree.last_call
         last.arguments = self._arguments
-        if not is_linked:
-            self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
-            self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
+        self._input_versions = last.input_versions = same(last.input_versions, self._input_versions)
+        self._requires_grad = last.requires_grad = same(last.requires_grad, self._requires_grad)
         return last
 
     def _note_changed_inputs(self, tensors: list[Tensor]) -> None:
@@ -406,13 +394,7 @@ class ReplayableCall:
         """Return the contexts for a replay: the given ones that are not None, and one that guards lost state."""
         found = [each for each in modes if each is not None]
         lost = self.state.lost()
-        if lost:  # captured state may be unused: refuse only if the replay reads it, even by an op that does not run
-            found.append(ReadGuard([tensor for _, tensor in lost], self._refuse))
-        return found
-
-    def _refuse(self, tensor: Tensor) -> None:
-        names = [name for name, each in self.state.lost() if each is tensor]
-        raise divergence.mutated_state(self.name, names[0])
+        return [*found, guard(lost, self.name)] if lost else found
 
     def run_again(
         self, scope: Any, tensors: list[Tensor], modes: list[AbstractContextManager[Any]], collector: Collector

@@ -54,7 +54,7 @@ from lowtide.replay.recomputing import (
     ReplayableCall,
     Replaying,
     StopAt,
-    facts_of,
+    metadata_of,
     new_metadata,
 )
 
@@ -170,7 +170,9 @@ class Frame:
             token = len(tokens) + FIRST_TOKEN
             tokens.append(token)
             try:
-                self._metadata.append(METADATA[facts_of(saved)] if self._is_default else self._options.facts(saved))
+                self._metadata.append(
+                    METADATA[metadata_of(saved)] if self._is_default else self._options.metadata(saved)
+                )
             except (KeyError, TypeError):
                 self._metadata.append(new_metadata(saved))
             return token
@@ -222,7 +224,7 @@ class Frame:
     def replay(self) -> None:
         """Run the calls again and store their saves."""
         tensors, needed = self._first_inputs(), self._needed()
-        collector = self._options.collector(needed, self._stop(needed))
+        collector = Collector(self._options, needed, self._stop(needed))
         self._run_again(tensors, collector)
         self._finish(collector, tensors)
 

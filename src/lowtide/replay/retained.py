@@ -39,18 +39,21 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.replay.environment import RandomStates
-from lowtide.replay.recomputing import NO_STOP, Collector, Options, ReplayableCall, StopAt
-from lowtide.replay.region import FIRST_TOKEN, Frame, MakeFrame
-from lowtide.replay.retaining_modes import (
+from lowtide.replay.capture_profile import (
     CaptureProfile,
     CaptureProfileMode,
     Op,
-    RetainedOutputMode,
+    OpCountingMode,
+    RetainedOp,
     RetainedPart,
-    RetryReplay,
     as_geometry,
+    form_of,
+    storages_in,
 )
+from lowtide.replay.environment import RandomStates
+from lowtide.replay.op_facts import facts_of
+from lowtide.replay.recomputing import NO_STOP, Collector, Options, ReplayableCall, StopAt
+from lowtide.replay.region import FIRST_TOKEN, Frame, MakeFrame
 from lowtide.store.offload import KeptHere, KeptInStore
 
 logger = logging.getLogger("lowtide")
@@ -109,8 +112,8 @@ class RetainingFrame(Frame):
 
     # fmt: off
     __slots__ = (
-        "_asked", "_has_replayed", "_keeps", "_mode", "_of_parameters", "_ops", "_profile", "_random", "_shapes",
-        "_values", "_whole",
+        "_asked", "_has_replayed", "_keeps", "_mode", "_of_parameters", "_ops", "_profile", "_shapes", "_whole",
+        "random", "values",
     )
     # fmt: on
 
@@ -127,9 +130,9 @@ class RetainingFrame(Frame):
         super().__init__(options, context, new_scope)
         self._ops, self._shapes, self._profile, self._keeps = ops, shapes, profile, keeps
         self._of_parameters = frozenset() if profile is None else profile.of_parameters
-        self._values: dict[int, KeptHere | KeptInStore] = {}  # by save
+        self.values: dict[int, KeptHere | KeptInStore] = {}  # by save
         self._whole: dict[int, RetainedPart] = {}  # saves that are kept as their op made them
-        self._random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
+        self.random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd unpacked before the first replay
         self._has_replayed = False
         self._mode: CaptureProfileMode | RetainedOutputMode | None = None
@@ -146,7 +149,7 @@ class RetainingFrame(Frame):
     def _keep(self, profile: CaptureProfile, index: int, tensor: Tensor) -> None:
         """Keep a tensor that autograd saves if the profile says so."""
         if index in profile.of_parameters:
-            self._values[index] = KeptHere(tensor)
+            self.values[index] = KeptHere(tensor)
             return
         part = profile.by_save.get(index)
         if part is None:
@@ -156,13 +159,13 @@ class RetainingFrame(Frame):
             self._forget()  # the forward differs from the profile; saves kept so far are still valid
             return
         op = profile.ops[part.op]
-        if op.is_random and part.op not in self._random:
-            self._random[part.op] = RandomStates([tensor.device])
+        if op.is_random and part.op not in self.random:
+            self.random[part.op] = RandomStates([tensor.device])
         keep = self._keeps.get(op.position) if part.number == min(op.saves) else None
         if keep is None:
-            self._values[index] = KeptHere(tensor)
+            self.values[index] = KeptHere(tensor)
         else:  # the whole output: a view would drop the rest (queries of a product that also makes keys and values)
-            self._values[index] = keep(as_geometry(tensor, part.saved, part.made))
+            self.values[index] = keep(as_geometry(tensor, part.saved, part.made))
             self._whole[index] = part
 
     def call_done(
@@ -189,15 +192,15 @@ class RetainingFrame(Frame):
 
     def _take_kept(self, index: int) -> Tensor | None:
         """Return a kept save; None for one that is not kept."""
-        kept = self._values.get(index)
+        kept = self.values.get(index)
         if kept is None:
             return None
         if not kept.is_intact and index not in self._of_parameters:
-            del self._values[index]  # recomputed, unless it is a parameter
+            del self.values[index]  # recomputed, unless it is a parameter
             self._asked.discard(index)
             return None
         if self._has_replayed:
-            del self._values[index]
+            del self.values[index]
         else:
             self._asked.add(index)  # a replay needs it once more
         part = self._whole.get(index)
@@ -209,14 +212,14 @@ class RetainingFrame(Frame):
         self._check_num_saves()  # of a segment: it is complete at its first replay
         tensors, needed = self._first_inputs(), self._needed()
         is_whole = all(needed)
-        for index in self._values:
+        for index in self.values:
             needed[index] = False
-        if self._profile is not None and not self._values.keys() >= self._profile.by_save.keys():
+        if self._profile is not None and not self.values.keys() >= self._profile.by_save.keys():
             # An earlier replay has consumed them, or they were written to.
             self._profile, self._has_replayed = None, True
         is_profiling = self._profile is None and not self._has_replayed
         # A profile lists every save. Where all of them are needed, the replay reaches the last one without running on.
-        stop = NO_STOP if is_profiling and not (is_whole and not self._values) else self._stop(needed)
+        stop = NO_STOP if is_profiling and not (is_whole and not self.values) else self._stop(needed)
         collector: Collector = RetainingCollector(self._options, needed, stop, self)
         if self._profile is not None:
             self._mode = RetainedOutputMode(self, self._profile, collector)
@@ -237,7 +240,7 @@ class RetainingFrame(Frame):
             self._forget()
             self._mode = None
             self._end_replay()
-            collector = self._options.collector(needed, self._stop(needed))
+            collector = Collector(self._options, needed, self._stop(needed))
             self._run_again(tensors, collector)
         self._finish(collector, tensors)
 
@@ -246,19 +249,13 @@ class RetainingFrame(Frame):
         if self._mode is not None:
             self._mode.saved(index, tensor)
 
-    def value(self, index: int) -> KeptHere | KeptInStore:
-        return self._values[index]
-
     def fetch(self, index: int, part: RetainedPart) -> Tensor:
         """Return a kept output as its op made it. One from a store stays on the device until autograd unpacks it."""
-        kept = self._values[index]
+        kept = self.values[index]
         tensor = kept.restore()
         if isinstance(kept, KeptInStore):
-            self._values[index] = KeptHere(tensor)
+            self.values[index] = KeptHere(tensor)
         return tensor if index in self._whole else as_geometry(tensor, part.saved, part.made)
-
-    def random_states(self, op: Op) -> RandomStates | None:
-        return self._random.get(op)
 
     def _agrees_with_profile(self, *, saves_agree: bool) -> bool:
         """Return whether all retained outputs were used as profiled; if so, the replay is done.
@@ -284,9 +281,9 @@ class RetainingFrame(Frame):
     def _end_replay(self) -> None:
         self._has_replayed = True
         for index in self._asked:
-            del self._values[index]
+            del self.values[index]
         self._asked.clear()
-        self._random.clear()
+        self.random.clear()
 
 
 class RetainingCollector(Collector):
@@ -306,3 +303,85 @@ class RetainingCollector(Collector):
             return super().pack(tensor)
         finally:
             self._frame.saved_again(index, tensor)
+
+
+class RetryReplay(Exception):
+    """Raised to end a replay that will be run again without retained outputs."""
+
+
+class RetainedOutputMode(OpCountingMode):
+    """Returns kept outputs instead of running the ops that made them, each once."""
+
+    def __init__(self, frame: RetainingFrame, profile: CaptureProfile, collector: Collector) -> None:
+        super().__init__()
+        self._frame, self._profile, self._collector = frame, profile, collector
+        self._kinds = iter(profile.kinds)
+        self._is_astray = self._is_wrong = False
+        self._unconfirmed: set[int] = set()  # saves of returned outputs that the replay has not reached
+        self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts by number
+        self._last_state = -1  # the last save whose captured random state was set
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = self.count(func, args)
+        if op is not None:
+            if not self._is_astray and type(op[0]) is not tuple:
+                self._is_astray = next(self._kinds, None) != op[0]
+            retained = None if self._is_astray else self._profile.ops.get(op)
+            if retained is not None and self._may_take(op, retained, args, kwargs):
+                return self._take(op, retained)
+            if facts_of(func).may_draw and len(self._collector.tensors) <= self._last_state:
+                self._give_up()  # the forward drew these before the state was captured
+        if self.taken and facts_of(func).may_write:
+            storages = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
+            if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
+                self._give_up()  # the kept tensor was written to in the forward, or is another one
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._unconfirmed and _compat.reveals_values(func, args, output):
+            self._give_up()
+        if self.taken:
+            _compat.propagate_version_mark(func, args, output)
+        return output
+
+    def _may_take(self, op: Op, retained: RetainedOp, args: Any, kwargs: Any) -> bool:
+        # A save after the end of the replay would not be checked.
+        stop = self._collector.stop
+        if op in self.taken or (stop >= 0 and max(retained.saves.values()) > stop):
+            return False
+        if min(retained.saves.values()) < len(self._collector.tensors):
+            self._give_up()  # the kept tensor was saved before this op ran
+        if retained.form is not None and retained.form != (form_of(args), form_of(kwargs)):
+            return False
+        return all(self._frame.values[index].is_intact for index in retained.saves.values())
+
+    def _take(self, op: Op, retained: RetainedOp) -> Any:
+        parts = list(retained.others)
+        with _compat.without_modes():
+            random = self._frame.random.get(op)
+            if random is not None:
+                if not random.set():
+                    self._give_up()  # the forward seeded a generator before the state was captured
+                self._last_state = max(self._last_state, min(retained.saves.values()))
+            for number, index in retained.saves.items():
+                parts[number] = _compat.with_marked_version(self._frame.fetch(index, self._profile.by_save[index]))
+        self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in retained.saves}
+        self._unconfirmed.update(retained.saves.values())
+        return retained.build(parts)
+
+    def _give_up(self) -> None:
+        self._is_wrong = True
+        raise RetryReplay
+
+    def saved(self, index: int, tensor: Tensor) -> None:
+        part = self._profile.by_save.get(index)
+        if part is not None and part.op in self.taken and not self._is_wrong:
+            # The mark distinguishes it from tensors that existed before, such as inputs of the region.
+            is_it = part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
+            self._is_wrong = not (is_it and _compat.has_marked_version(tensor))
+            self._unconfirmed.discard(index)
+
+    def was_right(self) -> bool:
+        for index, tensor in enumerate(self._collector.tensors):
+            if tensor is not None and _compat.has_marked_version(tensor):
+                _compat.set_version(tensor, 0)
+                self._collector.versions[index] = 0
+        return not (self._is_wrong or self._unconfirmed)

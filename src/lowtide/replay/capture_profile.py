@@ -1,11 +1,14 @@
-"""Dispatch modes that replays with retained outputs run under.
+"""Capture profiles: which ops a region runs, and at which of its saved tensors the outputs of given ops appear.
 
-`retained` decides which mode a replay gets. `CaptureProfileMode` computes everything and records at which saved tensors
-the outputs of given ops appear; its result is a `CaptureProfile`. `RetainedOutputMode` returns kept outputs in place of
-running their ops, and checks that the replay uses them as the profile says.
+A plan names the ops whose outputs a region retains. A forward without a dispatch mode sees only what autograd saves, so
+`retained` has to know which saves carry these outputs. `CaptureProfileMode` runs one full replay and records that; its
+result is a `CaptureProfile`. It leaves out outputs that a later replay could not return safely: those that are written
+to, that depend on a generator which is drawn from before they are saved, or whose other parts are needed.
 
 `UnseenWrites` detects writes to op outputs that neither an op nor a version counter shows, as custom kernels make. It
-compares checksums of the outputs while the profile is recorded.
+compares checksums of the outputs in the first profile of a region.
+
+Cost: one replay per combination of input shapes, about as long as a traced forward.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.environment import RandomStates
 from lowtide.replay.op_facts import facts_of
-from lowtide.replay.recomputing import Collector, replay_depth
+from lowtide.replay.recomputing import replay_depth
 
 if TYPE_CHECKING:
-    from lowtide.replay.retained import RetainedOps, RetainingFrame
+    from lowtide.replay.retained import RetainedOps
 
 _NUM_COLUMNS = 1024  # of the sums
 Op = tuple[Any, int]  # the id of the op (with that of a weight that it casts), and how many times it has run
@@ -118,11 +121,7 @@ class CaptureProfile:
     of_parameters: frozenset[int]  # saves of parameters: kept too, as it costs no memory and lets replays stop earlier
 
 
-class RetryReplay(Exception):
-    """Raised to end a replay that will be run again without retained outputs."""
-
-
-class _OpCountingMode(_compat.DispatchMode):
+class OpCountingMode(_compat.DispatchMode):
     """Counts the ops of a replay, to identify them by kind and number.
 
     Casts of weights are counted per weight: a weight that autocast had cast before the region began is cast once more
@@ -151,7 +150,7 @@ class _OpCountingMode(_compat.DispatchMode):
         return kind, count
 
 
-class CaptureProfileMode(_OpCountingMode):
+class CaptureProfileMode(OpCountingMode):
     """Computes everything, and records at which saves the outputs of some ops appear."""
 
     def __init__(self, ops: RetainedOps, parameters: list[Tensor]) -> None:
@@ -208,7 +207,7 @@ class CaptureProfileMode(_OpCountingMode):
         if self._unseen is not None:
             self._unseen.made(op, list(full.values()))
         others = tuple(None if number in full else part for number, part in enumerate(parts))
-        form = _form_of(args), _form_of(kwargs)
+        form = form_of(args), form_of(kwargs)
         self._retained[op] = RetainedOp(position, {}, others, build, facts.may_draw, form), len(full), self._num_draws
         if facts.may_draw:
             self._states[op] = RandomStates([part.device for part in full.values()])
@@ -264,84 +263,6 @@ class CaptureProfileMode(_OpCountingMode):
         return CaptureProfile(self._kinds, ops, by_save, frozenset(self._of_parameters))
 
 
-class RetainedOutputMode(_OpCountingMode):
-    """Returns kept outputs instead of running the ops that made them, each once."""
-
-    def __init__(self, frame: RetainingFrame, profile: CaptureProfile, collector: Collector) -> None:
-        super().__init__()
-        self._frame, self._profile, self._collector = frame, profile, collector
-        self._kinds = iter(profile.kinds)
-        self._is_astray = self._is_wrong = False
-        self._unconfirmed: set[int] = set()  # saves of returned outputs that the replay has not reached
-        self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts by number
-        self._last_state = -1  # the last save whose captured random state was set
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op = self.count(func, args)
-        if op is not None:
-            if not self._is_astray and type(op[0]) is not tuple:
-                self._is_astray = next(self._kinds, None) != op[0]
-            retained = None if self._is_astray else self._profile.ops.get(op)
-            if retained is not None and self._may_take(op, retained, args, kwargs):
-                return self._take(op, retained)
-            if facts_of(func).may_draw and len(self._collector.tensors) <= self._last_state:
-                self._give_up()  # the forward drew these before the state was captured
-        if self.taken and facts_of(func).may_write:
-            storages = storages_in(facts_of(func).written_tensors(args, kwargs or {}))
-            if any(each.id in storages for parts in self.taken.values() for each in parts.values()):
-                self._give_up()  # the kept tensor was written to in the forward, or is another one
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        if self._unconfirmed and _compat.reveals_values(func, args, output):
-            self._give_up()
-        if self.taken:
-            _compat.propagate_version_mark(func, args, output)
-        return output
-
-    def _may_take(self, op: Op, retained: RetainedOp, args: Any, kwargs: Any) -> bool:
-        # A save after the end of the replay would not be checked.
-        stop = self._collector.stop
-        if op in self.taken or (stop >= 0 and max(retained.saves.values()) > stop):
-            return False
-        if min(retained.saves.values()) < len(self._collector.tensors):
-            self._give_up()  # the kept tensor was saved before this op ran
-        if retained.form is not None and retained.form != (_form_of(args), _form_of(kwargs)):
-            return False
-        return all(self._frame.value(index).is_intact for index in retained.saves.values())
-
-    def _take(self, op: Op, retained: RetainedOp) -> Any:
-        parts = list(retained.others)
-        with _compat.without_modes():
-            random = self._frame.random_states(op)
-            if random is not None:
-                if not random.set():
-                    self._give_up()  # the forward seeded a generator before the state was captured
-                self._last_state = max(self._last_state, min(retained.saves.values()))
-            for number, index in retained.saves.items():
-                parts[number] = _compat.with_marked_version(self._frame.fetch(index, self._profile.by_save[index]))
-        self.taken[op] = {number: _compat.StorageReference(parts[number]) for number in retained.saves}
-        self._unconfirmed.update(retained.saves.values())
-        return retained.build(parts)
-
-    def _give_up(self) -> None:
-        self._is_wrong = True
-        raise RetryReplay
-
-    def saved(self, index: int, tensor: Tensor) -> None:
-        part = self._profile.by_save.get(index)
-        if part is not None and part.op in self.taken and not self._is_wrong:
-            # The mark distinguishes it from tensors that existed before, such as inputs of the region.
-            is_it = part.is_like(tensor) and _compat.storage_id(tensor) == self.taken[part.op][part.number].id
-            self._is_wrong = not (is_it and _compat.has_marked_version(tensor))
-            self._unconfirmed.discard(index)
-
-    def was_right(self) -> bool:
-        for index, tensor in enumerate(self._collector.tensors):
-            if tensor is not None and _compat.has_marked_version(tensor):
-                _compat.set_version(tensor, 0)
-                self._collector.versions[index] = 0
-        return not (self._is_wrong or self._unconfirmed)
-
-
 def _geometry_of(tensor: Tensor) -> Geometry:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
@@ -358,15 +279,15 @@ def storages_in(values: Any) -> set[int]:
     return {storage for tensor in tensors_in(values) for storage in _compat.storages_of(tensor)}
 
 
-def _form_of(value: Any) -> Any:
+def form_of(value: Any) -> Any:
     """Return what of an argument determines the shape of an output: everything but values of tensors."""
     kind = type(value)
     if kind in _compat.PLAIN_TYPES and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype, value.device
     if kind in (tuple, list):
-        return tuple(map(_form_of, value))
+        return tuple(map(form_of, value))
     if kind is dict:
-        return tuple((name, _form_of(each)) for name, each in value.items())
+        return tuple((name, form_of(each)) for name, each in value.items())
     return value if kind in _CONSTANTS else object()  # equal to nothing: the op has to run
 
 
