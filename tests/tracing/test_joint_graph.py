@@ -260,8 +260,8 @@ def test_fused_values_have_no_bytes_until_they_are_saved() -> None:
 
     graph = joint_of(Chain(), torch.randn(3, 4)).graph
     assert forward_names(graph) == ["mm", "exp", "tanh", "sigmoid"]
-    facts = graph.needs.facts
-    by_maker = {graph.values[v].born: bool(facts.has_bytes[v]) for v in facts.made if graph.values[v].born < 4}
+    has_bytes, _ = graph.needs.has_bytes
+    by_maker = {v.born: bool(has) for v, has in zip(graph.values, has_bytes, strict=True) if 0 <= v.born < 4}
     assert by_maker == {0: True, 1: False, 2: False, 3: True}  # the last is handed out
     # The chain reads 48 bytes and writes 48; what lies between costs nothing.
     assert [op.seconds for op in graph.ops[1:4]] == [48.0, 0.0, 48.0]

@@ -334,32 +334,6 @@ class DerivedSaves:
     recomputed: tuple[int, ...]
 
 
-class CompiledArrays:
-    """Arrays for simulating a compiled step.
-
-    `made` are the values that the step makes; `born`, `dropped`, `is_free` and `is_gradient` are indexed as it is.
-    `sizes`, `has_bytes` and `has_bytes_again` are indexed by value: the last two say whether a value that is not saved
-    is written to memory where it is made, and where it is recomputed. `seconds` and `workspaces` are indexed by op,
-    with a last entry for the optimizer's step.
-    """
-
-    def __init__(self, graph: StepGraph) -> None:
-        made = [index for index, value in enumerate(graph.values) if value.born >= 0]
-        values = [graph.values[index] for index in made]
-        self.made = _ints(made)
-        self.born = _ints(value.born for value in values)
-        self.dropped = _ints(value.dropped for value in values)
-        self.is_free = self.dropped > graph.num_forward
-        self.is_gradient = np.array([value.kind == "gradient" for value in values], dtype=bool)
-        self.sizes = _ints(0 if v.kind == "elsewhere" else v.bytes for v in graph.values)
-        arrays = graph.arrays
-        self.seconds, self.workspaces = arrays.seconds, arrays.workspaces
-        self.static_bytes, self.static_gradient_bytes = arrays.static_bytes, arrays.static_gradient_bytes
-        made_inline, again_inline = inlined(graph.ops, graph.values, graph.num_forward)
-        self.has_bytes = ~np.array(made_inline, dtype=bool)
-        self.has_bytes_again = ~np.array(again_inline, dtype=bool)
-
-
 class BackwardNeeds:
     """What the backward reads and what can be recomputed for it, for compiled plans. Use `graph.needs`.
 
@@ -403,8 +377,10 @@ class BackwardNeeds:
         self.used_at = _ints(save.released if save.used < 0 else save.used for save in reads)
 
     @cached_property
-    def facts(self) -> CompiledArrays:
-        return CompiledArrays(self._graph)
+    def has_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each value that is not saved, whether it is written to memory where it is made, and where recomputed."""
+        made_inline, again_inline = inlined(self._graph.ops, self._graph.values, self.num_forward)
+        return ~np.array(made_inline, dtype=bool), ~np.array(again_inline, dtype=bool)
 
     def derive(self, keeps: Container[int]) -> DerivedSaves:
         """Return what is saved and recomputed if the outputs of the ops in `keeps` are saved.

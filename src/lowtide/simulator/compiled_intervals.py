@@ -109,13 +109,13 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
             made_again[value] = max(made_again[value], again_event[op])
 
     # Lifetimes of the values that the forward and the backward make, then of recomputed values.
-    facts = needs.facts
-    made, first = facts.made, event_of[facts.born]
+    facts, (has_bytes_made, has_bytes_again) = graph.arrays, needs.has_bytes
+    made, first = facts.value, event_of[facts.maker]
     dropped = np.where(facts.dropped == end, num_events - 1, event_of[facts.dropped - 1])
     needed = held[made]
     is_saved = np.zeros(len(graph.values), dtype=bool)
     is_saved[list(derived.saved)] = True
-    is_kept = (is_saved[made] | (facts.is_free & (needed >= 0))) & ~facts.is_gradient
+    is_kept = (is_saved[made] | ((facts.dropped > num) & (needed >= 0))) & ~facts.is_gradient
     is_left = is_kept & (dropped > needed)  # Python holds it longer than the backward needs it
     last = np.where(is_kept, needed, np.where(facts.is_gradient, np.maximum(dropped, needed), dropped))
     kind = np.where(is_kept, _KEPT, np.where(facts.is_gradient, _GRADIENTS, _TRANSIENT))
@@ -128,7 +128,7 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
     lives.append(np.stack([values, events, until_need, np.full(len(anew), _TRANSIENT)], axis=1))
     table = np.concatenate(lives)
     has_bytes = np.concatenate(
-        [facts.has_bytes[made] | (kind != _TRANSIENT), np.full(len(left[0]), True), facts.has_bytes_again[values]]
+        [has_bytes_made[made] | (kind != _TRANSIENT), np.full(len(left[0]), True), has_bytes_again[values]]
     )
 
     seconds = facts.seconds[ops]
@@ -142,7 +142,7 @@ def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals
         static_gradient_bytes=facts.static_gradient_bytes,
         workspace_bytes=facts.workspaces[ops],
         value=table[:, 0],
-        bytes=facts.sizes[table[:, 0]] * has_bytes,
+        bytes=facts.sizes.astype(np.int64)[facts.made_index[table[:, 0]]] * has_bytes,
         start=table[:, 1],
         last=table[:, 2],
         kind=table[:, 3],

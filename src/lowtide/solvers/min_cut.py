@@ -105,15 +105,15 @@ class CutProblem:
         last = at + 1 if self._is_over else at
         base = graph.optimizer_state_bytes + graph.other_bytes
         base += 0 if self._is_over else graph.ops[at].workspace_bytes
-        free, facts = list(needs.is_free), needs.facts
+        free, (has_bytes, has_bytes_again) = list(needs.is_free), needs.has_bytes
         for index, value in enumerate(graph.values):
             if value.kind == "elsewhere":
                 free[index] = True
                 continue
-            lives = value.born < 0 or (value.born <= at and last < value.dropped and facts.has_bytes[index])
+            lives = value.born < 0 or (value.born <= at and last < value.dropped and has_bytes[index])
             if (
                 lives
-                or (index in in_use and facts.has_bytes_again[index])
+                or (index in in_use and has_bytes_again[index])
                 or (free[index] and index in needed and value.born <= at)
             ):
                 base += value.bytes
