@@ -5,7 +5,7 @@ measures what kernels allocate), a few times for its total time, and on CUDA onc
 runs it on fake tensors, which allocate nothing, and predicts times and workspaces from FLOPs and bytes. Mode "auto"
 makes a fake trace first, and a real one if a plain step fits in free memory.
 
-`Restorer` restores everything that the steps changed. `build` converts the recording to a graph. `output_sum_loss` is
+`Restorer` restores everything that the steps changed. `_build` converts the recording to a graph. `output_sum_loss` is
 a loss for tracing a model whose `loss_fn` is not at hand, as when a plan for larger inputs is needed.
 
 Cost: a real trace takes as long as 5 to 26 plain steps, 64 at worst (bench/results/accuracy-cuda.md), and once per
@@ -61,28 +61,6 @@ from lowtide.tracing.step_checks import NOTE, CacheOff, one_at_a_time
 from lowtide.tracing.trace_records import RawOp
 from lowtide.tracing.untraced_memory import optimizer_memory, plain_optimizer, predict_workspaces
 from lowtide.units import format_bytes
-
-
-def build(recorder: Recorder, hardware: Hardware, *, notes: list[str], **facts: Any) -> StepGraph:
-    """Convert a finished recording to a graph; `facts` are the remaining fields of `StepGraph`."""
-    ops, values, saves = _frozen(Op, recorder.ops), _frozen(Value, recorder.values), _frozen(Save, recorder.saves)
-    calls = with_structures(ops[: recorder.num_forward], _frozen(Call, recorder.calls), values, saves)
-    return StepGraph(
-        ops=tuple(with_even_times(ops, calls)),
-        num_forward=recorder.num_forward,
-        values=tuple(values),
-        saves=tuple(saves),
-        calls=tuple(calls),
-        hardware=hardware,
-        notes=(*dict.fromkeys(recorder.notes), *notes),
-        **facts,
-    )
-
-
-def _frozen(record: type[Any], raws: Sequence[Any]) -> list[Any]:
-    """Convert records of a recording to those of a graph, which have some of the same fields."""
-    names = [field.name for field in fields(record) if field.name != "structure"]
-    return [record(**{name: getattr(raw, name) for name in names}) for raw in raws]
 
 
 def output_sum_loss(output: Any) -> Tensor:
@@ -294,7 +272,7 @@ def predicted_graph(
         op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
     if hardware.name != "cpu":
         hardware = replace(hardware, **ENGINE_COSTS._asdict())
-    return _finish(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
+    return _build(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
 
 
 def _record_fake(
@@ -406,7 +384,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     has_both_lines = set_seconds(recorder.ops, alike, profile, recorder.num_forward, plain, device)
     if not has_both_lines and device.type != "cpu":
         hardware = _without_host_line(recorder, hardware, plain)
-    return _finish(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
+    return _build(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
 
 
 def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
@@ -497,7 +475,7 @@ def _note_sharded_gradients(recorder: Recorder, touched: dict[str, Tensor], mode
             recorder.note_gradient(parameter.grad, name)
 
 
-def _finish(
+def _build(
     recorder: Recorder,
     optimizer: Any,
     setting: _Setting,
@@ -507,25 +485,37 @@ def _finish(
     is_measured: bool,
     unseen_bytes: int = 0,
 ) -> StepGraph:
-    """Build the graph, with the optimizer's memory; without a measured `step_s`, both time lines predict it.
+    """Convert a finished recording to a graph; without a measured `step_s`, both time lines predict it.
 
     `unseen_bytes` are on the device during the whole step, in tensors that no op of the trace used.
     """
+    ops, values, saves = _frozen(Op, recorder.ops), _frozen(Value, recorder.values), _frozen(Save, recorder.saves)
+    calls = with_structures(ops[: recorder.num_forward], _frozen(Call, recorder.calls), values, saves)
     state_bytes, workspace_bytes, notes = setting.optimizer_memory(optimizer, recorder.block_bytes)
     if setting.is_foreign and setting.device.type == "cpu":
         notes.append(f"traced with the CPU's kernels, without an accelerator; times are for {hardware.name}")
-    graph = build(
-        recorder,
-        replace(hardware, block_bytes=recorder.block_bytes),
+    graph = StepGraph(
+        ops=tuple(with_even_times(ops, calls)),
+        num_forward=recorder.num_forward,
+        values=tuple(values),
+        saves=tuple(saves),
+        calls=tuple(calls),
+        hardware=replace(hardware, block_bytes=recorder.block_bytes),
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
         other_bytes=_other_bytes(recorder, optimizer, setting, is_measured) + unseen_bytes,
         step_s=step_s or 0.0,
         is_measured=is_measured,
-        notes=notes,
+        notes=(*dict.fromkeys(recorder.notes), *notes),
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
     return replace(graph, step_s=graph.lines.step_s) if step_s is None else graph
+
+
+def _frozen(record: type[Any], raws: Sequence[Any]) -> list[Any]:
+    """Convert records of a recording to those of a graph, which have some of the same fields."""
+    names = [field.name for field in fields(record) if field.name != "structure"]
+    return [record(**{name: getattr(raw, name) for name in names}) for raw in raws]
 
 
 def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measured: bool) -> int:

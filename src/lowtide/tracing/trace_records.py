@@ -1,7 +1,7 @@
 """The records that `Recorder` fills while a step runs: ops, values, saved tensors, module calls, changed arguments.
 
 `RawOp`, `RawValue`, `RawSave` and `RawCall` have the fields of the frozen `Op`, `Value`, `Save` and `Call` of a
-`StepGraph`, under the same names, and what is only needed until `trace.build` converts them. Positions (`born`,
+`StepGraph`, under the same names, and what is only needed until `tracing.trace` converts them. Positions (`born`,
 `read`, ...) count ops.
 
 `ArgumentChanges` finds module calls that cannot be replayed because the forward changes one of their arguments, such
