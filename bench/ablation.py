@@ -5,17 +5,20 @@
 Every part of `lowtide.solvers` that adds candidates, and every constant that a search is tuned by, is replaced in turn.
 For each graph of `solver.py` one search is made per part and asked for plans at eight budgets, shares of the way from
 the floor to the plain peak. A part is worth the largest difference of a plan's predicted time, as a share of the plain
-step. Results are one JSON object per line; `--table FILE ...` prints them as Markdown.
+step. Results are one JSON object per line, and what FILE has already is not run again. `--table FILE ...` prints them
+as Markdown.
 
 Regimes: `regions` (recompute only, with the time line of the host as traced), `large` (the same without the generators
 that are skipped above 3,000 ops, so that they do not make up for the others), `device only` (recompute only, the host's
-work free), `offload` (host memory allowed), `lossy` (int8 allowed) and `compiled`.
+work free), `offload` and `large offload` (host memory allowed), `lossy` (int8 allowed), `lossy offload` (both) and
+`compiled`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from solver import GRAPHS
 
 import lowtide
@@ -33,7 +37,9 @@ from lowtide.graph import StepGraph
 from lowtide.solvers import (
     baselines,
     compiled_search,
+    compression,
     eager_search,
+    hull,
     interpolation,
     local_search,
     min_cut,
@@ -107,6 +113,22 @@ def _without_retained(self: Any, *_: Any) -> None:
     return None
 
 
+def _no_bound(played: Any, may_keep: Any, budgets: np.ndarray) -> np.ndarray:
+    return np.full(len(budgets), -np.inf)
+
+
+def _segments_alone() -> property:
+    def smallest(self: Any) -> Any:
+        return eager_search.smaller(*(each for each in self._segmented if not each.share and not each.codecs))
+
+    return _cached("_smallest_of_segments", smallest)
+
+
+def _not_coded() -> property:
+    inner = _SEARCH._path_kinds.func  # type: ignore[attr-defined]
+    return _cached("_path_kinds", lambda self: [each for each in inner(self) if not each[3]])
+
+
 def _plain_peak_only() -> property:
     inner = compiled_search.CompiledSearch._cut_problems.func  # type: ignore[attr-defined]
     return _cached("_cut_problems", lambda self: inner(self)[:1])
@@ -141,12 +163,26 @@ _RECOMPUTE: dict[str, list[Patch]] = {
         (local_search, "_MOST_VISITED_OPS", 250_000),
     ],
     "local search: dispatch check": [(local_search.LocalSearch, "_worth_dispatch", _all_retained)],
+    "local search: bound before the knapsack": [(local_search, "roughly_least_s", _no_bound)],
+    "local search: 4 -> 1 rows bound the knapsack": [(local_search, "_ROWS_LOOKED_AT", 1)],
+    "local search: sets far from the fastest": [(local_search, "_FAR", math.inf)],
+    "local search: 250 choices": [(local_search, "_MOST_CHOICES", 1 << 30)],
     "lowest-peak search": [(_SEARCH, "_smallest_of_regions", _smallest_of_ends())],
     "lowest-peak search: retained outputs": [(local_search.LowestPeakSearch, "_retain", _without_retained)],
     "lowest-peak search: single regions": [(local_search, "_NUM_SINGLES", 0)],
+    "lowest-peak search: beside segments": [(_SEARCH, "_smallest_of_segments", _segments_alone())],
+    "lowest-peak search: patience 16 -> 3": [(local_search, "_PATIENCE", 3)],
+    "nesting: 12 -> 4 levels": [(eager_search, "_MOST_LEVELS", 4)],
+    "hull: 64 -> 16 prices": [(hull, "_MOST_PRICES", 16)],
+    "paths: 100,000 -> 0 simulated ops of stops": [(interpolation, "_STOPPED_OPS", 0)],
+    "segments: 6 -> 2 hull choices": [(segment_search, "_MOST_WAYS", 2)],
+    "segments: 4 -> 1 sets of retained outputs": [(segment_search, "_MOST_RETAINING", 1)],
+    "segments: least gain 0.05 -> 0": [(segment_search, "_LEAST_GAIN", 0.0)],
+    "segments: 3 -> 1 levels in items": [(segment_search, "_MOST_LEVELS", 1)],
 }
 _OFFLOAD: dict[str, list[Patch]] = {
     **{part: _RECOMPUTE[part] for part in ("interpolation between hull points", "nested regions")},
+    "segments": _RECOMPUTE["segments"],
     "link share 0.5": [(eager_search, "_SHARES", (0.95,))],
     "link share 0.95": [(eager_search, "_SHARES", (0.5,))],
     "discount 0.0": [(eager_search, "_DISCOUNTS", (0.3, 0.9))],
@@ -157,12 +193,20 @@ _OFFLOAD: dict[str, list[Patch]] = {
     "segments that move values": [(segment_search, "_MOST_MOVED", 0)],
     "link loads: 256 -> 64 rates": [(placement, "_NUM_RATES", 64)],
     "offload: lag 1/16 -> 1/4": [(placement, "_LAG", 1 / 4)],
+    "offload: lag 1/16 -> 1": [(placement, "_LAG", 1.0)],
     "offload: lag 1/16 -> 1/64": [(placement, "_LAG", 1 / 64)],
+    "offload: no small copies among large": [(placement, "_LARGE", 1 << 62)],
+    "interpolation at one share (0.5)": [(interpolation, "_SHARES", (0.5,))],
 }
 _LOSSY: dict[str, list[Patch]] = {
+    "lossy baselines": [(eager_search.CompressionOptions, "baseline_choices", _nothing)],
+    "lossy baselines: 8 -> 2 cuts": [(compression, "_MOST_CUTS", 2)],
+    "lossy path": [(_SEARCH, "_path_kinds", _not_coded())],
+}
+_LOSSY_OFFLOAD: dict[str, list[Patch]] = {
+    **_LOSSY,
     "lossy discount 0.6": [(eager_search, "_LOSSY_DISCOUNTS", (0.0,))],
     "lossy discount 0.0": [(eager_search, "_LOSSY_DISCOUNTS", (0.6,))],
-    "lossy baselines": [(eager_search.CompressionOptions, "baseline_choices", _nothing)],
 }
 _TWO_LINES: dict[str, list[Patch]] = {
     "the other line's search": [(eager_search, "_NEAR", 2.0)],
@@ -172,7 +216,9 @@ _COMPILED: dict[str, list[Patch]] = {
     "anchors": [(compiled_search.CompiledSearch, "_anchors", _empty())],
     "critical points but the first": [(compiled_search.CompiledSearch, "_cut_problems", _plain_peak_only())],
     "references": [(compiled_search.CompiledSearch, "_references", _empty())],
+    "narrow positions": [(compiled_search, "_narrow_positions", _nothing)],
     "256 -> 16 mixes": [(compiled_search, "_MOST_CUTS", 16)],
+    "hull: 48 -> 16 prices": [(min_cut, "_MOST_PRICES", 16)],
     "hull: gain 1e-6 -> 1e-3": [(min_cut, "_GAIN", 1e-3)],
 }
 _LOCAL = ("local", "lowest", "interpolation")
@@ -181,7 +227,9 @@ PARTS: dict[str, dict[str, list[Patch]]] = {
     "large": {part: patches for part, patches in _RECOMPUTE.items() if not part.startswith(_LOCAL)},
     "device only": _RECOMPUTE,
     "offload": _OFFLOAD,
+    "large offload": {part: patches for part, patches in _OFFLOAD.items() if not part.startswith(_LOCAL)},
     "lossy": _LOSSY,
+    "lossy offload": _LOSSY_OFFLOAD,
     "compiled": _COMPILED,
 }
 _AS_LARGE: list[Patch] = [(eager_search, "MOST_OPS", 0), (interpolation, "_MOST_OPS", 0)]
@@ -208,10 +256,9 @@ def searched(
     search = search_for(
         graph,
         "compiled" if regime == "compiled" else "eager",
-        "1TiB" if regime == "offload" else 0,
-        0,
+        "1TiB" if "offload" in regime else 0,
         _TIME_LIMIT_S,
-        "int8" if regime == "lossy" else None,
+        "int8" if "lossy" in regime else None,
     )
     floor = search.floor.peak_bytes
     if budgets is None:
@@ -233,32 +280,28 @@ def without(patches: list[Patch]) -> Iterator[None]:
         yield
 
 
-def ablate(name: str, graph: StepGraph, regime: str, only: list[str]) -> Iterator[dict[str, Any]]:
-    graph, always = in_regime(graph, regime), _AS_LARGE if regime == "large" else []
-    with without(always):
-        budgets, whole, floor, whole_s = searched(graph, regime, None)
-    step_s = graph.step_s
-    yield {
-        "graph": name,
-        "regime": regime,
-        "part": "",
-        "cpu_s": whole_s,
-        "extra": [e / step_s for e in whole if e is not None],
-    }
+def ablate(
+    name: str, graph: StepGraph, regime: str, only: list[str], known: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The rows of a graph and a regime that are not `known` yet, by part."""
+    graph, always = in_regime(graph, regime), _AS_LARGE if "large" in regime else []
+    step_s, whole = graph.step_s, known.get("")
+    if whole is None:
+        with without(always):
+            budgets, extra, floor, cpu_s = searched(graph, regime, None)
+        shares = [None if each is None else each / step_s for each in extra]
+        whole = {"part": "", "cpu_s": cpu_s, "budgets": budgets, "floor": floor, "extra": shares}
+        yield {"graph": name, "regime": regime, **whole}
     for part, patches in PARTS[regime].items():
-        if only and part not in only:
+        if part in known or (only and part not in only):
             continue
         with without([*always, *patches]):
-            _, extra, floor_now, cpu_s = searched(graph, regime, budgets)
-        losses = [None if e is None or w is None else (e - w) / step_s for e, w in zip(extra, whole, strict=True)]
-        yield {
-            "graph": name,
-            "regime": regime,
-            "part": part,
-            "cpu_s": cpu_s,
-            "floor": floor_now / floor - 1,
-            "losses": losses,
-        }
+            _, extra, floor, cpu_s = searched(graph, regime, whole["budgets"])
+        losses = [
+            None if e is None or w is None else e / step_s - w for e, w in zip(extra, whole["extra"], strict=True)
+        ]
+        row = {"part": part, "cpu_s": cpu_s, "floor": floor / whole["floor"] - 1, "losses": losses}
+        yield {"graph": name, "regime": regime, **row}
 
 
 def table(rows: list[dict[str, Any]], regime: str) -> list[str]:
@@ -301,10 +344,13 @@ def main() -> None:
         for regime in dict.fromkeys(row["regime"] for row in rows):
             print("\n".join(["", f"### {regime}", "", *table(rows, regime)]))
         return
+    is_known = options.out is not None and options.out.exists()
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if is_known else []
     for name in options.graphs:
         graph = traced(name)
         for regime in options.regimes:
-            for row in ablate(name, graph, regime, options.only):
+            known = {row["part"]: row for row in rows if (row["graph"], row["regime"]) == (name, regime)}
+            for row in ablate(name, graph, regime, options.only, known):
                 line = json.dumps(row)
                 print(line, file=sys.stderr, flush=True)
                 if options.out:
