@@ -82,16 +82,6 @@ def _smallest_of_ends() -> property:
     return _cached("_smallest_of_regions", lambda self: eager_search.smaller(*self._ends(regions_only=True)))
 
 
-def _not_spread() -> Any:
-    def all_chains(self: Any) -> Iterator[Any]:
-        for discount, narrow, share, coded in self._path_kinds:
-            yield self._path(discount, narrow, coded), share, coded
-        if self._critical_points and self._movable_bytes:
-            yield self._loads, eager_search._SHARES[-1], False
-
-    return all_chains
-
-
 def _no_loads() -> Any:
     inner = _SEARCH._all_paths
 
@@ -185,10 +175,8 @@ _OFFLOAD: dict[str, list[Patch]] = {
     "segments": _RECOMPUTE["segments"],
     "link share 0.5": [(eager_search, "_SHARES", (0.95,))],
     "link share 0.95": [(eager_search, "_SHARES", (0.5,))],
-    "discount 0.0": [(eager_search, "_DISCOUNTS", (0.3, 0.9))],
-    "discount 0.3": [(eager_search, "_DISCOUNTS", (0.0, 0.9))],
-    "discount 0.9": [(eager_search, "_DISCOUNTS", (0.0, 0.3))],
-    "evenly spread paths": [(_SEARCH, "_all_paths", _not_spread())],
+    "discount 0.0": [(eager_search, "_DISCOUNTS", (0.9,))],
+    "discount 0.9": [(eager_search, "_DISCOUNTS", (0.0,))],
     "link loads": [(_SEARCH, "_all_paths", _no_loads())],
     "segments that move values": [(segment_search, "_MOST_MOVED", 0)],
     "link loads: 256 -> 64 rates": [(placement, "_NUM_RATES", 64)],
@@ -202,11 +190,6 @@ _LOSSY: dict[str, list[Patch]] = {
     "lossy baselines": [(eager_search.CompressionOptions, "baseline_choices", _nothing)],
     "lossy baselines: 8 -> 2 cuts": [(compression, "_MOST_CUTS", 2)],
     "lossy path": [(_SEARCH, "_path_kinds", _not_coded())],
-}
-_LOSSY_OFFLOAD: dict[str, list[Patch]] = {
-    **_LOSSY,
-    "lossy discount 0.6": [(eager_search, "_LOSSY_DISCOUNTS", (0.0,))],
-    "lossy discount 0.0": [(eager_search, "_LOSSY_DISCOUNTS", (0.6,))],
 }
 _TWO_LINES: dict[str, list[Patch]] = {
     "the other line's search": [(eager_search, "_NEAR", 2.0)],
@@ -229,7 +212,7 @@ PARTS: dict[str, dict[str, list[Patch]]] = {
     "offload": _OFFLOAD,
     "large offload": {part: patches for part, patches in _OFFLOAD.items() if not part.startswith(_LOCAL)},
     "lossy": _LOSSY,
-    "lossy offload": _LOSSY_OFFLOAD,
+    "lossy offload": _LOSSY,
     "compiled": _COMPILED,
 }
 _AS_LARGE: list[Patch] = [(eager_search, "MOST_OPS", 0), (interpolation, "_MOST_OPS", 0)]

@@ -6,7 +6,7 @@
    price per byte there, and `interpolation.HullPath` the candidates in between. The first of a path whose *simulated*
    peak fits is found by bisection. Further paths: without regions that contain several layers, with a discount on
    bytes that can be offloaded, with encoded values (`compression`).
-2. Offload (`placement`): paths whose layers change in an evenly spread order, and `LinkLoads`.
+2. Offload: `LinkLoads` (`placement`).
 3. Segments (`segment_search`).
 4. Candidates of the first path with split and nested regions (`nesting`), where replays exceed the budget.
 5. Baselines (`baselines`).
@@ -52,8 +52,7 @@ from lowtide.solvers.region_costs import contains_layers, keepable, replayable, 
 from lowtide.solvers.segment_search import SegmentSearch, plan_of
 
 _SHARES = (0.5, 0.95)  # of the link's bandwidth that offload may use; 5 % are a margin for slower copies
-_DISCOUNTS = (0.0, 0.3, 0.9)  # on the price of bytes that could be offloaded
-_LOSSY_DISCOUNTS = (0.0, 0.6)  # the same for encoded values, which use less of the link
+_DISCOUNTS = (0.0, 0.9)  # on the price of bytes that could be offloaded
 _MOST_LEVELS = 12  # of nesting
 _NUM_NESTED = 32  # sizes along the first path at which candidates are nested; 128 gave the same plans
 _NUM_RECENT = 12  # simulations kept in memory
@@ -90,9 +89,8 @@ class EagerSearch:
         options = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host else []
         self._move_options = [(0.0, 0.0, False), *options]
         if lossy:
-            self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _LOSSY_DISCOUNTS if host)]
-        # Each in the order of the forward, and spread.
-        self._paths: dict[tuple[float, bool, bool], list[HullPath]] = {}
+            self._move_options += [(0.0, 0.0, True), *([(0.0, 1.0, True)] if host else [])]
+        self._paths: dict[tuple[float, bool, bool], HullPath] = {}
         self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
         self._mover = OffloadSelector(graph, host, self._compression)
         self._movable_bytes = host
@@ -129,7 +127,7 @@ class EagerSearch:
         kinds = [(discount, narrow, share, coded) for discount, share, coded in self._move_options]
         return [*kinds, (0.0, False, 0.0, False)] if narrow else kinds
 
-    def _path(self, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
+    def _path(self, discount: float, narrow: bool, coded: bool) -> HullPath:
         key = discount, narrow, coded
         if key not in self._paths:
             pricing, points = self._critical_points[0].pricing, self._critical_points[0].hull
@@ -140,15 +138,13 @@ class EagerSearch:
                 points = hull(pricing)
                 self.effort.spend(len(self.graph.ops), times=_HULL)
             between = Interpolation(self.line, pricing)
-            self._paths[key] = [HullPath(self.graph, points.choices, between, is_spread=each) for each in (False, True)]
-        return self._paths[key][is_spread]
+            self._paths[key] = HullPath(self.graph, points.choices, between)
+        return self._paths[key]
 
     def _all_paths(self) -> Iterator[tuple[HullPath | LinkLoads, float, bool]]:
         """All paths, each with the share of the link that its candidates use, and whether values are encoded."""
         for discount, narrow, share, coded in self._path_kinds:
             yield self._path(discount, narrow, coded), share, coded
-            if share:
-                yield self._path(discount, narrow, coded, is_spread=True), share, coded
         if self._critical_points and self._movable_bytes:
             yield self._loads, _SHARES[-1], False
 
