@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 from solver import GRAPHS
 
 import lowtide
@@ -91,20 +90,12 @@ def _no_loads() -> Any:
     return all_chains
 
 
-def _greedy(self: Any, budget: int) -> tuple[int, ...]:
-    return tuple(sorted(self.ops[self._greedily(budget - self.used)].tolist()))
-
-
 def _all_retained(self: Any, call: int, kept: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...]:
     return held
 
 
 def _without_retained(self: Any, *_: Any) -> None:
     return None
-
-
-def _no_bound(played: Any, may_keep: Any, budgets: np.ndarray) -> np.ndarray:
-    return np.full(len(budgets), -np.inf)
 
 
 def _segments_alone() -> property:
@@ -144,7 +135,6 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "baselines: some blocks": [(baselines, "_some_blocks", _nothing)],
     "baselines: ranges of depths": [(baselines, "_MOST_DEPTHS", 0)],
     "local search": [(_SEARCH, "_explored", _empty())],
-    "local search: exact knapsack": [(local_search.RetentionKnapsack, "best", _greedy)],
     "local search: 60 -> 20 budgets": [(local_search, "_NUM_SAMPLES", 20)],
     "local search: 12 -> 4 sets filled": [(local_search, "_MOST_FILLED", 4)],
     "local search: 32 -> 8 seeds": [(local_search, "_NUM_SEEDS", 8)],
@@ -153,10 +143,7 @@ _RECOMPUTE: dict[str, list[Patch]] = {
         (local_search, "_MOST_VISITED_OPS", 250_000),
     ],
     "local search: dispatch check": [(local_search.LocalSearch, "_worth_dispatch", _all_retained)],
-    "local search: bound before the knapsack": [(local_search, "roughly_least_s", _no_bound)],
-    "local search: 4 -> 1 rows bound the knapsack": [(local_search, "_ROWS_LOOKED_AT", 1)],
     "local search: sets far from the fastest": [(local_search, "_FAR", math.inf)],
-    "local search: 250 choices": [(local_search, "_MOST_CHOICES", 1 << 30)],
     "lowest-peak search": [(_SEARCH, "_smallest_of_regions", _smallest_of_ends())],
     "lowest-peak search: retained outputs": [(local_search.LowestPeakSearch, "_retain", _without_retained)],
     "lowest-peak search: single regions": [(local_search, "_NUM_SINGLES", 0)],

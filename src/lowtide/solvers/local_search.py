@@ -6,14 +6,16 @@ In a step with few layers the hull has few points, and changing a single region 
 - `LocalSearch` looks for fast sets. It moves from one set of regions to its neighbours (`Nesting.neighbours`), and
   evaluates each at sixty **sample budgets** between the floor and the plain peak. Retained outputs are not part of the
   search: `RetentionKnapsack` estimates for all budgets at once what retaining outputs would save. Sets that are the
-  best at some sample budget are expanded. At the end the knapsack is solved for the most promising sets of each budget.
+  best at some sample budget are expanded. At the end the most promising sets of each budget are simulated with the
+  outputs that they retain.
 - `LowestPeakSearch` looks for the smallest peak, best-first. On small models, where the input and the random state that
   a region holds are as large as what it drops, one checkpoint on the right call often peaks lower than one on every
   call.
 
 `RetentionKnapsack`: with fixed regions, retaining an output adds its size over a fixed range of events, whatever else
-is retained. So the best outputs within a budget are a multi-dimensional knapsack with one row per event. A row is
-dropped if another row has more bytes in use and every output is at least as large in it.
+is retained. So the best outputs within a budget are a multi-dimensional knapsack with one row per event, filled
+greedily (an exact solution gave no faster plans). A row is dropped if another row has more bytes in use and every
+output is at least as large in it.
 
 Cost: one simulation per visited set, `_MOST_VISITED_OPS` and `_MOST_LOWEST_VISITED_OPS` simulated ops in all: most of
 the time that solving such a step takes. Skipped above 3,000 ops (`MOST_OPS`), where that would not cover the neighbours
@@ -25,7 +27,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from heapq import heappop, heappush, nsmallest
 from typing import TypeVar
 
@@ -38,35 +39,12 @@ from lowtide.solvers.hull import Pricing
 from lowtide.solvers.nesting import Nesting
 
 _MOST_ROWS = 64
-_ROWS_LOOKED_AT = 4  # rows, those with the least room, that bound what the remaining ops can save
-_MOST_STATES = 2048  # partial choices kept at a time; fewer make the knapsack less exact
-_MOST_ROOMS = 1_000_000  # states times rows times ops, for memory and time
-_ROUNDING = 1e-12  # relative rounding error of sums of seconds
-
-
-def roughly_least_s(played: EagerIntervals, may_keep: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    """A bound below `RetentionKnapsack.least_s`, cheaper: from the one event that peaks with nothing retained."""
-    total = played.total_bytes
-    event = int(total.argmax())
-    ops, sizes, starts, stops = played.keeping(may_keep)
-    seconds = played.facts.seconds
-    every = np.zeros(len(may_keep), dtype=bool)
-    every[ops] = True
-    here = (starts <= event) & (event < stops)
-    weights = np.bincount(ops[here], weights=sizes[here], minlength=len(may_keep))
-    order = np.flatnonzero(weights > 0)
-    order = order[np.argsort(-seconds[order] / weights[order], kind="stable")]
-    filled = np.concatenate([[0.0], np.cumsum(seconds[order])])
-    room = np.concatenate([[0.0], np.cumsum(weights[order])])
-    free_s = float(seconds[: len(may_keep)][every].sum()) - filled[-1]
-    least_s = played.extra_s - free_s - np.interp(budgets - total[event], room, filled)
-    return np.where(budgets >= total[event], least_s, np.inf)
 
 
 class RetentionKnapsack:
-    """Which outputs some regions should retain within a budget.
+    """Which outputs some regions should retain within a budget: those that fit, the most seconds saved per byte first.
 
-    `ops` are those whose outputs could be retained, by seconds saved per byte, the best first.
+    `ops` are those whose outputs could be retained, in that order.
     """
 
     def __init__(self, played: EagerIntervals, may_keep: np.ndarray) -> None:
@@ -95,101 +73,23 @@ class RetentionKnapsack:
         order = np.lexsort((-self.ops, -self.seconds / np.maximum(weights.max(axis=0, initial=0), 1e-300)))
         self.ops, self.seconds, self.weights = self.ops[order], self.seconds[order], weights[:, order]
 
-    @cached_property
-    def _orders(self) -> list[np.ndarray]:
-        """For each row, the ops with bytes in it, the most seconds saved per byte first."""
-        found = []
-        for weights in self.weights:
-            ops = np.flatnonzero(weights > 0)
-            found.append(ops[np.argsort(-self.seconds[ops] / weights[ops], kind="stable")])
-        return found
-
-    @cached_property
-    def _weights_from(self) -> np.ndarray:
-        """For each op, the bytes in each row of it and all ops after it."""
-        sums = np.cumsum(self.weights[:, ::-1], axis=1)[:, ::-1].T
-        return np.concatenate([sums, np.zeros((1, len(self.used)))])
-
-    def _most_s(self, first: int, rooms: np.ndarray) -> np.ndarray:
-        """An upper bound on what ops from `first` on save with this room in each row (fractional knapsack per row).
-
-        Rows that are skipped could only lower it.
-        """
-        rest = float(self.seconds[first:].sum())
-        most = np.full(len(rooms), rest)
-        missing = self._weights_from[first] - rooms.min(axis=0)
-        for row in np.argsort(-missing, kind="stable")[:_ROWS_LOOKED_AT].tolist():
-            if missing[row] <= 0:
-                break
-            ops = self._orders[row]
-            ops = ops[ops >= first]
-            sizes = np.concatenate([[0.0], np.cumsum(self.weights[row, ops])])
-            seconds = np.concatenate([[0.0], np.cumsum(self.seconds[ops])])
-            most = np.minimum(most, rest - seconds[-1] + np.interp(rooms[:, row], sizes, seconds))
-        return most
-
-    def least_s(self, budgets: np.ndarray) -> np.ndarray:
-        """A lower bound on what these regions add within each budget (fractional knapsack). inf: does not fit."""
-        gains = self._most_s(0, budgets[:, None] - self.used)
-        return np.where(budgets >= self.peak_bytes, self.extra_s - gains, np.inf)
+    def _picked(self, budgets: np.ndarray) -> np.ndarray:
+        """By op and budget, whether its outputs are retained: each that fits, in the order of `ops`."""
+        rooms = budgets[:, None] - self.used
+        picked = np.zeros((len(self.ops), len(budgets)), dtype=bool)
+        for index, weights in enumerate(self.weights.T):
+            picked[index] = (rooms >= weights).all(axis=1)
+            rooms -= picked[index][:, None] * weights
+        return picked
 
     def reached_s(self, budgets: np.ndarray) -> np.ndarray:
-        """What these regions add within each budget if outputs are retained greedily. inf: does not fit."""
-        rooms = budgets[:, None] - self.used
-        gains = np.zeros(len(budgets))
-        for weights, seconds in zip(self.weights.T, self.seconds.tolist(), strict=True):
-            fits = (rooms >= weights).all(axis=1)
-            rooms -= fits[:, None] * weights
-            gains += fits * seconds
+        """What these regions add within each budget. inf: does not fit."""
+        gains = self.seconds @ self._picked(budgets)
         return np.where(budgets >= self.peak_bytes, self.extra_s - gains, np.inf)
 
     def best(self, budget: int) -> tuple[int, ...]:
-        """The ops whose outputs to retain within a budget: optimal unless more than `_MOST_STATES` choices remain.
-
-        Branch and bound, breadth first: each op in turn is retained or not, and partial choices are dropped once their
-        upper bound is not above the best known.
-        """
-        room = budget - self.used
-        best = self._greedily(room)
-        best_s = float(self.seconds[best].sum())
-        picks = np.zeros((1, len(self.ops)), dtype=bool)
-        gains, rooms = np.zeros(1), room[None, :]
-        for index, second in enumerate(self.seconds):
-            taken = (rooms >= self.weights[:, index]).all(axis=1)
-            picks = np.concatenate([picks, picks[taken]])
-            picks[len(gains) :, index] = True
-            rooms = np.concatenate([rooms, rooms[taken] - self.weights[:, index]])
-            gains = np.concatenate([gains, gains[taken] + second])
-            top = int(gains.argmax())
-            if gains[top] > best_s * (1 + _ROUNDING):
-                best, best_s = np.flatnonzero(picks[top]), float(gains[top])
-            hopes = gains + self._most_s(index + 1, rooms)
-            going = np.flatnonzero(hopes > best_s * (1 + _ROUNDING))
-            if not len(going):
-                break
-            going = self._thinned(going, hopes, rooms)
-            picks, gains, rooms = picks[going], gains[going], rooms[going]
-        return tuple(sorted(self.ops[best].tolist()))
-
-    def _greedily(self, room: np.ndarray) -> np.ndarray:
-        room, found = room.copy(), []
-        for index in range(len(self.ops)):
-            if (self.weights[:, index] <= room).all():
-                room -= self.weights[:, index]
-                found.append(index)
-        return np.array(found, dtype=np.int64)
-
-    def _thinned(self, going: np.ndarray, hopes: np.ndarray, rooms: np.ndarray) -> np.ndarray:
-        """Partial choices without duplicates, limited to those with the highest upper bounds."""
-        order = going[np.argsort(-hopes[going], kind="stable")]
-        _, first = np.unique(rooms[order] @ self._marks, return_index=True)
-        most = min(_MOST_STATES, _MOST_ROOMS // max(self.weights.size, 1) + 16)
-        return order[np.sort(first)[:most]]
-
-    @cached_property
-    def _marks(self) -> np.ndarray:
-        """Factors that map different rooms to different sums, to find duplicates."""
-        return np.sqrt(np.arange(2, len(self.used) + 2))
+        """The ops whose outputs to retain within a budget."""
+        return tuple(sorted(self.ops[self._picked(np.array([float(budget)]))[:, 0]].tolist()))
 
 
 MOST_OPS = 3_000  # larger steps have so many layers that hull points differ by little, and simulations take longer
@@ -197,10 +97,9 @@ _NUM_SAMPLES = 60  # budgets; fewer are faster and lose time at budgets between 
 _NUM_SEEDS = 32  # of each generator
 _MOST_VISITED_OPS = 1_000_000  # simulated ops of all visited sets
 _MOST_VISITS = 2_000
-_MOST_FILLED = 12  # sets for which the knapsack is solved, at each sample budget
-_MOST_CHOICES = 250  # ops in all knapsacks of a sample budget
+_MOST_FILLED = 12  # sets that are simulated with retained outputs, at each sample budget
 _IMPROVEMENT = 1 - 1e-9
-_FAR = 1.1  # sets whose estimate is slower than this multiple of the fastest candidate are not filled
+_FAR = 1.1  # sets whose estimate is slower than this multiple of the fastest are not simulated
 
 _Key = tuple[int, ...]
 _Item = TypeVar("_Item")
@@ -219,8 +118,8 @@ class LocalSearch:
         self._may_keep = pricing.may_keep & (graph.arrays.seconds[: graph.num_forward] > 0)
         self.sample_budgets = [floor + (plain - floor) * step // _NUM_SAMPLES for step in range(_NUM_SAMPLES)]
         self._budgets = np.array(self.sample_budgets, dtype=np.float64)
-        self._least: dict[_Key, np.ndarray] = {}  # by set, lower bounds at each sample budget
-        self._reached: dict[_Key, np.ndarray] = {}
+        self._visited: set[_Key] = set()
+        self._reached: dict[_Key, np.ndarray] = {}  # by set, estimated seconds at each sample budget
         self._best_s = np.full(_NUM_SAMPLES, np.inf)
         self._best: list[_Key | None] = [None] * _NUM_SAMPLES
         self._knapsacks: dict[_Key, RetentionKnapsack] = {}
@@ -240,7 +139,7 @@ class LocalSearch:
                     expanded.add(key)
                     for regions in self._nesting.neighbours(key):
                         self._visit(regions)
-                        is_enough = len(self._least) >= most or is_late()
+                        is_enough = len(self._visited) >= most or is_late()
                         if is_enough:
                             return
             is_enough = not todo
@@ -248,15 +147,13 @@ class LocalSearch:
     def _visit(self, regions: Iterable[int]) -> None:
         tidied = self._tidied(regions)
         key = tuple(tidied)
-        if key in self._least:
+        if key in self._visited:
             return
-        played, may_keep = EagerIntervals(self._graph, tidied), self._retainable_in(key)
-        least = self._least[key] = roughly_least_s(played, may_keep, self._budgets)
-        if not (least < self._best_s * _IMPROVEMENT).any():
-            return
-        self._knapsacks[key] = knapsack = RetentionKnapsack(played, may_keep)
-        self._least[key] = np.maximum(least, knapsack.least_s(self._budgets))
-        reached = self._reached[key] = knapsack.reached_s(self._budgets)
+        self._visited.add(key)
+        knapsack = RetentionKnapsack(EagerIntervals(self._graph, tidied), self._retainable_in(key))
+        reached = knapsack.reached_s(self._budgets)
+        if (reached < self._best_s * _FAR).any():
+            self._knapsacks[key], self._reached[key] = knapsack, reached
         for sample in np.flatnonzero(reached < self._best_s * _IMPROVEMENT).tolist():
             self._best_s[sample], self._best[sample] = reached[sample], key
 
@@ -265,15 +162,9 @@ class LocalSearch:
         candidates: list[Candidate] = []
         fastest: Candidate | None = None  # that fits; one that fits a smaller sample budget fits here too
         for sample, budget in enumerate(self.sample_budgets):
-            num_filled = num_choices = 0
             for likely_s, key in self._promising(sample):
-                is_far = fastest is not None and likely_s > _FAR * fastest.extra_s
-                if is_far or is_late() or num_filled == _MOST_FILLED or num_choices > _MOST_CHOICES:
+                if is_late() or (fastest is not None and likely_s > _FAR * fastest.extra_s):
                     break
-                if fastest is not None and self._least[key][sample] >= fastest.extra_s * _IMPROVEMENT:
-                    continue
-                num_filled += 1
-                num_choices += len(self._knapsacks[key].ops)
                 new = [cost(regions) for regions in self._filled(key, budget)]
                 candidates += new
                 fitting = [plan for plan in (*new, fastest) if plan is not None and plan.peak_bytes <= budget]
@@ -281,16 +172,15 @@ class LocalSearch:
         return candidates
 
     def _promising(self, sample: int) -> list[tuple[float, _Key]]:
-        """Sets and their estimated seconds at a sample budget, the best first: the mean of greedy and lower bound.
+        """Sets and their estimated seconds at a sample budget, the best first.
 
-        Of sets with equal figures (they differ in which of several equal layers are regions) only the first.
+        Of sets with equal estimates (they differ in which of several equal layers are regions) only the first.
         """
         unique: dict[str, tuple[float, _Key]] = {}
         for key, reached in self._reached.items():
-            reached_s, least_s = float(reached[sample]), float(self._least[key][sample])
-            if reached_s < math.inf:
-                unique.setdefault(f"{reached_s:.9e} {least_s:.9e}", ((reached_s + least_s) / 2, key))
-        return sorted(unique.values())
+            if reached[sample] < math.inf:
+                unique.setdefault(f"{reached[sample]:.9e}", (float(reached[sample]), key))
+        return nsmallest(_MOST_FILLED, unique.values())
 
     def _tidied(self, regions: Iterable[int]) -> Regions:
         return self._nesting.without_redundant(dict.fromkeys(regions, ()))
