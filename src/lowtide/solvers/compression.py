@@ -146,10 +146,12 @@ def _encodable(graph: StepGraph) -> set[int]:
 class EncodingCharges:
     """Costs of calls for values that may be encoded, each in its best form for a price.
 
-    `pairs` are calls and the values charged to them.
+    `pairs` are calls and the values charged to them; all bytes are multiplied by `scale`.
     """
 
-    def __init__(self, compression: CompressionOptions, pairs: list[tuple[int, int]], num_calls: int) -> None:
+    def __init__(
+        self, compression: CompressionOptions, pairs: list[tuple[int, int]], num_calls: int, scale: float
+    ) -> None:
         self._num_calls = num_calls
         self._calls = np.array([call % num_calls for call, _ in pairs], dtype=np.int64)
         self._values = [value for _, value in pairs]
@@ -157,9 +159,9 @@ class EncodingCharges:
         most = max(map(len, self._codecs), default=1)
         self._bytes, self._seconds = np.zeros((len(pairs), most)), np.full((len(pairs), most), np.inf)
         for row, value in enumerate(self._values):
-            self._bytes[row, 0], self._seconds[row, 0] = compression.size_of(value), 0.0
+            self._bytes[row, 0], self._seconds[row, 0] = compression.size_of(value) * scale, 0.0
             for column, form in enumerate(compression.options[value], start=1):
-                self._bytes[row, column] = form.bytes
+                self._bytes[row, column] = form.bytes * scale
                 self._seconds[row, column] = compression.least_s(value, form)
 
     def costs(self, price: float) -> np.ndarray:

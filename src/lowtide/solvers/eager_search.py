@@ -89,7 +89,7 @@ class EagerSearch:
         options = [(discount, share, False) for discount in _DISCOUNTS for share in _SHARES] if host else []
         self._move_options = [(0.0, 0.0, False), *options]
         if lossy:
-            self._move_options += [(0.0, 0.0, True), *([(0.0, 1.0, True)] if host else [])]
+            self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _DISCOUNTS if host)]
         self._paths: dict[tuple[float, bool, bool], HullPath] = {}
         self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
         self._mover = OffloadSelector(graph, host, self._compression)

@@ -65,8 +65,7 @@ class Pricing:
     """A graph's costs as arrays, for the critical point at op `at` of the plain step `plain`.
 
     `discount` reduces the price of values that could be offloaded: saved tensors outside of regions, and inputs of
-    regions. With `narrow`, no region contains several layers. With `compression`, those values may also be encoded, at
-    the full price.
+    regions. With `narrow`, no region contains several layers. With `compression`, those values may also be encoded.
 
     With `bounds_segments`, calls of a run are not charged for values that the run makes (as inputs, or retained for the
     next call), nor for anything once the backward of the run has begun: less than any segment of these calls holds.
@@ -116,8 +115,8 @@ class Pricing:
             num = len(graph.calls) + 1
             homes = [(home, value) for value, home in holding.homes.items() if value in compression.options]
             takers = [(call, value) for home, value in homes for call in self._takers(holding, value, home)]
-            self._encoded_direct = EncodingCharges(compression, homes, num)
-            self._encoded_inputs = EncodingCharges(compression, takers, num)
+            self._encoded_direct = EncodingCharges(compression, homes, num, 1 - discount)
+            self._encoded_inputs = EncodingCharges(compression, takers, num, 1 - discount)
 
     def _begin_runs(self, holding: HeldValues) -> None:
         """Charge calls of runs as parts of segments (`bounds_segments`)."""
