@@ -332,6 +332,27 @@ def test_settled_models_that_share_code_train_in_turns_and_in_threads() -> None:
         assert running(model) == chosen[number] and len(session_of(model).sequences.by_numbers) == 1
 
 
+def test_evaluation_between_settled_steps_changes_nothing() -> None:
+    """Dropout compiles another graph for it."""
+    model = lowtide.compile(Stack(*(MLP(dropout=0.2) for _ in range(3))), budget=PLENTY)
+    for _ in range(2):
+        squared(model).backward()
+    squeeze(model, floor_of(model))
+    for _ in range(22):
+        expected = left_behind(model, squared)
+    session, chosen = session_of(model), running(model)
+    assert session.current.is_settled and any(variant.keeps is not None for variant in chosen)
+    for _ in range(2):
+        model.eval()
+        with torch.no_grad():
+            squared(model)
+        squared(model)  # without a backward
+        model.train()
+        assert_equal(expected, left_behind(model, squared))
+        assert running(model) == chosen and session.current.is_settled
+    assert len(session.sequences.by_numbers) == 1 and len(session.graphs) == 2
+
+
 def gradients_of(model: nn.Module) -> dict[str, Any]:
     model.zero_grad()
     squared(model).backward()

@@ -28,6 +28,7 @@ from lowtide.compiled.step_profile import (
     FORWARD,
     FORWARD_END,
     AllocatorMeter,
+    StepMeasurement,
     _Mark,
     profile_of,
 )
@@ -372,3 +373,21 @@ def test_a_step_that_is_only_timed_is_left_alone(monkeypatch: pytest.MonkeyPatch
     profile = meter.profile()
     assert profile is not None and profile.is_timed_only and (profile.calls, profile.seconds) == ((), 2.0)
     assert meter.peak_bytes() == 90
+
+
+def test_marks_of_a_step_that_is_no_longer_measured_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, measurement = Allocator(monkeypatch), StepMeasurement()
+    meter = AllocatorMeter(torch.device("cuda"))
+    measurement.begin(meter)
+    mark = measurement.marker(0, times_only=False)
+    assert mark is not None
+    mark(FORWARD_END)
+    measurement.drop()
+    num_read = allocator.num_read
+    mark(BACKWARD)
+    assert measurement.was_dropped and measurement.result() == (None, None) and allocator.num_read == num_read
+    measurement.begin(meter)
+    allocator.allocate(7)
+    assert not measurement.was_dropped and measurement.result() == (7, None)
+    measurement.begin(None)
+    assert measurement.marker(0, times_only=False) is None

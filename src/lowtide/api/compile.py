@@ -105,7 +105,7 @@ def compile(
     for module in blocks or [model]:
         enter = functools.partial(SessionCall, session, (names[module], type(module).__name__))
         _compat.compile_module(module, enter, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    first = FirstForward(chooser, blocks, session.watch).attach(model) if blocks else None
+    first = FirstForward(model, blocks, chooser, session.watch) if blocks else None
     _by_model[model] = CompiledHandle(session, blocks or [model], first, head)
     session.release, session.model = _by_model[model].remove, weakref.ref(model)
     watch_sessions(session)
@@ -204,11 +204,8 @@ def _backend_handles(model: nn.Module) -> list[CompiledHandle]:
 
 def _sessions_of(model: nn.Module | None) -> list[Session]:
     """The sessions whose graphs ran with parameters of this model, in order; without a model all of them."""
-    sessions = sorted(SESSIONS, key=lambda session: session.number)
-    if model is None:
-        return sessions
-    parameters = list(model.parameters())
-    return [session for session in sessions if session.has_run_with(parameters)]
+    parameters = None if model is None else list(model.parameters())
+    return [session for session in list(SESSIONS) if parameters is None or session.has_run_with(parameters)]
 
 
 def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:

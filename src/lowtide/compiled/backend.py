@@ -135,7 +135,7 @@ def _refuse(error: Exception, *args: Any) -> Any:
 
 # Calls of compiled modules.
 
-SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+SESSIONS: weakref.WeakKeyDictionary[Session, None] = weakref.WeakKeyDictionary()  # in the order of their making
 
 
 class _Current(threading.local):
@@ -146,8 +146,9 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def current_session() -> Session | None:
-    """The session of the compiled module that this thread calls; None outside of one."""
+def current_session() -> Session:
+    """The session of the compiled module that this thread calls. Compiled code is reached by `SessionCall` only."""
+    assert _current.session is not None
     return _current.session
 
 
@@ -214,7 +215,7 @@ def shared_backend(
 
 def watch_sessions(session: Session) -> None:
     """List a session in `SESSIONS` and warn from now on when Dynamo stops compiling code of a listed session."""
-    SESSIONS.add(session)
+    SESSIONS[session] = None
     _limit_watch.attach()
 
 

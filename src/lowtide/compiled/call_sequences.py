@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -37,12 +37,12 @@ _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned aga
 class _BackwardHook:
     """Hook before and after the autograd nodes of one call. It is freed with them, so it also shows if they live."""
 
-    def __init__(self, calls: StepCalls, mark: Mark | None, num_nodes: int) -> None:
-        self._calls, self._mark, self._num_left = calls, mark, num_nodes
+    def __init__(self, end_step: Callable[[], None], mark: Mark | None, num_nodes: int) -> None:
+        self._end_step, self._mark, self._num_left = end_step, mark, num_nodes
         self._has_begun = False
 
     def __call__(self, gradients: Any) -> None:
-        self._calls.end()
+        self._end_step()
         if self._mark is not None and not self._has_begun:
             self._has_begun = True
             self._mark(BACKWARD)
@@ -67,20 +67,8 @@ def _is_alive(call: _Call) -> bool:
     return call.hook is not None and call.hook() is not None
 
 
-class EndedCalls(NamedTuple):
-    """The calls of a step that has ended: `numbers` and `runs` of those that the loss depends on, in order.
-
-    `begun` are the graph numbers of all calls, and `positions` say where each of them is in `numbers`, or None.
-    """
-
-    numbers: tuple[int, ...]
-    runs: tuple[Any, ...]
-    begun: tuple[int, ...]
-    positions: tuple[int | None, ...]
-
-
 class StepCalls:
-    """The calls made so far in this step. `end()` is called when a backward begins.
+    """The calls of one step. It `is_over` when a backward through one of them begins.
 
     A call whose autograd nodes were freed before that is not planned for, as nothing of the loss depends on it. When
     all were freed, the step begins anew; `on_dropped` is called then if the last one was measured.
@@ -93,13 +81,13 @@ class StepCalls:
         self._on_dropped = on_dropped
         self._calls: list[_Call] = []  # all of them
         self._alive: list[_Call] = []  # those that have ended, and whose nodes are alive, or were at the backward
-        self._has_dead = False
+        self._dead: list[object] = []  # hooks of calls that have lost their nodes since the last look
 
     def _look(self) -> None:
         if self.is_over:
             return
-        if self._has_dead:
-            self._has_dead = False
+        if self._dead:
+            self._dead.clear()
             self._alive = list(filter(_is_alive, self._alive))
         if not self._alive:
             self._calls = []
@@ -126,10 +114,21 @@ class StepCalls:
         """Graph numbers of all calls, in order, as of the last look at `num_alive` or `numbers`."""
         return tuple([call.number for call in self._calls])
 
+    @property
+    def positions(self) -> tuple[int | None, ...]:
+        """For each of `begun` its position in `numbers`; None if it is not there."""
+        positions = {id(call): position for position, call in enumerate(self._alive)}
+        return tuple([positions.get(id(call)) for call in self._calls])
+
+    @property
+    def runs(self) -> tuple[Any, ...]:
+        """What the calls of `numbers` have run."""
+        return tuple([call.run for call in self._alive])
+
     def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
         """Record a call. Call the returned function with the graph's outputs when it has run.
 
-        `run` says what it runs, for `take`. `mark` is called when the forward has ended, and when the backward of the
+        `run` says what it runs, for `runs`. `mark` is called when the forward has ended, and when the backward of the
         call begins and ends.
         """
         call = _Call(number, run)
@@ -143,41 +142,26 @@ class StepCalls:
                 if mark is not None:
                     self._dropped(None)
                 return
-            hook = _BackwardHook(self, mark, len(nodes))
+            hook = _BackwardHook(self._end, mark, len(nodes))
             for node in nodes:
                 node.register_prehook(hook)
                 if mark is not None:
                     node.register_hook(hook.after)
-            call.hook = weakref.ref(hook, self._died if mark is None else self._dropped)
+            call.hook = weakref.ref(hook, self._dead.append if mark is None else self._dropped)
             self._alive.append(call)
 
         return end
 
-    def _died(self, hook: object) -> None:
-        self._has_dead = True
-
     def _dropped(self, hook: object) -> None:
-        self._has_dead = True
+        self._dead.append(hook)
         if not self.is_over and not any(map(_is_alive, self._alive)):
             self._on_dropped()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """A backward begins, which frees the autograd nodes of the step."""
         if not self.is_over:
             self._look()
             self.is_over = True
-
-    def take(self) -> EndedCalls:
-        """Return the calls of the finished step, and start anew."""
-        at = {id(call): position for position, call in enumerate(self._alive)}
-        positions = tuple([at.get(id(call)) for call in self._calls])
-        ended = EndedCalls(self.numbers, tuple([call.run for call in self._alive]), self.begun, positions)
-        self.clear()
-        return ended
-
-    def clear(self) -> None:
-        """Start anew."""
-        self._calls, self._alive, self.is_over, self._has_dead = [], [], False, False
 
 
 @dataclass(frozen=True)
@@ -239,6 +223,12 @@ class CallSequence:
     def __post_init__(self) -> None:
         self.begun = self.begun or self.numbers
         self.positions = self.positions or tuple(range(len(self.numbers)))
+
+    @property
+    def graph_indices(self) -> list[int]:
+        """The graph of each call, numbered from 0 in the order of their first calls."""
+        indices = {number: index for index, number in enumerate(dict.fromkeys(self.numbers))}
+        return [indices[number] for number in self.numbers]
 
     def holds(self, size: StepSize) -> bool:
         """Whether the present choice was measured to hold for steps of this size."""

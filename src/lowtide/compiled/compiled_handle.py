@@ -131,7 +131,7 @@ class CompiledHandle:
             self._first.remove()
         if self.split_head is not None:
             self.split_head.remove()
-        SESSIONS.discard(self.session)
+        SESSIONS.pop(self.session, None)
         self.is_removed = True
 
     def hand_over(self, modules: list[nn.Module]) -> None:
@@ -191,11 +191,9 @@ class CompiledHandle:
         sequence, watch = self.session.current, self.session.watch
         calls: list[CompiledCall] = []
         if sequence is not None:
-            names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
-            choice = sequence.choice
-            for number, variant, moved in zip(sequence.numbers, choice.variants, choice.moved, strict=True):
+            for index, (variant, moved) in zip(sequence.graph_indices, sequence.choice.runs, strict=True):
                 num_kept = None if variant.keeps is None else len(variant.keeps)
-                calls.append(CompiledCall(names[number], variant.saved_bytes, num_kept, sum(moved)))
+                calls.append(CompiledCall(index, variant.saved_bytes, num_kept, sum(moved)))
         store = None if self.session.store is None else self.session.store.stats()
         return CompiledStats(
             tuple(calls),
@@ -258,26 +256,21 @@ def describe(session: Session) -> str:
     choice, instances = sequence.choice, session.instances_of(sequence)
     step_s = max(sum(graph.step_s for graph in instances), 1e-12)
     peaks = sequence.peaks
-    num_graphs = len(set(sequence.numbers))
     lines = [
-        f"{counted(len(instances), 'call')} of {counted(num_graphs, 'compiled graph')} within "
+        f"{counted(len(instances), 'call')} of {counted(len(set(instances)), 'compiled graph')} within "
         f"{format_bytes(session.budget_bytes)}",
         f"  peak    {format_bytes(choice.peak_bytes)} predicted"
         + (f", {format_bytes(peaks[-1])} measured" if peaks else ""),
         f"  slower  {100 * choice.extra_s / step_s:.1f} % predicted, at least "
         f"{100 * choice.lower_bound_s / step_s:.1f} % with any choice",
+        f"  took    {session.watch}",
     ]
-    lines.append(f"  took    {session.watch}")
     if choice.moves_any:
         lines.append(f"  moved   {format_bytes(sum(map(sum, choice.moved)))} to the host and back")
-    names = {number: index for index, number in enumerate(dict.fromkeys(sequence.numbers))}
-    calls = zip(sequence.numbers, choice.variants, strict=True)
-    for (number, variant), run in itertools.groupby(calls):
+    for (index, variant), run in itertools.groupby(zip(sequence.graph_indices, choice.variants, strict=True)):
         what = "as torch decides" if variant.keeps is None else f"{counted(len(variant.keeps), 'op')} kept"
         what += ", indices recomputed" if variant.replays_indices else ""
-        lines.append(
-            f"  {len(list(run))} x graph {names[number]}: {format_bytes(variant.saved_bytes)} saved each, {what}"
-        )
+        lines.append(f"  {len(list(run))} x graph {index}: {format_bytes(variant.saved_bytes)} saved each, {what}")
     if session.unplanned is not None:
         lines.append(f"  beside  {session.unplanned}")
     return "\n".join(lines)
@@ -295,15 +288,13 @@ def plan_of(session: Session, sequence: CallSequence) -> Plan:
     """
     instances, choice = session.instances_of(sequence), sequence.choice
     steps = [graph.step for graph in instances if graph.step is not None]
-    if len(instances) == 1:
-        (step,), firsts = steps, [0]
-        other_bytes = session.chooser.start_bytes(instances)
+    if len(steps) == 1:
+        (step,), other_bytes = steps, session.chooser.start_bytes(instances)
     else:
-        step, firsts = joined_step(steps, _modules_of(session, sequence))
-        inside = _simulated(step, _saved(instances, choice.variants, firsts)).peak_bytes
-        other_bytes = max(0, choice.peak_bytes - inside)
+        step = joined_step(steps, _modules_of(session, sequence))
+        other_bytes = max(0, choice.peak_bytes - _simulated(step, instances, choice.variants).peak_bytes)
     step = replace(step, other_bytes=other_bytes)
-    timeline = _simulated(step, _saved(instances, choice.variants, firsts))
+    timeline = _simulated(step, instances, choice.variants)
     return with_predictions(step, timeline, simulate(step), session.budget_bytes, choice.lower_bound_s)
 
 
@@ -311,38 +302,32 @@ def references(session: Session, sequence: CallSequence, plan: Plan) -> tuple[Re
     """What torch's partitioner does at each fraction, simulated on the graph of `plan_of(session, sequence)`."""
     assert plan.graph is not None
     instances = session.instances_of(sequence)
-    firsts = [0, *accumulate(graph.step.num_forward for graph in instances if graph.step is not None)][:-1]
     found = []
     for fraction in sorted({each for graph in instances for each in graph.torch_ways}, reverse=True):
-        ways = [torch_way(graph, fraction) for graph in instances]
-        timeline = _simulated(plan.graph, _saved(instances, ways, firsts))
+        timeline = _simulated(plan.graph, instances, [torch_way(graph, fraction) for graph in instances])
         found.append(Reference(f"activation_memory_budget {fraction:g}", timeline.peak_bytes, timeline.extra_s))
     return tuple(found)
 
 
 def _modules_of(session: Session, sequence: CallSequence) -> list[tuple[str, str]]:
     """Path and class of the module that each call runs; a part of the model between graph breaks has neither."""
-    names = {number: f"graph {index}" for index, number in enumerate(dict.fromkeys(sequence.numbers))}
-    modules = [session.called_modules.get(position, ("", "")) for position in range(len(sequence.numbers))]
-    pairs = zip(sequence.numbers, modules, strict=True)
-    return [module if module[0] else (names[number], "Graph") for number, module in pairs]
+    called = enumerate(sequence.graph_indices)
+    modules = [(session.called_modules.get(position, ("", "")), index) for position, index in called]
+    return [module if module[0] else (f"graph {index}", "Graph") for module, index in modules]
 
 
-def _simulated(step: StepGraph, saved: tuple[int, ...]) -> Timeline:
-    return simulate(step, Plan(engine="compiled", keeps=saved, budget_bytes=1))
+def _simulated(step: StepGraph, instances: list[PlannedGraph], variants: list[Variant]) -> Timeline:
+    """A step, joined from the calls `instances`, that saves what these variants save."""
+    saved: list[int] = []
+    first = 0  # op of the call in the joined step
+    for graph, variant in zip(instances, variants, strict=True):
+        saved += [first + op for op in (graph.default if variant.keeps is None else variant.keeps)]
+        first += 0 if graph.step is None else graph.step.num_forward
+    return simulate(step, Plan(engine="compiled", keeps=tuple(saved), budget_bytes=1))
 
 
-def _saved(instances: list[PlannedGraph], variants: list[Variant], firsts: list[int]) -> tuple[int, ...]:
-    """The ops whose outputs are saved, numbered in the joined step."""
-    saved = (
-        graph.default if variant.keeps is None else variant.keeps
-        for graph, variant in zip(instances, variants, strict=True)
-    )
-    return tuple(first + op for first, ops in zip(firsts, saved, strict=True) for op in ops)
-
-
-def joined_step(steps: Sequence[StepGraph], modules: Sequence[tuple[str, str]]) -> tuple[StepGraph, list[int]]:
-    """The calls `steps` as one step, and the number of the first op of each. `modules` are their paths and classes."""
+def joined_step(steps: Sequence[StepGraph], modules: Sequence[tuple[str, str]]) -> StepGraph:
+    """The calls `steps` as one step. `modules` are their paths and classes."""
     forwards = [step.num_forward for step in steps]
     backwards = [len(step.ops) - step.num_forward for step in steps]
     first_forward = [0, *accumulate(forwards)]
@@ -366,41 +351,39 @@ def joined_step(steps: Sequence[StepGraph], modules: Sequence[tuple[str, str]]) 
         values += [joined.value(value, gradient_until, end) for value in step.values]
         saves += map(joined.save, step.saves)
         calls += [joined.call(call, path) for call in step.calls]
-    return (
-        StepGraph(
-            ops=tuple(ops),
-            num_forward=num_forward,
-            values=tuple(values),
-            saves=tuple(saves),
-            calls=tuple(with_structures(ops[:num_forward], calls, values, saves)),
-            hardware=steps[0].hardware,
-            step_s=sum(step.step_s for step in steps),
-            notes=(_NOTE,),
-            versions=steps[0].versions,
-        ),
-        first_forward[:-1],
+    return StepGraph(
+        ops=tuple(ops),
+        num_forward=num_forward,
+        values=tuple(values),
+        saves=tuple(saves),
+        calls=tuple(with_structures(ops[:num_forward], calls, values, saves)),
+        hardware=steps[0].hardware,
+        step_s=sum(step.step_s for step in steps),
+        notes=(_NOTE,),
+        versions=steps[0].versions,
     )
 
 
+@dataclass(frozen=True)
 class _Joined:
-    """Maps the numbers of one call's step to those of the joined step."""
+    """Maps the numbers of one call's step to those of the joined step: the first op, value and call have these."""
 
-    def __init__(
-        self, step: StepGraph, first_forward: int, first_backward: int, first_value: int, first_call: int
-    ) -> None:
-        self._step, self._forward, self._backward = step, first_forward, first_backward
-        self._value, self._call = first_value, first_call
+    step: StepGraph
+    forward: int
+    backward: int
+    first_value: int
+    first_call: int
 
     def op(self, number: int) -> int:
         """The joined number of an op, or of a position: the one before the first op of the backward counts to it."""
-        is_forward = number < self._step.num_forward
-        return number + (self._forward if is_forward else self._backward - self._step.num_forward)
+        is_forward = number < self.step.num_forward
+        return number + (self.forward if is_forward else self.backward - self.step.num_forward)
 
     def _values(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(number + self._value for number in numbers)
+        return tuple(number + self.first_value for number in numbers)
 
     def _call_of(self, number: int) -> int:
-        return number + self._call if number >= 0 else self._call - 1  # the call of the whole graph
+        return number + self.first_call if number >= 0 else self.first_call - 1  # the call of the whole graph
 
     def as_op(self, op: Op) -> Op:
         return replace(
@@ -413,14 +396,14 @@ class _Joined:
         )
 
     def value(self, value: Value, gradient_until: int, end: int) -> Value:
-        step = self._step
+        step = self.step
         if value.born < 0 or value.kind == "gradient":
             dropped = end
         elif value.dropped < len(step.ops):
             # A position is the end of an op: the last one of the forward lies before the other calls' ops.
             dropped = self.op(value.dropped - 1) + 1
         else:
-            dropped = self._backward if value.born < step.num_forward else gradient_until
+            dropped = self.backward if value.born < step.num_forward else gradient_until
         born = self.op(value.born) if value.born >= 0 else -1
         return replace(value, born=born, dropped=max(dropped, born + 1))
 
@@ -428,7 +411,7 @@ class _Joined:
         used = self.op(save.used - 1) + 1 if save.used >= 0 else -1
         return replace(
             save,
-            value=save.value + self._value,
+            value=save.value + self.first_value,
             call=self._call_of(save.call),
             made=self.op(save.made - 1) + 1,
             read=self.op(save.read) if save.read >= 0 else -1,
@@ -441,8 +424,8 @@ class _Joined:
             call,
             path=f"{path}.{call.path}".strip("."),
             parent=self._call_of(call.parent),
-            first=self._forward + call.first,
-            end=self._forward + call.end,
+            first=self.forward + call.first,
+            end=self.forward + call.end,
             inputs=self._values(call.inputs),
             outputs=self._values(call.outputs),
         )

@@ -13,6 +13,7 @@ by one autograd function that has the same inputs, outputs and gradients.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -42,7 +43,7 @@ def placeholders(blocks: Iterable[nn.Module]) -> Iterator[None]:
     known: dict[Hashable, _OutputSpec | None] = {}
     patched = [block for block in blocks if "forward" not in vars(block)]
     for block in patched:
-        block.forward = _PlaceholderForward(block, block.forward, known)  # type: ignore[method-assign]
+        block.forward = functools.partial(_run_or_replace, known, block, block.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -50,28 +51,26 @@ def placeholders(blocks: Iterable[nn.Module]) -> Iterator[None]:
             del block.forward
 
 
-class _PlaceholderForward:
-    """Replaces a block's forward. The first call of its kind (type, parameters, arguments) runs the real one."""
-
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], known: dict[Hashable, _OutputSpec | None]
-    ) -> None:
-        self._block, self._forward, self._known = block, forward, known
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given, _ = _compat.flattened((args, kwargs))
-        taken = [each for each in given if isinstance(each, Tensor)]
-        parameters = [each for each in self._block.parameters() if each.requires_grad]
-        kind = type(self._block), tuple(map(_facts, parameters)), tuple(map(_described, given))
-        spec = self._known.get(kind)
-        if spec is not None:
-            return spec.build(
-                _PlaceholderFunction.apply(spec, *(each for each in (*taken, *parameters) if each.requires_grad))
-            )
-        output = self._forward(*args, **kwargs)
-        if kind not in self._known:
-            self._known[kind] = _OutputSpec.of(output, (*taken, *parameters))
-        return output
+def _run_or_replace(
+    known: dict[Hashable, _OutputSpec | None],
+    block: nn.Module,
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A block's forward. The first call of its kind (type, parameters, arguments) runs the real one."""
+    given, _ = _compat.flattened((args, kwargs))
+    parameters = [each for each in block.parameters() if each.requires_grad]
+    taken = [*(each for each in given if isinstance(each, Tensor)), *parameters]
+    kind = type(block), tuple(map(_facts, parameters)), tuple(map(_described, given))
+    spec = known.get(kind)
+    if spec is not None:
+        return spec.build(_PlaceholderFunction.apply(spec, *(each for each in taken if each.requires_grad)))
+    output = forward(*args, **kwargs)
+    if kind not in known:
+        known[kind] = _OutputSpec.of(output, taken)
+    return output
 
 
 def _facts(tensor: Tensor) -> _Facts:
@@ -190,17 +189,10 @@ logger = logging.getLogger("lowtide")
 class FirstForward:
     """A forward pre-hook that traces the model once and removes itself. In copies of the model it does nothing."""
 
-    def __init__(self, chooser: VariantChooser, blocks: list[nn.Module], watch: CompileWatch) -> None:
-        self._chooser, self._blocks, self._watch = chooser, blocks, watch
-        self._handle: Any = None
-
-    def attach(self, model: nn.Module) -> FirstForward:
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], chooser: VariantChooser, watch: CompileWatch) -> None:
+        self._blocks, self._chooser, self._watch = blocks, chooser, watch
         # First, with the caller's arguments: hooks that change them run again in the trace.
-        self._handle = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
-        return self
-
-    def remove(self) -> None:
-        self._handle.remove()
+        self.remove = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True).remove
 
     @_compat.disable_dynamo  # inside of another torch.compile
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:

@@ -14,7 +14,6 @@ share a graph and its variants: the session is asked for in every call.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
@@ -118,7 +117,7 @@ class PlannedGraph:
 
     def __init__(
         self,
-        session_of: Callable[[], Session | None],
+        session_of: Callable[[], Session],
         module: Any,
         inputs: list[Any],
         compiler: Callable[..., Any],
@@ -147,7 +146,7 @@ class PlannedGraph:
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._last: tuple[Variant | None, Callable[..., Any]] = None, lambda: None  # that ran: most calls run the same
         self._plain: Callable[..., Any] | None = None
-        with self._compiling():
+        with session_of().compiling():
             first = compiler(module, inputs, self._first_partition)
         if self.step is None:
             self._plain = first  # a forward without a backward
@@ -156,13 +155,11 @@ class PlannedGraph:
 
     def __call__(self, *args: Any) -> Any:
         session = self._session_of()
-        if session is not None:
-            session.num_graph_calls += 1
+        session.num_graph_calls += 1
         if self._plain is not None:
             return self._plain(*args)
         # DDP's own compiler calls graphs with fake tensors, to see the strides of outputs.
-        is_fake = self._first_tensor is not None and _compat.is_fake(args[self._first_tensor])
-        if session is None or is_fake:
+        if self._first_tensor is not None and _compat.is_fake(args[self._first_tensor]):
             return self._variant(self._first)(*args)
         if self._parameter_positions is None:  # Dynamo's guards keep the classes of inputs
             self._parameter_positions = [index for index, each in enumerate(args) if isinstance(each, nn.Parameter)]
@@ -225,7 +222,7 @@ class PlannedGraph:
             _compat.simplify_joint(joint)
             return self._split(self._read(joint), variant, joint, inputs, facts)
 
-        with _compat.compile_lock(), self._context, self._compiling():
+        with _compat.compile_lock(), self._context, self._session_of().compiling():
             return self._compiler(_compat.copied_module(self._module), self._inputs.again(), partition)
 
     def _split(self, read: JointStep, variant: Variant, joint: Any, inputs: Any, facts: dict[str, Any]) -> Any:
@@ -238,20 +235,16 @@ class PlannedGraph:
             tag(read, frozenset(variant.keeps or ()))
         return _compat.torch_partition(joint, inputs, fraction=variant.fraction, is_simplified=True, **facts)
 
-    def _compiling(self) -> contextlib.AbstractContextManager[None]:
-        session = self._session_of()
-        return contextlib.nullcontext() if session is None else session.compiling()
-
     def _first_partition(self, joint: Any, inputs: Any, **facts: Any) -> Any:
         """Read the joint graph and torch's own choice of saved values, then partition as the session chooses."""
         session = self._session_of()
         _compat.simplify_joint(joint)
-        with self._planning():
+        with session.watch.planning():
             read = self._read(joint)
             self.step = read.graph
 
         def plan(partition: _compat.Partition) -> bool:
-            with self._planning():
+            with session.watch.planning():
                 self._plan(read, joint, session, partition.saved_names)
                 if self._first.keeps is None:
                     return True
@@ -263,18 +256,17 @@ class PlannedGraph:
 
         is_tagged = any(_compat.PARTITIONER_TAG in node.meta for node in joint.graph.nodes)
         with _compat.restored_tags(joint.graph):
-            began = None if session is None else session.watch.now
+            began = session.watch.now
             parts = _compat.watched_partition(joint, inputs, plan, **facts)
         if not self.variants:  # nothing to choose: torch was not asked
             self._plan(read, joint, session, lambda fraction: [])
         if parts is not None:
             return parts
-        if session is not None and began is not None:
-            session.watch.plan_since(began)
+        session.watch.plan_since(began)
         return self._split(read, self._first, joint, inputs, facts)
 
     def _plan(
-        self, read: JointStep, joint: Any, session: Session | None, saved_names: Callable[[float | None], list[str]]
+        self, read: JointStep, joint: Any, session: Session, saved_names: Callable[[float | None], list[str]]
     ) -> None:
         """Set the variants, and the first one that is compiled."""
         self.default = _kept(read, saved_names(None))
@@ -283,11 +275,7 @@ class PlannedGraph:
                 self.torch_ways = self._torch_ways(read, saved_names)
         self.variants = variants_of(read.graph, self.default, list(self.torch_ways.values()))
         self.replayed = self._replayed(read)
-        self._first = self.variants[0] if session is None else session.first_variant(self)
-
-    def _planning(self) -> contextlib.AbstractContextManager[None]:
-        session = self._session_of()
-        return contextlib.nullcontext() if session is None else session.watch.planning()
+        self._first = session.first_variant(self)
 
     def _torch_ways(self, read: JointStep, saved_names: Callable[[float | None], list[str]]) -> dict[float, Variant]:
         """What torch's own partitioner saves at each fraction; equal choices once, with the largest fraction."""

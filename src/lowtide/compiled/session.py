@@ -5,16 +5,9 @@ graphs of a model have to stay within one budget together, so a `Session` plans 
 calls `first_variant` when it is compiled and `next_run` whenever it runs, and gets back which variant to run. The
 session is created by `lowtide.compile` or, with `torch.compile(backend="lowtide")`, by the backend.
 
-- **First step.** The session assumes that the step has as many calls as the model has blocks.
-- **Later steps.** The order of a step's calls is known: a `CallSequence`. Batches of several shapes have one each
-  (`call_sequences`).
-- **Correction.** The peak of a step in which nothing was compiled is measured, call by call (`step_profile`). If it is
-  over the budget, or low enough for a faster choice, variants are chosen again with what was measured in place of
-  predictions, and then timed beside alternatives (`settling`).
-- **Larger steps.** A choice that holds was measured for steps of a certain size: the bytes of gradients that are there
-  when the forward begins, and of inputs whose shapes are symbolic. When a larger step comes, such as the second one of
-  an accumulated gradient, the next of that size is measured and corrected likewise.
-- **Ranks.** All ranks that train the model come to the same choices, which are the lowest rank's (`settling`).
+In the first step the session assumes that there are as many calls as the model has blocks. From then on it knows the
+order of calls (`call_sequences`), and plans for that. The peak of a step in which nothing was compiled is measured,
+call by call (`step_profile`), and by what was measured the next choice is made, alike on all ranks (`settling`).
 
 A step ends when its backward begins, which the session sees in the next forward: `_end_step` then decides on it. A step
 that repeats what all steps before it did, with a settled choice, leaves nothing to decide.
@@ -24,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +44,6 @@ from lowtide.units import parse_bytes
 MEASURES_CPU = True
 
 _NO_CONTEXT = contextlib.nullcontext()
-_numbers = itertools.count()
 
 
 class GraphRun(NamedTuple):
@@ -81,7 +72,6 @@ class Session:
         on_over: str = "raise",
         meter_of: Callable[[torch.device], StepMeter | None] | None = None,
     ) -> None:
-        self.number = next(_numbers)
         self.options: Any = None  # those of torch.compile, kept alive as the key of this session
         self.handle: Any = None  # of a model compiled by the backend, made when it is asked for
         self.budget = budget
@@ -102,7 +92,7 @@ class Session:
         self._seen: dict[int, weakref.ref[nn.Parameter]] = {}  # by id; without those that are gone
         self.sequences = KnownSequences()
         self._measurement = StepMeasurement()
-        self._calls = StepCalls(on_dropped=self._measurement.drop)
+        self._calls = StepCalls(self._measurement.drop)  # of the present step, or of one that is over
         self._size = StepSize()  # of the present step, as far as it has run
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
@@ -214,37 +204,36 @@ class Session:
         if not self._calls.is_over:
             return
         self._ranks.find(None if self.model is None else self.model())
-        sequences, repeated = self.sequences, self.sequences.repeated(self._calls)
+        calls, self._calls = self._calls, StepCalls(self._measurement.drop)
+        sequences, numbers, repeated = self.sequences, calls.numbers, self.sequences.repeated(calls)
         if repeated is not None and self._is_routine(repeated):
             sequences.keep(repeated)
-            self._calls.clear()
             return
-        ended = self._calls.take()
         sequences.forget(self._graphs)
-        if not ended.numbers or not self._is_alive(ended.numbers):
+        if not numbers or not self._is_alive(numbers):
             sequences.current = None
-        elif sequences.current is None or sequences.current.numbers != ended.numbers:
-            sequences.current = sequences.by_numbers.get(ended.numbers) or self._planned(ended.numbers)
+        elif sequences.current is None or sequences.current.numbers != numbers:
+            sequences.current = sequences.by_numbers.get(numbers) or self._planned(numbers)
         sequence = sequences.current
-        if sequence is None or sequence.choice.runs != ended.runs:
+        if sequence is None or sequence.choice.runs != calls.runs:
             # A step that began like another one has run some of its variants: it says nothing about the present choice.
             self._measurement.cancel()
         step, is_agreed = self._ranks.exchanged(self._report())
         if sequence is None:
             return
         with self._ranks.together(is_agreed):
-            if sequence.numbers not in sequences.by_numbers:
+            if numbers not in sequences.by_numbers:
                 if is_agreed:
                     sequence.choice = self._chosen(self.instances_of(sequence))
                 self._refuse_by_prediction(sequence)
-            if is_agreed or not self._needs_agreement(sequence.numbers):
+            if is_agreed or not self._needs_agreement(numbers):
                 with self.watch.planning():
                     settle_further(sequence, self.chooser, self.instances_of(sequence), step)
             elif not self._ranks.is_open:
                 sequence.is_settled = True
         if is_agreed:
             sequence = self._ranks.of_first(sequence)
-        sequence.begun, sequence.positions = ended.begun, ended.positions
+        sequence.begun, sequence.positions = calls.begun, calls.positions
         sequences.keep(sequence)
         self._watch_next(sequence)
         self._warn_of_replayed_indices(sequence)
@@ -279,7 +268,7 @@ class Session:
         peak_bytes, profile = self._measurement.result()
         calls = None
         if sequence is not None and not self._ranks.is_alone:
-            calls = name_of_calls(self.instances_of(sequence))
+            calls = name_of_calls(sequence, self.instances_of(sequence))
         return StepReport(
             calls=calls,
             budget_bytes=self.budget_bytes,

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -277,7 +276,7 @@ class SessionRanks:
 
     def of_first(self, sequence: CallSequence) -> CallSequence:
         """The lowest rank's sequence, with the graph numbers of this rank."""
-        found = _renumbered(self._ranks.first(sequence, _ABOUT), sequence.numbers)
+        found = replace(self._ranks.first(sequence, _ABOUT), numbers=sequence.numbers)
         self.over = found.over or self.over
         return found
 
@@ -295,32 +294,9 @@ def _common(reports: list[StepReport]) -> StepReport:
     )
 
 
-def _renumbered(sequence: CallSequence, numbers: tuple[int, ...]) -> CallSequence:
-    """A sequence of another rank with the numbers that its graphs have here."""
-    here = dict(zip(sequence.numbers, numbers, strict=True))
-
-    def as_here(choice: VariantChoice) -> VariantChoice:
-        if choice.peak_key is None:
-            return choice
-        number, key = choice.peak_key
-        return replace(choice, peak_key=(here[number], key))
-
-    return replace(
-        sequence,
-        numbers=numbers,
-        choice=as_here(sequence.choice),
-        measured=[(as_here(choice), peak) for choice, peak in sequence.measured],
-        profiled=[(as_here(choice), seconds) for choice, seconds in sequence.profiled],
-        turns=[(as_here(choice), seconds) for choice, seconds in sequence.turns],
-        trials=None if sequence.trials is None else list(map(as_here, sequence.trials)),
-    )
-
-
-def name_of_calls(instances: Iterable[PlannedGraph]) -> str:
+def name_of_calls(sequence: CallSequence, instances: list[PlannedGraph]) -> str:
     """A hash of the graphs that a step called, equal on all ranks that ran the same code on the same shapes."""
-    instances = list(instances)
-    graphs = {graph: index for index, graph in enumerate(dict.fromkeys(instances))}
-    return hash_of([[graphs[graph] for graph in instances], [graph.identity for graph in graphs]])
+    return hash_of([sequence.graph_indices, [graph.identity for graph in dict.fromkeys(instances)]])
 
 
 def ranks_sharing(model: nn.Module | None) -> Ranks:

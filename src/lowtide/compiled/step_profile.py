@@ -212,9 +212,8 @@ class ProfilerMeter(StepMeter):
         super().__init__()
         self._start_bytes, self._trace = start_bytes, _compat.AllocationTrace()
         self._backward = _compat.BackwardReturn(self._end)
-        self._base, self._peak = 0, None
-
-    _peak: int | None
+        self._base = 0
+        self._peak: int | None = None
 
     def reset(self) -> None:
         self._marks, self._peak = [], None

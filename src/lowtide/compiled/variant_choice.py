@@ -28,7 +28,7 @@ from lowtide.compiled.step_profile import StepProfile
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.reports.report_text import counted
 from lowtide.solvers.compiled_search import CompiledSearch
-from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, SharedChoice, Variant, variant_of
+from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, Variant, variant_of
 from lowtide.tracing.devices import block_bytes, link_bytes_per_s
 from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes
 from lowtide.units import format_bytes
@@ -64,7 +64,7 @@ class VariantChoice:
     lower_bound_s: float
     is_within: bool = True
     in_flight_bytes: int = 0  # of the moved tensors, in each direction
-    peak_key: Any = None  # (graph number, variant's key) of the call at the peak; None if it is outside of calls
+    peak_call: int = -1  # the call at the peak; -1: it is outside of calls
 
     @cached_property
     def runs(self) -> tuple[tuple[Variant, tuple[int, ...]], ...]:
@@ -99,7 +99,8 @@ class VariantChooser:
     time_limit_s: float = 10.0
     surroundings: OtherMemory | None = None
     model_bytes: int | None = None  # parameters and buffers; None: sum those of the graphs
-    # Measured minus predicted bytes, by `peak_key`: of choices without moves, and of those with.
+    # Measured minus predicted bytes, by graph and variant of the call at the peak, or None: of choices without moves,
+    # and of those with.
     errors: tuple[dict[Any, int], dict[Any, int]] = field(default_factory=lambda: ({}, {}))
     _measured_around: dict[tuple[int, ...], OtherMemory] = field(default_factory=dict)
     _transients: dict[int, dict[Any, tuple[int, int]]] = field(default_factory=dict)  # measured, by graph and variant
@@ -156,8 +157,9 @@ class VariantChooser:
         self._learn_seconds(instances, choice, profile)
         has_moves = choice.moves_any
         if profile is None or len(instances) == 1 or len(profile.calls) != len(instances) or has_moves:
-            error = self._error_of(choice.peak_key, has_moves) + measured_bytes - choice.peak_bytes
-            self.errors[has_moves][choice.peak_key] = error
+            at = choice.peak_call
+            key = None if at < 0 else (instances[at].number, choice.variants[at].key)
+            self.errors[has_moves][key] = self._error_of(key, has_moves) + measured_bytes - choice.peak_bytes
             return
         for errors in self.errors:
             errors.clear()
@@ -251,15 +253,14 @@ class VariantChooser:
             assert instances[0].step is not None
             step = replace(instances[0].step, other_bytes=self._base(instances))
             cost = CompiledSearch(step, self.time_limit_s).cost(variants[0].keeps or instances[0].default)
-            peak_bytes, key = cost.peak_bytes + self._error_of(None), None
+            peak_bytes, peak_call = cost.peak_bytes + self._error_of(None), -1
         else:
             corrected = [(self._as_measured(graph, each),) for graph, each in zip(instances, variants, strict=True)]
             shared = SharedBudget(corrected, self._around_with_error(instances))
             peak_bytes, position = shared.peak([0] * len(instances))
-            where = position.index
-            key = (instances[where].number, variants[where].key) if where >= 0 else None
+            peak_call = position.index
         extra_s = sum(variant.extra_s for variant in variants)
-        return VariantChoice(variants, ((),) * len(variants), peak_bytes, extra_s, 0.0, peak_key=key)
+        return VariantChoice(variants, ((),) * len(variants), peak_bytes, extra_s, 0.0, peak_call=peak_call)
 
     # One graph.
 
@@ -306,27 +307,17 @@ class VariantChooser:
         """
         has_moves = any(shares)
         given = [graph.variants for graph in instances] if options is None else options
-        corrected: dict[Any, tuple[Variant, ...]] = {}  # equal calls must have the same tuple
-        for graph, variants in zip(instances, given, strict=True):
-            if (graph, variants) not in corrected:
-                measured = tuple(self._as_measured(graph, variant, has_moves) for variant in variants)
-                corrected[graph, variants] = measured
+        calls = list(zip(instances, given, strict=True))
+        corrected = {  # equal calls must have the same tuple
+            (graph, variants): tuple(self._as_measured(graph, each, has_moves) for each in variants)
+            for graph, variants in dict.fromkeys(calls)
+        }
         around = self._around_with_error(instances, has_moves)
         byte_s = 2 * _BESIDE_COPIES / self._link_bytes_per_s if has_moves else 0.0
-        budgets = [
-            SharedBudget(
-                [corrected[each] for each in zip(instances, given, strict=True)],
-                around,
-                self._quotas(instances, share),
-                byte_s,
-            )
-            for share in shares
-        ]
-        fitting: list[tuple[SharedBudget, SharedChoice]] = []
-        for shared in budgets:
-            choice = shared.choose(budget_bytes)
-            if choice is not None:
-                fitting.append((shared, choice))
+        variants = [corrected[call] for call in calls]
+        budgets = [SharedBudget(variants, around, self._quotas(instances, share), byte_s) for share in shares]
+        choices = [(shared, shared.choose(budget_bytes)) for shared in budgets]
+        fitting = [(shared, choice) for shared, choice in choices if choice is not None]
         if fitting:
             shared, best = min(fitting, key=lambda each: each[1].extra_s)
             # As few calls as possible recompute indices, whatever is compiled for it.
@@ -336,9 +327,7 @@ class VariantChooser:
             )
         else:
             shared, best = min(((each, each.floor) for each in budgets), key=lambda each: each[1].peak_bytes)
-        chosen = [variants[number] for variants, number in zip(given, best.chosen, strict=True)]
-        where = shared.peak(best.chosen)[1].index
-        key = (instances[where].number, chosen[where].key) if where >= 0 else None
+        chosen = [each[number] for each, number in zip(given, best.chosen, strict=True)]
         whole_link = replace(budgets[-1], quotas=self._quotas(instances, _SHARES[-1] if self.host_bytes else 0.0))
         return VariantChoice(
             chosen,
@@ -348,7 +337,7 @@ class VariantChooser:
             min(best.lower_bound_s, whole_link.lower_bound_s(max(budget_bytes, best.peak_bytes))),
             is_within=bool(fitting),
             in_flight_bytes=best.in_flight_bytes,
-            peak_key=key,
+            peak_call=shared.peak(best.chosen)[1].index,
         )
 
     def _replaying(self, instances: list[PlannedGraph], budget_bytes: int, floor: VariantChoice) -> VariantChoice:
@@ -382,21 +371,19 @@ class VariantChooser:
 
     def start_bytes(self, instances: list[PlannedGraph]) -> int:
         """Bytes in use when the first call of a step begins, without gradients of earlier steps."""
-        if len(instances) > 1 and self._is_traced(instances):
-            assert self.surroundings is not None
-            return self.surroundings.forward_bytes[0]
-        return self._base(instances)
+        traced = self._traced(instances)
+        return self._base(instances) if traced is None or len(instances) == 1 else traced.forward_bytes[0]
 
-    def _is_traced(self, instances: list[PlannedGraph]) -> bool:
-        return self.surroundings is not None and len(self.surroundings.forward_bytes) == len(instances)
+    def _traced(self, instances: list[PlannedGraph]) -> OtherMemory | None:
+        """Memory outside of calls, if it was traced for this number of them."""
+        traced = self.surroundings
+        return traced if traced is not None and len(traced.forward_bytes) == len(instances) else None
 
     def _around(self, instances: list[PlannedGraph]) -> OtherMemory:
         """Memory outside of calls: as measured, as traced, or parameters, gradients and outputs of earlier calls."""
-        measured = self._measured_around.get(tuple(graph.number for graph in instances))
-        if measured is not None:
-            return measured
-        if self.surroundings is not None and self._is_traced(instances):
-            return self.surroundings
+        known = self._measured_around.get(tuple(graph.number for graph in instances), self._traced(instances))
+        if known is not None:
+            return known
         base = self._base(instances) + _gradient_bytes(instances)
         given = [0, *accumulate(graph.handed_out_bytes for graph in instances)]
         forward, backward = (tuple(base + size for size in sizes) for sizes in (given[:-1], given[1:]))
@@ -419,15 +406,16 @@ class VariantChooser:
 
     def _base(self, instances: list[PlannedGraph]) -> int:
         """Bytes allocated when the first call begins, plus optimizer state that is still to be allocated."""
+        if self._base_bytes is not None:
+            return self._base_bytes
         device = instances[0].device
+        states, _, _ = optimizer_memory(self.optimizer, block_bytes(device))
         if device.type != "cuda":
-            states, _, _ = optimizer_memory(self.optimizer, block_bytes(device))
             static = sum(graph.static_bytes for graph in dict.fromkeys(instances))
             return (static if self.model_bytes is None else self.model_bytes) + instances[0].batch_bytes + states
-        if self._base_bytes is None:  # measured once, for the first step: later ones start with gradients
-            states, _, _ = optimizer_memory(self.optimizer, block_bytes(device))
-            present = present_state_bytes(self.optimizer, device)
-            self._base_bytes = torch.cuda.memory_allocated(device) + max(0, states - present)
+        # Measured once, for the first step: later ones start with gradients.
+        present = present_state_bytes(self.optimizer, device)
+        self._base_bytes = torch.cuda.memory_allocated(device) + max(0, states - present)
         return self._base_bytes
 
 
