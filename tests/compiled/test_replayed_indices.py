@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from compiled.fake_steps import BASE, FakeGraph, TimedMeter, VariantsOnly, settled
 from compiled.test_backend import MLP, Routed, Stack, squared
-from compiled.test_session import BASE, FakeGraph, TimedMeter, VariantsOnly, settled
 from kernelless import (
     COMPILED_MARKS,
     PLENTY,

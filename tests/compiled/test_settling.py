@@ -1,4 +1,4 @@
-"""Candidates are timed in turns, on a clock with noise; moves and torch's ways are kept only if they are faster."""
+"""Measured peaks lead to other variants or to an error, and candidates are timed in turns, on a clock with noise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,138 @@ from dataclasses import replace
 
 import pytest
 
-from compiled.test_session import BASE, FakeGraph, TimedMeter, VariantsOnly, linked, settled
+from compiled.fake_steps import BASE, VARIANTS, FakeGraph, Steps, TimedMeter, VariantsOnly, linked, saved, settled
 from lowtide.compiled.session import Session
 from lowtide.compiled.step_profile import StepProfile
 from lowtide.compiled.variant_choice import VariantChoice
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.solvers.shared_budget import Variant
+from sweeps import sweep
+
+
+@pytest.mark.parametrize(("torch_s", "num_timed"), [(0.5, 2), (3.3, 5), (3.4, 5), (50.0, 2)])
+def test_what_torchs_partitioner_does_is_timed_beside_ours(torch_s: float, num_timed: int) -> None:
+    """Predicted to be slower, and kept if it is measured to be faster."""
+    graph = FakeGraph(7)
+    graph.torch_ways = {0.9: replace(VARIANTS[1], fraction=0.9), 0.5: Variant((2,), 21, (), 0, 0, 3.4, 0.5)}
+    meter = TimedMeter(lambda variant: torch_s if variant.fraction else 1 + variant.extra_s)
+    meter.session = Session(BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
+    choice = settled(meter.session, graph)
+    assert {variant.fraction for variant in choice.variants} == ({0.5} if torch_s < 10 / 3 else {None})
+    timed = [each.variants[0].fraction for each, _ in meter.session.current.turns]
+    assert timed == [None, 0.5] * num_timed, "in turns, until it is clear which is slower"
+
+
+def test_what_cannot_win_is_not_compiled() -> None:
+    """Torch's choice is predicted to add far more than ours."""
+    graph = FakeGraph(7)
+    graph.torch_ways = {0.5: Variant((2,), 21, (), 0, 0, 20.0, 0.5)}
+    meter = TimedMeter(lambda variant: 1 + variant.extra_s)
+    meter.session = Session(BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
+    settled(meter.session, graph)
+    assert all(variant.fraction is None for each, _ in meter.session.current.measured for variant in each.variants)
+
+
+@pytest.mark.parametrize("moved_byte_s", [0.0, 1.0])
+def test_moves_are_taken_back_if_they_are_measured_to_be_slower(moved_byte_s: float) -> None:
+    graph = FakeGraph(7)
+    graph.variants = (Variant(None, 40, (30,), 0, 0, 0.0), Variant((), 10, (), 0, 0, 5.0))
+    meter = TimedMeter(lambda variant: 1 + variant.extra_s, moved_byte_s)
+    chooser = linked(host_bytes=1000, link_bytes_per_s=100.0)
+    meter.session = Session(BASE + 100, chooser=chooser, num_blocks=3, meter_of=lambda _: meter)
+    choice = settled(meter.session, graph)
+    assert any(choice.moved) == (moved_byte_s == 0.0)
+    assert any(any(each.moved) for each, _ in meter.session.current.turns)
+
+
+@pytest.mark.parametrize("seed", sweep(range(60), keep=20))
+def test_host_memory_never_makes_a_step_slower(seed: int) -> None:
+    """Whatever copies cost and take in reality: the choice without moves that holds is timed too."""
+    rng = random.Random(seed)
+    sizes = sorted(rng.sample(range(10, 100), 3), reverse=True)
+    extra = [0.0, rng.random(), 1 + 3 * rng.random()]
+    moved_byte_s, budget = rng.choice([0.0, 0.001, 0.1]), BASE + rng.randrange(3 * sizes[-1], 3 * sizes[0])
+    more_bytes, moving_bytes = rng.randrange(-20, 20), rng.choice([0, 0, 5, 40])
+    found = []
+    for host_bytes in (0, 1000):
+        graph = FakeGraph(7)
+        graph.variants = tuple(
+            Variant(None if not number else (number,), size, (size - 5,), 0, 0, extra_s)
+            for number, (size, extra_s) in enumerate(zip(sizes, extra, strict=True))
+        )
+        meter = TimedMeter(
+            lambda variant: 4 + 2 * variant.extra_s, moved_byte_s, more_bytes=more_bytes, moving_bytes=moving_bytes
+        )
+        chooser = linked(host_bytes, 100.0) if host_bytes else VariantsOnly(model_bytes=BASE)
+        meter.session = Session(budget, chooser=chooser, num_blocks=3, meter_of=lambda _, meter=meter: meter)
+        try:
+            choice = settled(meter.session, graph)
+        except InfeasibleBudgetError:
+            found.append(None)
+            continue
+        sequence = meter.session.current
+        assert all(peak <= budget for each, peak in sequence.measured if each.is_like(choice))
+        assert len(sequence.measured) <= 86
+        found.append(sequence.seconds_of(choice))
+    without, with_host = found
+    assert without is None or with_host <= without
+
+
+def test_peaks_that_follow_no_rule_end_at_a_choice_that_was_seen_to_hold() -> None:
+    """Whatever is larger than the first choice measures too large, by less than was predicted."""
+    steps = Steps(BASE + 70, lambda ran: BASE + (20 if saved(ran) <= 70 else 71))
+    for _ in range(20):
+        last = steps.run()
+    sequence = steps.session.sequences.current
+    assert sequence.is_settled and 2 <= len(sequence.measured) <= 6
+    assert last in [choice.variants for choice, peak in sequence.measured if peak <= BASE + 70]
+
+
+def test_a_budget_that_no_choice_meets_is_an_error_in_the_end() -> None:
+    steps = Steps(BASE + 80, lambda ran: BASE + 200 + saved(ran))
+    with pytest.raises(InfeasibleBudgetError, match="measured") as caught:
+        for _ in range(20):
+            steps.run()
+    assert caught.value.floor_bytes == BASE + 200 + 30
+    assert len(steps.session.sequences.current.measured) <= 6
+    with pytest.raises(InfeasibleBudgetError):
+        steps.run()
+
+
+def test_larger_steps_are_measured_anew() -> None:
+    """Graphs with symbolic shapes serve all lengths: a choice that holds for short ones may not for long ones."""
+    length, steps = 1, Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
+    ran = [steps.run(input_bytes=1) for _ in range(4)]
+    assert 60 < saved(ran[-1]) <= 95 and steps.session.current.is_settled
+    length = 2
+    longer = [steps.run(input_bytes=2) for _ in range(8)]
+    assert saved(longer[0]) > 47 and saved(longer[-1]) <= 47 and steps.session.current.is_settled
+    length = 1
+    assert [steps.run(input_bytes=1) for _ in range(8)] == [longer[-1]] * 8, "one choice for all lengths"
+    length = 4
+    with pytest.raises(InfeasibleBudgetError, match="measured"):
+        for _ in range(20):
+            steps.run(input_bytes=4)
+
+
+def test_short_steps_do_not_decide_for_long_ones() -> None:
+    lengths = [1, 2] * 12
+    steps = Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
+    for length in lengths:
+        ran = steps.run(input_bytes=length)
+    assert saved(ran) <= 47 and steps.session.current.is_settled
+    assert steps.session.current.peaks == [BASE + 2 * saved(ran)]
+
+
+def test_a_length_that_never_comes_again_is_not_waited_for() -> None:
+    length, steps = 1, Steps(BASE + 95, lambda ran: BASE + length * saved(ran))
+    for length in [1] * 4 + [2] + [1] * 24:
+        steps.run(input_bytes=length)
+    num_resets = steps.meter.num_resets
+    assert steps.session.current.is_settled
+    steps.run(input_bytes=1)
+    assert steps.meter.num_resets == num_resets
+
 
 SEEDS = range(40)
 
