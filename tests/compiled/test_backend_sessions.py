@@ -32,7 +32,7 @@ from kernelless import (
     squeeze,
 )
 from lowtide import _compat
-from lowtide._compat.internals import exists
+from lowtide._compat.internals import optional
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend, other_memory
 from lowtide.compiled.compiled_handle import describe
@@ -165,7 +165,7 @@ def test_a_module_that_runs_eagerly_is_said_once() -> None:
     assert str(caught[0].message) in str(lowtide.handle_of(model)).splitlines()[-1]
 
 
-@pytest.mark.skipif(not exists("torch.compiler._compile_session_context"), reason="torch 2.13 has the flag")
+@pytest.mark.skipif(not optional("torch.compiler._compile_session_context", None), reason="torch 2.13 has the flag")
 def test_a_variant_is_compiled_as_dynamo_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise compiled code that another thread runs meanwhile raises: "using FX to symbolically trace"."""
     compiler, flags = Compiler(), []
