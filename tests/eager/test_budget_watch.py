@@ -182,6 +182,16 @@ def test_refit_takes_another_step(job: Any) -> None:
             handle.refit(job.loss_fn)
 
 
+def test_no_step_of_a_refit_counts_for_the_watch_of_before(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fitted(job, tight(job)) as handle:
+        counted: list[BudgetWatch] = []
+        monkeypatch.setattr(BudgetWatch, "forward_begins", lambda watch: counted.append(watch))
+        handle.refit()
+        assert not counted
+        train(job, 1)
+        assert counted == [handle.watch]
+
+
 def test_batches_are_not_held(job: Any) -> None:
     batch = torch.randn(64, 16)
     alive = torch.multiprocessing.reductions.StorageWeakRef(batch.untyped_storage())

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.distributed.ranks import ALONE
 from lowtide.eager.calls import (
     NO_DECISIONS,
     Decisions,
@@ -74,6 +75,7 @@ class AppliedPlan(Applied):
     plan: Plan
     shapes: ShapePlans
     stepper: Stepper
+    refitter: Refits | None
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__(None, [])
@@ -82,7 +84,7 @@ class AppliedPlan(Applied):
         self.measured_peak_bytes: int | None = None  # of the whole step; None if not measured
         self.measured_slowdown: float | None = None  # over the plain step; None if not measured
         self.candidates: tuple[Trial, ...] = ()  # plans that `fit` tried, the fastest predicted first
-        self.refitter: Refits | None = None  # from `fit`
+        self.watch, self.ranks, self.refitter = None, ALONE, None  # from `fit`; those of before a refit are gone
         self._all_moves: list[Moves] = []  # of every plan so far
         self._split_forwards: dict[Split, SplitForward] = {}  # likewise
         self._has_said = False  # that forwards could not be numbered
