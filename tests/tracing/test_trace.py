@@ -8,6 +8,7 @@ import itertools
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
-from lowtide.tracing.devices import ENGINE_COSTS
+from lowtide.tracing.devices import ENGINE_COSTS, present_device
 from lowtide.tracing.model_blocks import find_regions
 from sweeps import sweep
 
@@ -344,6 +345,11 @@ def test_a_device_that_is_not_here() -> None:
         trace(job, device="H100", mode="real")
     with pytest.raises(lowtide.TraceError, match="H100"):
         trace(job, device="H1000")
+
+
+def test_the_cpus_memory_is_what_its_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: f"{1 << 20}\n" if path.name == "memory.max" else "")
+    assert present_device(torch.device("cpu")).memory_bytes == 1 << 20
 
 
 def test_devices_can_be_added() -> None:

@@ -31,6 +31,7 @@ import torch
 from lowtide import _compat
 from lowtide.errors import TraceError
 from lowtide.graph.step_graph import Hardware
+from lowtide.store.transfer import host_bytes
 from lowtide.units import own_version
 
 _GIB = 1024**3
@@ -92,8 +93,7 @@ def present_device(device: torch.device) -> Hardware:
     """
     if device.type == "cpu":
         cores = os.cpu_count() or 1
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-        return Hardware("cpu", memory, 3e10 * cores, 3e10 * cores, 1.5e10)
+        return Hardware("cpu", host_bytes(), 3e10 * cores, 3e10 * cores, 1.5e10)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
