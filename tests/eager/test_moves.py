@@ -986,7 +986,7 @@ def test_values_are_fetched_in_the_order_of_the_backward_within_what_may_be_in_f
     assert "".join(link.fetched) == first, "e was put later"
     arrivals.receive(units[3], link)
     link.fetched.clear()
-    arrivals.fetch_ahead(units[3], link)
+    arrivals.fetch_before(units[3].put_at, link)
     assert "".join(link.fetched) == then
 
 

@@ -271,7 +271,28 @@ class ActivationStore:
     def stats(self) -> StoreStats:
         """The values held in each tier, and counters since the store was made. Totals are the sums of the rows."""
         with self._locked():
-            return self._stats()
+            rows, seen = [], set()
+            now = self._tiers.clock
+            for entry in self._entries.values():
+                unit = entry.unit
+                counted = unit is not None and id(unit) not in seen  # a storage counts with its first view
+                seen.add(id(unit))
+                rows.append(
+                    EntryStats(
+                        key=entry.key,
+                        nbytes=unit.nbytes if unit is not None and counted else 0,
+                        age=now - entry.put_at,
+                        cost=entry.cost,
+                        tier=DEVICE if unit is None else unit.tier,
+                    )
+                )
+            return self._tiers.stats(
+                tuple(rows),
+                num_created=self._num_created,
+                num_evicted=self._num_evicted,
+                compressed_bytes=self._compressed_bytes,
+                compressed_to_bytes=self._compressed_to_bytes,
+            )
 
     def release_later(self, key: Hashable) -> None:
         """Free `key`, now or in the next operation. Safe in a destructor, which may run while the lock is held."""
@@ -366,30 +387,6 @@ class ActivationStore:
         if not held:
             return f"nothing is stored under {key!r}; the store is empty"
         return f"nothing is stored under {key!r}; there is {held}{' ...' * (len(self._entries) > 8)}"
-
-    def _stats(self) -> StoreStats:
-        rows, seen = [], set()
-        now = self._tiers.clock
-        for entry in self._entries.values():
-            unit = entry.unit
-            counted = unit is not None and id(unit) not in seen  # a storage counts with its first view
-            seen.add(id(unit))
-            rows.append(
-                EntryStats(
-                    key=entry.key,
-                    nbytes=unit.nbytes if unit is not None and counted else 0,
-                    age=now - entry.put_at,
-                    cost=entry.cost,
-                    tier=DEVICE if unit is None else unit.tier,
-                )
-            )
-        return self._tiers.stats(
-            tuple(rows),
-            num_created=self._num_created,
-            num_evicted=self._num_evicted,
-            compressed_bytes=self._compressed_bytes,
-            compressed_to_bytes=self._compressed_to_bytes,
-        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

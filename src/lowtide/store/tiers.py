@@ -91,11 +91,6 @@ class Prefetch:
             self.cancel(unit)
         return parts
 
-    def fetch_ahead(self, unit: Unit, tiers: StorageTiers) -> None:
-        """Start fetching the units put before `unit`, which was just asked for."""
-        if unit.mover.is_asynchronous:
-            self.fetch_before(unit.put_at, tiers)
-
     def fetch_before(self, put_before: int, tiers: StorageTiers) -> None:
         """Start fetching the units put before that time, the latest first, up to the limit."""
         self._front = max(self._front, put_before)
@@ -210,7 +205,8 @@ class StorageTiers:
         flat = unit.decode(self._prefetch.receive(unit, self) if unit.parts is None else unit.parts)
         if unit.encoded is not None:
             _compat.set_version(flat, 0)  # decoding wrote to it, which is not a change of the value
-        self._prefetch.fetch_ahead(unit, self)
+        if unit.mover.is_asynchronous:
+            self._prefetch.fetch_before(unit.put_at, self)
         return flat
 
     def release(self, unit: Unit, *, evictable: bool = True) -> None:
