@@ -372,9 +372,12 @@ class Recorder(_compat.UnwrappedDispatchMode):
 
     def _pack(self, tensor: Tensor) -> _Alias:
         call = self._open_call()
-        is_fake = _compat.FakeAlias.is_possible(tensor, self._fake_type)
-        with _compat.without_modes():
-            alias = _compat.FakeAlias(tensor) if is_fake else tensor.detach()
+        alias: Tensor | _compat.FakeAlias
+        if _compat.FakeAlias.is_possible(tensor, self._fake_type):
+            alias = _compat.FakeAlias(tensor)  # leaving the modes would take five times as long
+        else:
+            with _compat.without_modes():
+                alias = tensor.detach()
         saves = []
         for index in self.values_of(iter([tensor])):
             self.values[index].num_aliases += 1
@@ -402,8 +405,11 @@ class Recorder(_compat.UnwrappedDispatchMode):
                 save.read = len(self.ops)
                 if self.values[save.value].born >= 0:  # parameters stay in use
                     self._in_use.setdefault(save.value, []).append(save)
+        # Another alias, whose reference shows when the backward is done with the value.
+        if isinstance(kept.tensor, _compat.FakeAlias):
+            return kept.tensor.detach()
         with _compat.without_modes():
-            return kept.tensor.detach()  # another alias, whose reference shows when the backward is done with the value
+            return kept.tensor.detach()
 
     def release(self, saves: list[RawSave]) -> None:
         """Record that autograd dropped a saved tensor; called by the destructor of its alias."""
