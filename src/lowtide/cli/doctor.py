@@ -123,10 +123,10 @@ def _limits() -> Iterator[Finding]:
     if torch.accelerator.is_available():
         try:
             torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
-            text, status = f"{format_bytes(_PINNED_BYTES)} pinned", "ok"
+            yield Finding("limits", "pinning", f"{format_bytes(_PINNED_BYTES)} pinned", True)
         except RuntimeError as error:
-            text, status = f"{format_bytes(_PINNED_BYTES)} could not be pinned: {str(error).splitlines()[0]}", "problem"
-        yield Finding("limits", "pinning", text, status == "ok", status)  # type: ignore[arg-type]
+            text = f"{format_bytes(_PINNED_BYTES)} could not be pinned: {str(error).splitlines()[0]}"
+            yield Finding("limits", "pinning", text, False, "problem")
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     yield Finding("limits", f"free disk in {folder}", format_bytes(free), free)

@@ -12,14 +12,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_PACKAGES = {
-    "accelerate": "accelerate",
-    "axolotl": "axolotl",
-    "diffusers": "diffusers",
-    "lightning": "lightning",
-    "torchtitan": "torchtitan",
-    "transformers": "transformers",
-}  # the package that each module needs
+# Modules, each named as the package that it needs.
+_PACKAGES = ("accelerate", "axolotl", "diffusers", "lightning", "torchtitan", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:

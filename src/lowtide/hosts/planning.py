@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -313,13 +314,13 @@ def fresh(loader: Any) -> Any:
 @contextlib.contextmanager
 def undisturbed(loader: Any) -> Iterator[None]:
     """A context after which random states, also of generators that the loader or its data set owns, are as before."""
-    states = [(generator, _state(generator)) for generator in (random, numpy.random, *_generators(loader))]
+    put_back = [_state_of(generator) for generator in (random, numpy.random, *_generators(loader))]
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        for generator, state in states:
-            _set_state(generator, state)
+        for put in put_back:
+            put()
 
 
 def _generators(loader: Any) -> list[Any]:
@@ -343,19 +344,14 @@ def _parts(item: Any) -> list[Any]:
     return [part for part in parts if isinstance(part, (*_GENERATORS, dict, list, tuple)) or hasattr(part, "__dict__")]
 
 
-def _state(generator: Any) -> Any:
+def _state_of(generator: Any) -> Callable[[], None]:
+    """Call the result to give the generator the state back that it has now."""
     if isinstance(generator, numpy.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = state
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if hasattr(generator, "getstate"):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 @contextlib.contextmanager

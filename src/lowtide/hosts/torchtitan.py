@@ -90,7 +90,8 @@ def _planned(model: nn.Module, config: Any) -> lowtide.Plan:
     # In the trace, parameters and gradients are whole and in the dtype of the copy; in training they are shards in
     # float32, with the optimizer's state.
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    shards = config.shards or _num_ranks()
+    in_job = torch.distributed.is_available() and torch.distributed.is_initialized()
+    shards = config.shards or (torch.distributed.get_world_size() if in_job else 1)
     traced_bytes = 2 * sum(parameter.nbytes for parameter in copied.parameters())
     missing = (4 + 4 + config.state_bytes) * numbers // shards - traced_bytes
     allowed = total - missing
@@ -124,11 +125,6 @@ class _Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
         return out.transpose(1, 2)
-
-
-def _num_ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def memory_policy(gm: Any, *, config: Any) -> Any:
