@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ import lowtide
 from lowtide.eager.replanning import Limits
 from lowtide.plans import Frontier
 from lowtide.solvers import placement, solve
+from lowtide.solvers.eager_search import EagerSearch
 
 PER_BLOCK = "a checkpoint per block"
 NUM_LAYERS = 4
@@ -106,12 +108,19 @@ class Job:
         return all("forward" not in vars(module) for module in self.model.modules())
 
 
+# What `quick_fit` replaces: floors and budgets are those of the whole search in every test.
+_OF_WHOLE_SEARCH = [(EagerSearch, name, vars(EagerSearch)[name]) for name in ("_segmenting", "_sample_budgets")]
+
+
 @functools.cache
 def known() -> tuple[lowtide.StepGraph, Frontier]:
     job = Job()
     graph = lowtide.trace(job.model, job.loss_fn, job.batch, mode="fake")
     graph = replace(graph, is_measured=True)
-    return graph, lowtide.sweep(graph, [])
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in _OF_WHOLE_SEARCH:
+            patch.setattr(owner, name, value)
+        return graph, lowtide.sweep(graph, [])
 
 
 search_of, known_candidates = Limits.candidates, dict[object, Any]()
