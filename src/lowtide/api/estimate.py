@@ -138,7 +138,8 @@ def estimate(
     True
     """
     model = checks.module(model)
-    graph = _traced(model, loss_fn, args, optimizer, device)
+    how = {"optimizer": optimizer, "device": device}
+    graph = _traced(model, loss_fn, args, **how)
     plain = simulate(graph)
     floor = EagerSearch(graph).floor
     lengths = {tensor.shape[0] for tensor in tensors_in(args) if tensor.ndim}
@@ -151,7 +152,7 @@ def estimate(
         peak_bytes=plain.peak_bytes,
         floor_bytes=floor.peak_bytes,
         static_bytes=sum(graph.static_bytes.values()),
-        bytes_per_sample=_growth(model, loss_fn, args, optimizer, device, batch_size, plain.peak_bytes),
+        bytes_per_sample=_growth(model, loss_fn, args, batch_size, plain.peak_bytes, **how),
         batch_size=batch_size,
         largest=tuple(largest_at_peak(plain)),
         graph=graph,
@@ -160,14 +161,14 @@ def estimate(
     )
 
 
-def _traced(model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any) -> StepGraph:
+def _traced(model: Any, loss_fn: Any, args: Any, **how: Any) -> StepGraph:
     """A trace on fake tensors; if that is not possible, of real steps, with a note in the graph."""
     try:
-        return trace(model, loss_fn, *args, optimizer=optimizer, mode="fake", device=device)
+        return trace(model, loss_fn, *args, mode="fake", **how)
     except FakeTraceError as error:
         why = str(error).splitlines()[0]
         try:
-            graph = trace(model, loss_fn, *args, optimizer=optimizer, mode="real", device=device)
+            graph = trace(model, loss_fn, *args, mode="real", **how)
         except (TraceError, torch.OutOfMemoryError) as other:
             because = str(other).splitlines()[0].partition(". ")[0]
             raise TraceError(f"{why}; real steps cannot be run instead: {because}") from error
@@ -185,7 +186,7 @@ def largest_at_peak(timeline: Timeline) -> list[tuple[str, int]]:
 
 
 def _growth(
-    model: Any, loss_fn: Any, args: Any, optimizer: Any, device: Any, batch_size: int | None, peak_bytes: int
+    model: Any, loss_fn: Any, args: Any, batch_size: int | None, peak_bytes: int, *, optimizer: Any, device: Any
 ) -> int | None:
     """The bytes that one more sample adds to the peak, from a trace with twice the batch."""
     if not batch_size:

@@ -23,13 +23,12 @@ from torch import nn
 import lowtide
 from lowtide.cli import output as showing
 from lowtide.cli.output import EXIT_CODES, ExitCode, Output, UsageError, did_you_mean, exit_on_error
-from lowtide.cli.script import Job, load, load_function
+from lowtide.cli.script import GIVES, Job, load, load_function
 from lowtide.errors import UnitError
 from lowtide.store import LOSSY_CODECS
 from lowtide.units import parse_bytes
 
-SCRIPT_HELP = "A script and a function in it: train.py:make. The function takes no arguments and returns "
-SCRIPT_HELP += "(model, loss_fn, batch), with an optimizer after them if there is one, or a dict with these names."
+SCRIPT_HELP = f"A script and a function in it: train.py:make. The function takes no arguments and returns {GIVES}."
 
 BUDGET_HELP = "Memory for the whole step: 12GiB, 12GB, 512MiB, whole bytes, or 80% of the device."
 LOSSY_HELP = "Allow compression by this codec, such as int8: gradients are then approximate."

@@ -23,7 +23,7 @@ import lowtide
 from lowtide.cli.output import UsageError, did_you_mean
 
 _FUNCTION = "make"
-_GIVES = "(model, loss_fn, batch), with an optimizer after them if there is one, or a dict with these names"
+GIVES = "(model, loss_fn, batch), with an optimizer after them if there is one, or a dict with these names"
 _NAMES = ("model", "loss_fn", "batch", "optimizer")
 
 
@@ -141,10 +141,10 @@ def _function(module: ModuleType, name: str, path: str, most: int) -> Callable[.
         listed = f" It has {', '.join(own[:8])}." if own else ""
         raise UsageError(
             f"{path} has no function {name!r}.{did_you_mean(name, own)}{listed} "
-            f"It should take no arguments and return {_GIVES}."
+            f"It should take no arguments and return {GIVES}."
         )
     if not callable(found):
-        raise UsageError(f"{name} in {path} is a {type(found).__name__}, not a function that returns {_GIVES}")
+        raise UsageError(f"{name} in {path} is a {type(found).__name__}, not a function that returns {GIVES}")
     needed = [
         p.name for p in _parameters(found) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
@@ -177,10 +177,10 @@ def _job(found: Any, where: str) -> Job:
         model, loss_fn, batch, optimizer = (*found, None)[:4]
     else:
         size = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
-        raise UsageError(f"{where} returned a {type(found).__name__}{size}; it should return {_GIVES}")
+        raise UsageError(f"{where} returned a {type(found).__name__}{size}; it should return {GIVES}")
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"the model from {where} is a {type(model).__name__}, not an nn.Module; it should return {_GIVES}"
+            f"the model from {where} is a {type(model).__name__}, not an nn.Module; it should return {GIVES}"
         )
     if not callable(loss_fn):
         raise UsageError(f"the loss_fn from {where} is a {type(loss_fn).__name__}, not a function of the batch")
