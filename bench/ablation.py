@@ -116,8 +116,7 @@ def _plain_peak_only() -> property:
 
 
 _RECOMPUTE: dict[str, list[Patch]] = {
-    "interpolation between hull points": [(interpolation, "_SHARES", ())],
-    "interpolation at one share (0.5)": [(interpolation, "_SHARES", (0.5,))],
+    "interpolation between hull points": [(interpolation, "_MOST_OPS", 0)],
     "paths without wide regions": [(eager_search, "contains_layers", lambda graph: [False] * len(graph.calls))],
     "nested regions": [(_SEARCH, "_sample_budgets", _empty())],
     "nesting: splits": [(_SEARCH, "_sample_budgets", _nested_by(False))],
@@ -168,7 +167,6 @@ _OFFLOAD: dict[str, list[Patch]] = {
     "offload: lag 1/16 -> 1": [(placement, "_LAG", 1.0)],
     "offload: lag 1/16 -> 1/64": [(placement, "_LAG", 1 / 64)],
     "offload: no small copies among large": [(placement, "_LARGE", 1 << 62)],
-    "interpolation at one share (0.5)": [(interpolation, "_SHARES", (0.5,))],
 }
 _LOSSY: dict[str, list[Patch]] = {
     "lossy baselines": [(eager_search.CompressionOptions, "baseline_choices", _nothing)],

@@ -3,8 +3,8 @@
 Hull points are exact optima for some price per byte, but the best plan within a budget is rarely one of them: moving
 from one point to the next may change every layer. `HullPath` numbers the candidates in between, which change one call
 at a time. Early calls change first, because what early layers save lives longest. `Interpolation` refines each of these
-changes: the new regions of a call first retain extra outputs, those that take longest to recompute per byte, up to a
-share of the bytes that the change frees.
+changes: the new regions of a call first retain extra outputs, those that take longest to recompute per byte, up to
+half of the bytes that the change frees.
 
 `first_past_stops` finds the first candidate of a path that fits a budget by bisection. Paths do not depend on the
 budget, and the bisection is monotone: a larger budget never gives a slower candidate, a smaller one never a larger
@@ -29,7 +29,7 @@ from lowtide.graph.step_graph import StepGraph
 from lowtide.solvers.candidate import Codecs, Regions, thinned
 from lowtide.solvers.hull import HullPoint, Pricing
 
-_SHARES = (0.75, 0.5, 0.25)  # of the bytes that a change frees: what is spent again on retained outputs
+_SHARE = 0.5  # of the bytes that a change frees: what is spent again on retained outputs; more shares gained nothing
 _MOST_OPS = 3_000
 
 
@@ -38,11 +38,11 @@ class Interpolation:
 
     def __init__(self, graph: StepGraph, pricing: Pricing) -> None:
         self._graph, self._pricing = graph, pricing
-        self.num_between = len(_SHARES) if len(graph.ops) <= _MOST_OPS else 0
+        self.is_used = len(graph.ops) <= _MOST_OPS
 
-    def candidate(self, regions: Regions, freed_bytes: float, number: int) -> Regions:
-        """`regions` with up to the `number`-th share of `freed_bytes` in additional retained outputs."""
-        room = freed_bytes * _SHARES[number]
+    def candidate(self, regions: Regions, freed_bytes: float) -> Regions:
+        """`regions` with up to half of `freed_bytes` in additional retained outputs."""
+        room = freed_bytes * _SHARE
         sizes: dict[tuple[int, int], int] = {}
         for call, kept in regions.items():
             first = self._graph.calls[call].first
@@ -85,7 +85,7 @@ class HullPath:
 
     def __init__(self, graph: StepGraph, choices: list[HullPoint], interpolation: Interpolation) -> None:
         self._hull_steps = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
-        self._interpolation, self._steps = interpolation, interpolation.num_between + 1
+        self._interpolation, self._steps = interpolation, 1 + interpolation.is_used  # per unit
         ends = list(accumulate((self._steps * len(hull_step.units) for hull_step in self._hull_steps), initial=0))
         self._length = ends[-1] + 1
         self._first = choices[0]
@@ -111,7 +111,7 @@ class HullPath:
         regions |= {call: ops for call, ops in after.items() if call in changed}
         if step:
             new = {call: after[call] for call in hull_step.units[num_units] if call in after}
-            regions |= self._interpolation.candidate(new, hull_step.freed_bytes, step - 1)
+            regions |= self._interpolation.candidate(new, hull_step.freed_bytes)
         return regions
 
     def codecs(self, number: int) -> Codecs:
@@ -125,7 +125,7 @@ class HullPath:
         return tuple(sorted(codecs.items()))
 
     def _position(self, number: int) -> tuple[_HullStep, int, int]:
-        """The hull step of candidate `number`, how many of its units have changed, and the share of the next one."""
+        """The hull step of candidate `number`, how many of its units changed, and whether the next one is under way."""
         for hull_step in self._hull_steps:
             if number <= self._steps * len(hull_step.units):
                 return hull_step, *divmod(number, self._steps)
