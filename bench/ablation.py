@@ -124,6 +124,7 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "nesting at 32 -> 8 sizes": [(eager_search, "_NUM_NESTED", 8)],
     "segments": [(_SEARCH, "_segmented", _empty())],
     "segments: even parts": [(segment_search.SegmentSearch, "_equal_parts", property(lambda self: {}))],
+    "segments: retained outputs": [(segment_search.SegmentSearch, "_retaining", _nothing)],
     "segments: regions inside items": [(segment_search.SegmentSearch, "_inner_levels", _nothing)],
     "segments: hull choices for items": [(segment_search.SegmentSearch, "_of_choices", _nothing)],
     "segments: fine slots": [(segment_search, "_FINE", ())],
@@ -151,6 +152,8 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "hull: 64 -> 16 prices": [(hull, "_MOST_PRICES", 16)],
     "paths: 100,000 -> 0 simulated ops of stops": [(interpolation, "_STOPPED_OPS", 0)],
     "segments: 6 -> 2 hull choices": [(segment_search, "_MOST_WAYS", 2)],
+    "segments: 4 -> 1 sets of retained outputs": [(segment_search, "_MOST_RETAINING", 1)],
+    "segments: least gain 0.05 -> 0": [(segment_search, "_LEAST_GAIN", 0.0)],
     "segments: 3 -> 1 levels in items": [(segment_search, "_MOST_LEVELS", 1)],
 }
 _OFFLOAD: dict[str, list[Patch]] = {

@@ -7,6 +7,8 @@ For the items `s` to `t` and a number of bytes, the table has the least time of 
   less), and the items `s + 1` to `t` have the remaining memory.
 - The items `s` to `u - 1` are a segment: only their input is held during forward and backward of `u` to `t`. Afterwards
   they run once more, with all of the memory and the best choice for it, so that segments can be nested.
+- That segment, if it is in no other, retains some op outputs of each item and recomputes only the rest. Regions inside
+  it would drop the retained outputs, so it has none.
 
 This is rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") with several options per item,
 limited to plans that the eager engine can run. Costs of items are measured on simulated steps in which every item runs
@@ -37,10 +39,14 @@ _REPLAY = 1
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Segments that are regions (nested ones too), and single calls that are, numbered as in the plain graph."""
+    """Segments that are regions (nested ones too), and single calls that are, numbered as in the plain graph.
+
+    `kept` are the ops, numbered as in the step, whose outputs segments retain.
+    """
 
     spans: tuple[Span, ...]
     regions: Regions = field(hash=False)
+    kept: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class ItemCosts:
         """Bytes that each item holds for the backward."""
         graph = self._graph
         owner = graph.innermost(regions)
-        kept = {graph.calls[call].first + op for call, ops in regions.items() for op in ops}
+        kept = kept_ops(graph, regions)
         holders: dict[int, int] = {}
         for save in graph.saves:
             if owner[save.call] < 0 or graph.values[save.value].born in kept:
@@ -184,8 +190,9 @@ def _shifted(costs: np.ndarray, shifts: np.ndarray) -> np.ndarray:
 class ChainProgram:
     """The table for all sub-chains, with memory in steps of `slot` bytes from `lowest` on.
 
-    `options[0]` holds all saved tensors. In `dropped` every item of a run is a region of its own. `carried` are the
-    other bytes live when the replay of a segment that ends with each item begins.
+    `options[0]` holds all saved tensors. In `dropped` every item of a run is a region of its own; in the `retaining`
+    options these regions retain outputs, as segments may. `carried` are the other bytes live when the replay of a
+    segment that ends with each item begins.
     """
 
     def __init__(
@@ -194,6 +201,7 @@ class ChainProgram:
         items: Sequence[Item],
         options: Sequence[ItemOption],
         dropped: ItemOption,
+        retaining: Sequence[ItemOption],
         links: Sequence[int],
         carried: np.ndarray,
         slot: float,
@@ -218,6 +226,8 @@ class ChainProgram:
         self._after_last_save = np.array([sums[item.end] - sums[end] for item, end in zip(items, ends, strict=True)])
         self._above = np.maximum(carried - static, 0.0)  # bytes of a replay beyond those of the forward
         self._dropped_peak = dropped.forward
+        self._retaining = retaining
+        self._retained = [np.maximum(option.held - dropped.held, 0.0) for option in retaining]  # bytes of each item
         self._solve()
 
     def _slots(self, size: float) -> int:
@@ -251,7 +261,30 @@ class ChainProgram:
                     is_better = cost < best * (1 - 1e-6)
                     best = np.where(is_better, cost, best)
                     chosen = np.where(is_better, splits[least], chosen)
+                    for number in range(len(self._retaining)) if is_top else ():
+                        costs = self._as_retaining(number, first, splits, room, state)
+                        least = costs.argmin(axis=0)
+                        cost = costs[least, slots]
+                        is_better = cost < best * (1 - 1e-6)
+                        best = np.where(is_better, cost, best)
+                        chosen = np.where(is_better, splits[least] + (number + 1) * num, chosen)
                 self._table[first, last, 1:], self._chosen[first, last] = best, chosen
+
+    def _as_retaining(
+        self, number: int, first: int, splits: np.ndarray, room: np.ndarray, state: np.ndarray
+    ) -> np.ndarray:
+        """Costs by split and slot: a segment from `first` on that retains outputs, and the items after it."""
+        plain, option, retained = self._options[0], self._retaining[number], self._retained[number]
+        upto, ends, last = slice(first, splits[-1]), splits - first - 1, len(self._items) - 1
+        before = np.cumsum(plain.held[upto]) - plain.held[upto]  # held by earlier items of the segment
+        backward = np.maximum.accumulate(plain.backward[upto] + before)[ends]
+        again = np.maximum.accumulate(plain.forward[upto] + before)[ends] + self._above[splits - 1]
+        sums = np.cumsum(retained[upto])
+        forward = np.maximum.accumulate(self._dropped_peak[upto] + sums)[ends]
+        costs = _shifted(self._table[splits, last], (self._links[first] + state + sums[ends]) / self._slot)
+        costs += np.cumsum(option.seconds[upto])[ends][:, None].astype(np.float32)
+        costs[room < np.maximum(np.maximum(backward, again) + state, forward)[:, None]] = np.inf
+        return costs
 
     def _one_item(
         self, first: int, last: int, room: np.ndarray, slots: np.ndarray, above: float, is_top: bool
@@ -286,11 +319,12 @@ class ChainProgram:
             if self._table[0, last, slot + 1] < np.inf:
                 spans: list[Span] = []
                 regions: Regions = {}
-                self._collect(0, last, slot, spans, regions)
-                unique.setdefault(Segmentation(tuple(spans), regions))
+                kept: set[int] = set()
+                self._collect(0, last, slot, spans, regions, kept)
+                unique.setdefault(Segmentation(tuple(spans), regions, frozenset(kept)))
         return list(unique)
 
-    def _collect(self, first: int, last: int, slot: int, spans: list[Span], regions: Regions) -> None:
+    def _collect(self, first: int, last: int, slot: int, spans: list[Span], regions: Regions, kept: set[int]) -> None:
         while first <= last:
             chosen = int(self._chosen[first, last, slot])
             if chosen < 0:
@@ -298,12 +332,29 @@ class ChainProgram:
                 slot -= int(self._held[-1 - chosen][first])
                 first += 1
                 continue
-            calls = [call for item in self._items[first:chosen] for call in item.calls]
+            retaining, split = divmod(chosen, len(self._items))
+            calls = [call for item in self._items[first:split] for call in item.calls]
             if len(calls) > 1:
                 spans.append((calls[0], calls[-1]))
             else:
                 regions[calls[0]] = ()
-            state = int(self._state[first:chosen].sum())
-            self._collect(first, chosen - 1, slot - self._slots(state), spans, regions)
-            slot -= self._slots(float(self._links[first] + state))
-            first = chosen
+            held = float(self._links[first] + self._state[first:split].sum())
+            if retaining:
+                option = self._retaining[retaining - 1]
+                held += float(self._retained[retaining - 1][first:split].sum())
+                if len(calls) > 1:
+                    kept |= kept_ops(
+                        self._graph, {c: ops for item in option.regions[first:split] for c, ops in item.items()}
+                    )
+                else:
+                    regions |= option.regions[first]
+            else:
+                state = int(self._state[first:split].sum())
+                self._collect(first, split - 1, slot - self._slots(state), spans, regions, kept)
+            slot -= self._slots(held)
+            first = split
+
+
+def kept_ops(graph: StepGraph, regions: Regions) -> set[int]:
+    """The ops whose outputs regions retain, numbered as in the step."""
+    return {graph.calls[call].first + op for call, ops in regions.items() for op in ops}

@@ -20,7 +20,7 @@ from itertools import product
 
 import numpy as np
 
-from lowtide.graph.segments import Span, runs, with_segments
+from lowtide.graph.segments import Span, has_gaps, runs, with_segments
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.eager_intervals import EagerIntervals
@@ -34,6 +34,8 @@ from lowtide.solvers.region_costs import replayable, stops_of
 _NUM_SLOTS = 256  # memory steps of a table
 _FINE = (4, 1)  # further tables, whose slot is the tensor between two layers divided by these numbers
 _MOST_WAYS = 6  # hull points that are options for an item
+_MOST_RETAINING = 4  # sets of outputs that segments retain
+_LEAST_GAIN = 0.05  # of the time of a chain's forward: less is not worth a dispatch mode in every replay
 _MOST_LEVELS = 3  # levels of calls inside an item that are regions
 _MOST_PLAYED_OPS = 600_000  # of all candidates that are simulated
 _MOST_PLANS = 100  # candidates per source; 400 gave the same plans
@@ -69,7 +71,13 @@ class SegmentSearch:
             return []
         most = max(_FEWEST_PLANS, min(_MOST_PLANS, _MOST_PLAYED_OPS // max(len(self._graph.ops), 1)))
         simulated: list[Candidate] = []
-        for wanted in (list(self._equal_parts.values()), self._best(is_late)):
+        has_any_gaps = any(has_gaps(self._graph, chain) for chain in self.chains)
+        retaining = [] if has_any_gaps else self._retaining()
+        for wanted in (
+            list(self._equal_parts.values()),
+            self._best(is_late),
+            *([self._best(is_late, retaining)] if retaining else ()),
+        ):
             for number, segmentation in enumerate(thinned(wanted, most)):
                 if number >= _FEWEST_PLANS and is_late():
                     break
@@ -103,19 +111,20 @@ class SegmentSearch:
         regions: Regions = {numbers[name]: kept for name, kept in names}
         for call, facts in enumerate(graph.calls):
             if facts.kind == "Segment":
-                regions[call] = ()
+                regions[call] = tuple(sorted(op - facts.first for op in plan.kept if facts.first <= op < facts.end))
         if any(call in graph.unreplayable for call in regions):
             return None
         played = EagerIntervals(graph, dict(sorted(regions.items())))
         return Candidate(regions, 0.0, (), played.peak_bytes, played.extra_s, plan.spans)
 
-    def _best(self, is_late: Callable[[], bool]) -> list[Segmentation]:
+    def _best(self, is_late: Callable[[], bool], retained: Sequence[Regions] = ()) -> list[Segmentation]:
         """The segmentations of the dynamic programme, with fine memory steps and, if there is time, coarser ones."""
         graph, items = self._graph, items_of(self._graph, self.chains)
         costs = ItemCosts(graph, items)
         options = [costs.option({}, is_inner=True)]
         options += [costs.option(regions, is_inner=True) for regions in self._inner_levels(items)]
-        options += [costs.option(regions, is_inner=False) for regions in self._of_choices(items)]
+        retaining = [costs.option(regions, is_inner=False) for regions in retained]
+        options += [*retaining, *(costs.option(regions, is_inner=False) for regions in self._of_choices(items))]
         calls: Regions = {call: () for item in items for call in item.calls if self._can[call]}
         dropped, carried = costs.option(calls, is_inner=False), costs.carried(options[0])
         lowest = float(np.minimum.reduce([option.backward for option in options]).min())
@@ -130,7 +139,7 @@ class SegmentSearch:
             if unique and is_late():
                 break
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
-            table = ChainProgram(graph, items, options, dropped, costs.links, carried, slot, num)
+            table = ChainProgram(graph, items, options, dropped, retaining, costs.links, carried, slot, num)
             unique |= dict.fromkeys(table.segmentations())
         return list(unique)
 
@@ -165,6 +174,27 @@ class SegmentSearch:
             if regions:
                 found.setdefault(tuple(sorted(regions.items())), regions)
         return thinned(list(found.values()), _MOST_WAYS)
+
+    def _retaining(self) -> list[Regions]:
+        """Sets of outputs that segments may retain, by call: those that save the most seconds per byte, then more.
+
+        Empty where that saves little: the dispatch mode of such replays costs the host more than is modelled.
+        """
+        graph = self._graph
+        gains_s = graph.arrays.seconds[: graph.num_forward] - graph.retainable.substituted_s
+        gains: dict[int, dict[int, float]] = {}  # per byte, by call and op
+        for call in (call for run in self.chains for call in run if self._can[call]):
+            ops = [op for op in self._pricing.keepable_in(call) if gains_s[op] > 0]
+            sizes = [sum(graph.values[value].bytes for value in graph.ops[op].outputs) for op in ops]
+            gains[call] = {op: float(gains_s[op]) / size for op, size in zip(ops, sizes, strict=True) if size}
+        all_gains = sorted((gain for each in gains.values() for gain in each.values()), reverse=True)
+        total_s = sum(float(graph.arrays.seconds[graph.calls[c].first : graph.calls[c].end].sum()) for c in gains)
+        found: list[Regions] = []
+        for least in dict.fromkeys(thinned(all_gains, _MOST_RETAINING + 1)[1:]):
+            kept = {call: [op for op, gain in each.items() if gain >= least] for call, each in gains.items()}
+            if sum(float(gains_s[ops].sum()) for ops in kept.values()) > _LEAST_GAIN * total_s:
+                found.append({call: tuple(op - graph.calls[call].first for op in ops) for call, ops in kept.items()})
+        return found
 
     @cached_property
     def _equal_parts(self) -> dict[str, Segmentation]:
