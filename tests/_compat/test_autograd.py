@@ -228,3 +228,18 @@ def test_ops_that_save_results_are_named_as_before() -> None:
     for layer in (nn.Linear(4, 4), nn.GELU()):
         node = layer(x).grad_fn
         assert node is not None and not autograd.saves_results(node)
+
+
+def test_an_op_in_place_saves_a_clone_whose_node_is_the_newest() -> None:
+    saved: list[tuple[bool, int]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        node = tensor.grad_fn
+        assert node is not None
+        saved.append((autograd.is_clone(node), autograd.sequence_number() - 1 - autograd.sequence_of(node)))
+        return tensor.detach()
+
+    x = torch.ones(2, requires_grad=True) * 3
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x.pow_(2)
+    assert saved == [(True, 0)]

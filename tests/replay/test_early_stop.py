@@ -38,7 +38,17 @@ def test_a_replay_returns_where_its_last_op_saves_results(end: nn.Module) -> Non
     assert num_ends(Ending(end), torch.randn(2, 8, requires_grad=True)) == 2
 
 
-@pytest.mark.parametrize("end", [nn.Linear(8, 8), nn.GELU(), nn.Sequential(nn.ReLU(), nn.Flatten(0))], ids=str)
+class Squared(nn.Module):
+    """Squares its input in place, so that autograd saves a clone of it, and reshapes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.pow_(2).flatten(0)
+
+
+ENDS = [nn.Linear(8, 8), nn.GELU(), nn.Sequential(nn.ReLU(), nn.Flatten(0)), nn.SiLU(inplace=True), Squared()]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=str)
 def test_a_replay_stops_where_an_op_is_left(end: nn.Module) -> None:
     assert num_ends(Ending(end), torch.randn(2, 8, requires_grad=True)) == 1
 

@@ -245,6 +245,14 @@ def fills_later(node: Any) -> bool:
 _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 
+def is_clone(node: Any) -> bool:
+    """Return whether an autograd node is that of a clone.
+
+    Relies on the names of nodes; obsolete with documented ones.
+    """
+    return bool(node.name() == "CloneBackward0")
+
+
 def saves_results(node: Any) -> bool:
     """Return whether the op of an autograd node saves results, and so has computed everything at its last save.
 

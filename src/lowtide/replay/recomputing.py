@@ -201,15 +201,20 @@ class Collector:
         self.tensors.append(saved if is_needed else None)
         self.versions.append(version_of_saved(tensor))
         if index == self.stop:
-            self._may_stop()
+            self._may_stop(tensor)
         return saved  # used if the region itself computes a gradient
 
-    def _may_stop(self) -> None:
+    def _may_stop(self, tensor: Tensor) -> None:
         # torch disables gradients around its calls of hooks. An inner region enables them to save its inputs: these
         # have been filled, and all of that region follows.
         is_input = torch.is_grad_enabled()
         _, node, at_end = self._stop_at
-        if is_input or (not at_end and _compat.sequence_number() - self._sequence - 1 == node):
+        newest = _compat.sequence_number() - 1
+        # An op in place (`mul_`, `silu(inplace=True)`) saves a clone of what it overwrites, whose node follows its own.
+        own = tensor.grad_fn
+        if own is not None and _compat.sequence_of(own) == newest and _compat.is_clone(own):
+            newest -= 1
+        if is_input or (not at_end and newest - self._sequence == node):
             self.is_stopped = True
             raise Stop
 
