@@ -101,21 +101,28 @@ def _same(a: Iterable[Any], b: Iterable[Any]) -> bool:
     return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
 
 
-_noted: ContextVar[list[torch.Generator] | None] = ContextVar("generators of traced steps", default=None)
+_noted: ContextVar[list[Tensor | torch.Generator] | None] = ContextVar("what traced steps change", default=None)
 
 
 @contextlib.contextmanager
-def noted_generators() -> Iterator[list[torch.Generator]]:
-    """Collect the user's own generators that steps traced inside the block draw from.
+def noted_changes() -> Iterator[list[Tensor | torch.Generator]]:
+    """Collect what steps traced inside the block change: tensors from before the step, and the user's own generators.
 
-    A step without a dispatch mode cannot detect them, so its caller saves the states of these before it.
+    A step without a dispatch mode cannot detect them, so its caller copies them before it.
     """
-    generators: list[torch.Generator] = []
-    token = _noted.set(generators)
+    changed: list[Tensor | torch.Generator] = []
+    token = _noted.set(changed)
     try:
-        yield generators
+        yield changed
     finally:
         _noted.reset(token)
+
+
+def note_change(target: Tensor | torch.Generator) -> None:
+    """Add a tensor or generator to those of `noted_changes`."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(target)
 
 
 class Restorer:
@@ -173,9 +180,7 @@ class Restorer:
         if isinstance(target, torch.Generator):
             if _compat.generator_id(target) not in self._own_generators:
                 self._own_generators[_compat.generator_id(target)] = target, target.get_state()
-                noted = _noted.get()
-                if noted is not None:
-                    noted.append(target)
+                note_change(target)
             return
         with _compat.without_modes(), torch.no_grad():
             for tensor in _compat.parts_of(target):
@@ -185,6 +190,7 @@ class Restorer:
                     everything.set_(tensor.untyped_storage())  # type: ignore[call-overload]
                     kept = everything.to("cpu", copy=True) if self._copies_on_host else everything.clone()
                     self._copies[key] = tensor, everything, kept, _compat.version_of(tensor)
+                    note_change(tensor)
 
     def reset_gradients(self) -> None:
         """Set the gradients to the tensors of before the step; `restore` restores their values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -74,6 +75,45 @@ def test_a_generator_that_only_the_loss_names() -> None:
 
     lowtide.fit(model, loss_fn, x, budget="1GiB").remove()
     assert torch.equal(generator.get_state(), before)
+
+
+class WritesItsWeights(nn.Module):
+    """Writes parameters and a tensor that is no buffer in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 16, max_norm=1.0)
+        self.online, self.target = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+        self.count = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target.weight.lerp_(self.online.weight, 0.1)
+            self.count += 1
+        return self.online(x) + self.target(x) * self.count + self.words.weight[0] * self.words(torch.arange(8)).mean()
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("is_tight", [True, False])
+def test_parameters_that_a_forward_writes_are_as_before(is_tight: bool, has_gradients: bool) -> None:
+    layer = WritesItsWeights()
+    model, loss_fn, x = make(layer)
+    if has_gradients:
+        loss_fn(x).backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    before, budget = copy.deepcopy(layer), budget_of(model, loss_fn, x, is_tight)
+
+    def check() -> None:
+        assert all(map(torch.equal, layer.state_dict().values(), before.state_dict().values()))
+        assert torch.equal(layer.count, before.count)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert gradient is None if parameter.grad is None else torch.equal(parameter.grad, gradient)
+
+    check()
+    lowtide.fit(model, loss_fn, x, budget=budget).remove()
+    check()
+    lowtide.max_batch(model, loss_fn, lambda n: torch.randn(n, 16), budget=budget, max_samples=4)
+    check()
 
 
 def memory_events(profiler: Any) -> list[tuple[str, int]]:

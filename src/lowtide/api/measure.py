@@ -182,16 +182,14 @@ class RealSteps:
         """Yields a function that runs one step; on exit all state is as before the block."""
         model, loss_fn = self.model, self._step.loss_fn
         restorer = Restorer(model, loss_fn, tensors_in(args), self._device, copies_on_host=True)
-        changing: list[Tensor | torch.Generator] = [*model.buffers(), *tensors_in(args), *self._step.generators]
+        changing: list[Tensor | torch.Generator] = [*model.buffers(), *tensors_in(args), *self._step.changed]
         for each in changing:
             restorer.before_write(each)
-        # With copies on the host, where they do not count in the measured peak.
-        gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
         def save_gradients(leaves: Iterable[Tensor]) -> None:
             for gradient in (leaf.grad for leaf in leaves if leaf.is_leaf):
-                if gradient is not None and id(gradient) not in gradients:
-                    gradients[id(gradient)] = gradient, gradient.detach().to("cpu", copy=True)
+                if gradient is not None:
+                    restorer.before_write(gradient)
 
         num_runs = 0
 
@@ -211,6 +209,3 @@ class RealSteps:
             yield step
         finally:
             restorer.restore()
-            with torch.no_grad():
-                for gradient, copy in gradients.values():
-                    gradient.copy_(copy)

@@ -22,8 +22,9 @@ from lowtide.eager.replanning import Shapes, recorded_input_shapes, with_paramet
 from lowtide.errors import TraceError
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
+from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import simulate
-from lowtide.snapshot import noted_generators
+from lowtide.snapshot import noted_changes
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.trace import trace
 from lowtide.units import parse_bytes
@@ -40,7 +41,7 @@ class TracedStep:
     graph: StepGraph
     index: int = 0
     inputs: Sequence[Shapes] = ()  # that the model is called with in any of the examples, the largest last
-    generators: Sequence[torch.Generator] = ()  # that any of the examples draws from, beside torch's default ones
+    changed: Sequence[Tensor | torch.Generator] = ()  # written or drawn from by any of the examples, but for their own
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -71,13 +72,15 @@ def trace_largest(
     checks.arguments(model, loss_fn, "auto")
     refuse_other_checkpointing(model)
     index, ranks = 0, current()
-    with recorded_input_shapes(model) as inputs, noted_generators() as generators:
+    with recorded_input_shapes(model) as inputs, noted_changes() as changed:
         if len(examples) > 1:
             peaks = [simulate(_trace_cheaply(model, loss_fn, each, optimizer)).peak_bytes for each in examples]
             index = ranks.first(peaks.index(max(peaks)), "largest example")
         graph = trace(model, loss_fn, *examples[index], optimizer=optimizer, **how)
     graph = with_common_costs(ranks, graph)
-    return TracedStep(model, loss_fn, examples, optimizer, graph, index, inputs, generators)
+    own = set(map(id, tensors_in(examples)))  # not kept alive
+    changed = [target for target in changed if id(target) not in own]
+    return TracedStep(model, loss_fn, examples, optimizer, graph, index, inputs, changed)
 
 
 def _trace_cheaply(model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any) -> StepGraph:

@@ -35,12 +35,14 @@ class Faker:
         self._moves_all = moves_all
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._gradients: dict[int, Tensor] = {}
+        self._reals: dict[int, Tensor] = {}  # by the storages of their fakes
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the fake of `tensor`."""
         if id(tensor) not in self._made:
             made = self._make(tensor)
             self._made[id(tensor)] = tensor, made
+            self._reals.update((_compat.storage_id(part), tensor) for part in _compat.parts_of(made))
             if made.is_leaf and made.grad is not None:
                 self._gradients[id(made)] = made.grad
         return self._made[id(tensor)][1]
@@ -61,6 +63,11 @@ class Faker:
     def made(self) -> list[tuple[Tensor, Tensor]]:
         """Return all pairs of a real tensor and its fake."""
         return list(self._made.values())
+
+    def real_of(self, made: Tensor) -> Tensor | None:
+        """Return the real tensor whose fake has the same storage as `made`."""
+        found = (self._reals.get(_compat.storage_id(part)) for part in _compat.parts_of(made))
+        return next((real for real in found if real is not None), None)
 
     def gradient_before(self, made: Tensor) -> Tensor | None:
         """Return the gradient that a fake had when it was made."""

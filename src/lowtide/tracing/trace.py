@@ -31,7 +31,7 @@ from lowtide.errors import LowtideError, TraceError
 from lowtide.graph.segments import with_even_times, with_structures
 from lowtide.graph.step_graph import GATHERED, Call, Hardware, Op, Save, StepGraph, Value
 from lowtide.replay.arguments import map_tensors, tensors_in
-from lowtide.snapshot import Restorer
+from lowtide.snapshot import Restorer, note_change
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.devices import (
     CUBLAS_BYTES,
@@ -292,6 +292,13 @@ def _record_fake(
     # A batch for a model on the meta device will be moved to where the model goes.
     faker = Faker(setting.device, moves_all=setting.is_foreign or setting.is_on_meta)
     recorders: list[Recorder] = []
+
+    def before_write(target: Tensor | torch.Generator) -> None:
+        restorer.before_write(target)  # copies no fakes, so nothing of the model
+        real = faker.real_of(target) if isinstance(target, Tensor) else None
+        if real is not None:
+            note_change(real)
+
     try:
         fake_args = map_tensors(faker.fake, args)
         for parameter in data_parallel.gradients_in_buckets(wrappers):
@@ -304,7 +311,7 @@ def _record_fake(
                 recorder = Recorder(
                     setting.device,
                     checks.names_of(model),
-                    before_write=restorer.before_write,  # of tensors that are not the model's, hence not fake
+                    before_write=before_write,
                     shadows=shadows,
                     block_bytes=block_bytes(setting.device),
                 )
