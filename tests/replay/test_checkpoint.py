@@ -85,6 +85,26 @@ def test_tensors_in_containers_are_inputs(name: str, by_keyword: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NESTINGS)
+def test_modules_called_with_containers_again(name: str) -> None:
+    wrap, unwrap = NESTINGS[name]
+
+    class Layer(nn.Linear):
+        def forward(self, value: Any) -> Any:
+            return wrap(super().forward(unwrap(value)).tanh())
+
+    def step(run: Runner, model: nn.Module, inputs: Any) -> Tensor:
+        outputs = []
+        for x in inputs:
+            value = wrap(x * 1)
+            for layer in model.children():
+                value = run(layer, value)
+            outputs.append(unwrap(value))
+        return torch.cat(outputs)
+
+    assert_exact(step, nn.Sequential(Layer(8, 8), Layer(8, 8)), [leaf(4, 8), leaf(2, 8)])
+
+
+@pytest.mark.parametrize("name", NESTINGS)
 def test_a_container_holds_no_more_bytes_than_a_positional_tensor(name: str) -> None:
     """Inside an outer region an inner region's inputs are dropped too, wherever in the arguments they are."""
     wrap, unwrap = NESTINGS[name]

@@ -47,6 +47,7 @@ _CONSTANTS = frozenset(
 )
 _IMMUTABLE = (*_CONSTANTS, enum.Enum, types.FunctionType, nn.Module)
 _SEQUENCES = (list, tuple)
+_PLAIN_CONTAINERS = (dict, *_SEQUENCES)
 _CALLABLES = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
 
 Path = tuple[Any, ...]
@@ -238,13 +239,15 @@ def _is_from(template: Any, value: Any, tensors: list[Tensor]) -> bool:
             return tensors[template.index] is value
         tensors.append(value)
         return not any(map(operator.is_, tensors[:-1], repeat(value)))
-    if kind is not _Container or type(value) is not template.kind or len(value) != len(template.parts):
+    if kind is not _Container or type(value) is not template.kind or template.kind not in _PLAIN_CONTAINERS:
+        return False
+    if len(value) != len(template.parts):
         return False
     parts = template.parts.values()
     if template.kind is dict:
         has_same_keys = all(map(operator.is_, value, template.parts))
         return has_same_keys and all(map(_is_from, parts, value.values(), repeat(tensors)))
-    return template.kind in _SEQUENCES and all(map(_is_from, parts, value, repeat(tensors)))
+    return all(map(_is_from, parts, value, repeat(tensors)))
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
