@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -150,6 +151,16 @@ def test_the_model_is_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.set_rng_state(state)
+
+
+def test_a_scripted_part_keeps_its_weights() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
+        model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))), nn.Linear(8, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lowtide.estimate(model, lambda x: model(x).mean(), torch.randn(4, 8))
+    assert {type(value) for value in model.state_dict().values()} == {Tensor}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_which_line_limits_the_step() -> None:

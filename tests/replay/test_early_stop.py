@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,3 +89,13 @@ def gradients_of_two_ends(is_checkpointed: bool) -> list[Tensor]:
 def test_a_replay_for_the_first_of_two_outputs_does_not_stop_before_the_second_is_filled() -> None:
     plain, ours = gradients_of_two_ends(False), gradients_of_two_ends(True)
     assert all(map(torch.equal, plain, ours))
+
+
+def test_a_replay_stops_inside_of_torchscript() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated
+        layer = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    x = torch.randn(2, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    (found,) = torch.autograd.grad(lowtide.checkpoint(layer, x).sum(), x)
+    assert torch.equal(found, expected)

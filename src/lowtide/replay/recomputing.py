@@ -423,6 +423,8 @@ class ReplayableCall:
                 raise
             raise divergence.inner_checkpoint(self.name, error) from None
         except RuntimeError as error:
+            if collector.is_stopped:
+                return None  # TorchScript's interpreter raises an error of its own in place of `Stop`
             if "leaf Variable that requires grad" in str(error):  # an input is a leaf in the replay
                 raise divergence.changes_its_input(self.name) from error
             raise

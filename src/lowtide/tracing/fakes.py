@@ -83,14 +83,22 @@ class Faker:
 
     @contextlib.contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model's parameters and buffers are fakes. The caller restores the real ones."""
-        for module in _compat.submodules(model):
-            for slots in _compat.module_tensors(module):
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        slots[name] = self.fake(tensor)
-        with self.mode, _compat.scripts_run_op_by_op():
-            yield
+        """A context in which the model's parameters and buffers are fakes."""
+        reals = [
+            (slots, name, tensor)
+            for module in _compat.submodules(model)
+            for slots in _compat.module_tensors(module)
+            for name, tensor in slots.items()
+            if tensor is not None
+        ]
+        try:
+            for slots, name, tensor in reals:
+                slots[name] = self.fake(tensor)
+            with self.mode, _compat.scripts_run_op_by_op():
+                yield
+        finally:  # TorchScript modules hold theirs in C++, where `Restorer` does not look
+            for slots, name, tensor in reals:
+                slots[name] = tensor
 
 
 def as_kernels_lay_out(name: str, given: list[Tensor], out: Any) -> Any:
