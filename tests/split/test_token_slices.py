@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -346,3 +348,24 @@ def test_the_proof_inside_of_a_checkpoint_is_not_seen_by_it() -> None:
         found.append(torch.autograd.grad(output.sum(), list(module.parameters())))
     assert runner.num_calls == 2
     torch.testing.assert_close(found[0], found[1])
+
+
+class Drawing(nn.Module):
+    """Draws real random numbers wherever its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand((), generator=self.generator) + random.random() + np.random.rand()
+        result: Tensor = self.linear(x) * noise.item()
+        return result
+
+
+def test_the_proof_leaves_random_states_as_they_were() -> None:
+    module = Drawing()
+    before = module.generator.get_state(), random.getstate(), np.random.get_state()[2]
+    why_not_row_wise(module, module.forward, tokens().shape, torch.float32)
+    assert torch.equal(module.generator.get_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[2]) == before[1:]

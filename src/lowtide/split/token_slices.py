@@ -23,11 +23,13 @@ Cost of the proof: three runs of the module without memory or arithmetic, a few 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -205,7 +207,7 @@ def values_agree(module: nn.Module, forward: Forward, tokens: Tensor, num_parts:
     states = RandomStates([tokens.device])
     try:
         module.eval()
-        with torch.no_grad(), _compat.without_modes():
+        with torch.no_grad(), _compat.without_modes(), _random_states_kept(module):
             whole = forward(some)
             scale = float(whole.abs().max()) or 1.0
             most = _TOLERANCES.get(whole.dtype, 1e-3) * scale
@@ -294,13 +296,29 @@ class _MetaRun:
 
     def __call__(self, tokens: Tensor, mode: AbstractContextManager[Any]) -> Any:
         # Saves are hidden: a region around must not count them.
-        with _compat.without_modes(), torch.random.fork_rng(devices=[]), hidden_saves(), mode:
+        with _compat.without_modes(), _random_states_kept(self._bare.module), hidden_saves(), mode:
             return torch.func.functional_call(self._bare, self.state, (tokens,))
 
     @staticmethod
     def _empty(shape: Sequence[int], dtype: torch.dtype, needs_grad: bool) -> Tensor:
         with _compat.without_modes():
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+
+@contextmanager
+def _random_states_kept(module: nn.Module) -> Iterator[None]:
+    """A context that undoes what `module` draws: a tensor without values may be given real random numbers."""
+    state = ModuleTree(module).snapshot()
+    generators = [torch.default_generator, *(() if state is None else state.generators())]
+    states = [generator.get_state() for generator in generators]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for generator, before in zip(generators, states, strict=True):
+            generator.set_state(before)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class _FunctionLog(TorchFunctionMode):
