@@ -190,6 +190,15 @@ def test_errors_of_the_step_itself(mode: Any) -> None:
         lowtide.trace(model, lambda batch: model(batch["labels"]).mean(), {"inputs": x}, mode=mode)
 
 
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_transforms_that_allow_no_hooks(mode: Any) -> None:
+    model = nn.Linear(8, 1)
+    with pytest.raises(TraceError, match=r"the step uses torch.func.grad, .*: use torch.autograd.grad"):
+        lowtide.trace(
+            model, lambda x: torch.func.grad(lambda v: model(v).sum())(x).mean(), torch.randn(4, 8), mode=mode
+        )
+
+
 def test_collections_skip_old_objects_and_free_new_ones() -> None:
     class Node:
         def __init__(self) -> None:

@@ -91,11 +91,16 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
-    """Return `loss_fn(*args)`; if it fails as batch and model are on different devices, raise an error that says so."""
+    """Return `loss_fn(*args)`, with errors that say so where devices differ or a transform of torch.func is used."""
     try:
         return loss_fn(*args)
     except (RuntimeError, ValueError) as error:
         text = str(error)
+        if "don't yet support saved tensor hooks" in text:
+            raise TraceError(
+                "the step uses torch.func.grad, vjp, jacrev or hessian. torch allows no saved-tensor hooks around "
+                "them, and lowtide needs these: use torch.autograd.grad(..., create_graph=True) in the step"
+            ) from error
         if "device" not in text or isinstance(error, _compat.fake_errors()):
             raise
         batch = sorted({str(tensor.device) for tensor in tensors_in(args)})
