@@ -704,6 +704,7 @@ class Outer(nn.Module):
     def __init__(self, *, in_checkpoint: bool) -> None:
         super().__init__()
         self.inner, self.linear, self.in_checkpoint = Block(two_of_a_kind), nn.Linear(16, 16), in_checkpoint
+        self.after = Block(lambda block, x: block.down(block.up(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_checkpoint:
@@ -711,13 +712,15 @@ class Outer(nn.Module):
         return self.call(x)
 
     def call(self, x: Tensor) -> Tensor:
-        return self.linear(self.inner(self.linear(x).exp())).sin()  # type: ignore[no-any-return]
+        return self.linear(self.after(self.inner(self.linear(x).exp()))).sin()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("more", [(), (("0.after", 0),)])
 @pytest.mark.parametrize("in_checkpoint", [False, True])
-def test_a_region_inside_another_replays_once_more(in_checkpoint: bool) -> None:
+def test_a_region_inside_another_replays_once_more(in_checkpoint: bool, more: tuple[tuple[str, int], ...]) -> None:
+    """torch's checkpoint unpacks each input of a region inside it only once, also of a segment."""
     model = nn.Sequential(Outer(in_checkpoint=in_checkpoint))
-    inner = Recompute("0.inner", keep_ops=(0,))
+    inner = Recompute("0.inner", keep_ops=(0,), more=more)
     plan = Plan((inner,) if in_checkpoint else (Recompute("0"), inner))
 
     def change(model: nn.Module, number: int) -> None:

@@ -366,9 +366,9 @@ class RegionRunner:
             function = functools.partial(self._run_part, part, run, module, forward)
             again = functools.partial(self._replay_part, part)
         input_hooks = self._hooks_for_inputs(run, region, nth, args, kwargs)
-        new_frame = None
-        if retained is not None:
-            new_frame = functools.partial(run.decisions.frame, retained, region.name, nth, args, kwargs)
+        new_frame: MakeFrame | None = None
+        if retained is not None:  # of a segment's calls only the first, which always begins a frame
+            new_frame = run.decisions.frame(retained, region.name, nth, args, kwargs)
         if region.has_index_choices:
             log, start = choices.begin()
             function = functools.partial(choices.recording, log, function)

@@ -1,9 +1,9 @@
 """The arguments of a region: flattened into a list of tensors and a template, and rebuilt for the replay.
 
-`region` calls this for every forward. torch's checkpoint looks at positional tensors only: a tensor inside a dict, a
-dataclass or a keyword is held by reference, hidden from outer checkpoints and from offload. Here every tensor in any
-nesting of dicts, lists, tuples, NamedTuples and dataclasses becomes one entry of a flat list, and the containers are
-rebuilt around the tensors for the replay. A container that the caller changes after the call does no harm. (torch's
+`region` takes the arguments of every forward. torch's checkpoint looks at positional tensors only: a tensor inside a
+dict, a dataclass or a keyword is held by reference, hidden from outer checkpoints and from offload. Here every tensor
+in any nesting of dicts, lists, tuples, NamedTuples and dataclasses becomes one entry of a flat list, and the containers
+are rebuilt around the tensors for the replay. A container that the caller changes after the call does no harm. (torch's
 pytree was the alternative; it has no dataclasses unless each is registered, and no paths for error messages.)
 
 Objects of other classes are passed by reference. A `Fingerprint` of each is taken, and a replay is refused if it has

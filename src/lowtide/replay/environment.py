@@ -1,7 +1,7 @@
 """Capture and restore random states and torch's modes around a replay.
 
 A forward depends on state of the process and of its thread: the states of random generators, autocast, the default
-dtype and the default device. `region` captures them in an `Environment` before each forward and restores them for the
+dtype and the default device. They are captured in an `Environment` before each forward of a region and restored for its
 replay; afterwards the values of the backward are set again. A generator that counts an offset (CUDA's) is captured as
 seed and offset, others as the bytes of their state. Regions between which nothing was drawn share one `Environment`.
 """

@@ -1,7 +1,7 @@
 """Capture and restore the state of modules for a replay: names, contents of attributes, and values of buffers.
 
 A forward may read and change any attribute of its modules: running statistics, a counter, a list of activations.
-`region` takes a `ModuleSnapshot` before each forward and restores it for the replay:
+A `ModuleSnapshot` is taken before each forward of a region and restored for its replay:
 
 - A name that was rebound since (`self.memory = y`, `torch.func.functional_call`, `module.eval()`) is bound to the
   forward's value.

@@ -147,27 +147,22 @@ class Containers:
                 self._copied.append(each)
             elif not isinstance(each, _SEQUENCES):
                 self._dicts.append(vars(each))
-        # Strings are compared faster, as lists. The comparison of other keys may run any code, or raise, as of tensors.
-        self._by_name = [each for each in self._dicts if all(type(key) is str for key in each)]
-        self._by_key = [each for each in self._dicts if not any(each is other for other in self._by_name)]
-        self._names, self._sizes = list(map(list, self._by_name)), self._lengths()
-        self._parts = list(self._read())
+        self._sizes, self._parts = self._lengths(), list(self._read())
         self._contents = self._copy()
 
     def _read(self) -> Iterator[Any]:
-        """Iterate over the parts of all containers, and the keys of dicts that are no strings."""
-        return chain.from_iterable(chain(map(dict.values, self._dicts), self._by_key, self._sequences))
+        """Iterate over the keys and parts of all containers."""
+        return chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._sequences))
 
     def _lengths(self) -> list[int]:
-        return [*map(len, self._by_key), *map(len, self._sequences)]
+        return [*map(len, self._dicts), *map(len, self._sequences)]
 
     def _copy(self) -> list[Any]:
         return [*map(copy_of, self._copied), *map(tuple, self._sequences), *map(_items, self._dicts)]
 
     def are_unchanged(self) -> bool:
-        if self._copied or list(map(list, self._by_name)) != self._names or self._lengths() != self._sizes:
-            return False
-        return all(map(operator.is_, self._read(), self._parts))
+        # By identity: comparing keys may run any code, or raise, as of tensors.
+        return not self._copied and self._lengths() == self._sizes and all(map(operator.is_, self._read(), self._parts))
 
     def restore(self) -> Callable[[], None]:
         """Restore the contents of all containers; call the result to restore the present contents."""

@@ -163,17 +163,17 @@ class Collector:
 
     # fmt: off
     __slots__ = (
-        "_checks_values", "_options", "_others", "_sequence", "_stop_at", "is_stopped", "needed", "stop", "tensors",
+        "_options", "_recorded", "_sequence", "_stop_at", "_takes_all", "is_stopped", "needed", "stop", "tensors",
         "versions",
     )
     # fmt: on
 
     def __init__(self, options: Options, needed: list[bool], stop: StopAt) -> None:
         self._options, self.needed = options, needed
-        self._checks_values = options.determinism_check == "values"
+        self._takes_all = all(needed) and bool(needed) and options.determinism_check != "values"  # as in most replays
         self.stop, self._stop_at = stop.save, stop
         self._sequence = 0
-        self._others: dict[int, Any] = {}  # metadata of saves that are not stored, or that have a checksum
+        self._recorded: list[Any] = []  # metadata of each save, if not all are stored or if they have checksums
         self.tensors: list[Tensor | None] = []
         self.versions: list[int] = []
         self.is_stopped = False
@@ -184,21 +184,21 @@ class Collector:
     @property
     def metadata(self) -> list[Any]:
         """The metadata of each save so far, to be compared with the forward's."""
+        if not self._takes_all:
+            return self._recorded
         facts = metadata_of if self._options.determinism_check == "default" else self._options.metadata
-        if not self._others:
-            return list(map(facts, self.tensors))  # type: ignore[arg-type]
-        pairs = enumerate(self.tensors)
-        return [facts(each) if each is not None and i not in self._others else self._others[i] for i, each in pairs]
+        return list(map(facts, self.tensors))  # type: ignore[arg-type]
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:  # runs for every saved tensor
-        index, needed = len(self.tensors), self.needed
+        index = len(self.tensors)
         # With its history, the tensor would keep the replay's graph alive. (`grad_fn` makes an object, `is_leaf` none.)
         saved = tensor if tensor.is_leaf else tensor.detach()
-        is_needed = index < len(needed) and needed[index]
-        if not is_needed or self._checks_values:
-            self._others[index] = self._options.metadata(tensor)
-        self.tensors.append(saved if is_needed else None)
+        if self._takes_all:
+            self.tensors.append(saved)
+        else:
+            self._recorded.append(self._options.metadata(tensor))
+            self.tensors.append(saved if index < len(self.needed) and self.needed[index] else None)
         self.versions.append(version_of_saved(tensor))
         if index == self.stop:
             self._may_stop(tensor)

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide._compat.autograd import version_of_saved
 from lowtide.replay import divergence
 from lowtide.replay.arguments import Arguments, is_held_itself, same, tensors_in
 from lowtide.replay.object_state import nothing
@@ -75,7 +76,7 @@ def run(
     replay: Callable[..., Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
     input_hooks: Hooks | None = None,
-    new_frame: Callable[[], MakeFrame] | None = None,
+    new_frame: MakeFrame | None = None,
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None,
     segment: OpenSegment | None = None,
     name: str = "",
@@ -86,7 +87,7 @@ def run(
     - `replay`: called in the backward with the segment's scope (None for a region), the module and the arguments; by
       default `function` with the arguments.
     - `input_hooks`: pack and unpack hooks for the tensors among the arguments; by default the outer hooks.
-    - `new_frame`: returns the class or function that makes the frame, if one is made; by default `Frame`.
+    - `new_frame`: makes the frame, if this call begins one; by default `Frame`.
     - `contexts`: entered around the forward and around each replay.
     - `segment`: what this call, of the layer `name`, joins or begins.
     """
@@ -94,9 +95,8 @@ def run(
     hooks = _compat.current_hooks()
     frame, links = (None, NO_LINKS) if segment is None else segment.joined(tensors, hooks)
     if frame is None:
-        make: MakeFrame = Frame if new_frame is None else new_frame()
-        context = None if contexts is None else contexts[1]
-        frame = make(options, context, None if segment is None else segment.new_scope)
+        context, new_scope = contexts and contexts[1], None if segment is None else segment.new_scope
+        frame = (new_frame or Frame)(options, context, new_scope)
         if segment is not None:
             segment.begin(name, frame, hooks)
     call = ReplayableCall(function, module, replay, arguments, links, len(frame.tokens))
@@ -176,11 +176,11 @@ class Frame:
             except (KeyError, TypeError):
                 self._metadata.append(new_metadata(saved))
             return token
-        index = saved - FIRST_TOKEN
-        if index < len(self._recomputed):
-            tensor = self._recomputed[index]
-            if tensor is not None and _compat.version_of_saved(tensor) == self._versions[index]:
-                self._recomputed[index] = None  # autograd holds it from now on
+        index, recomputed = saved - FIRST_TOKEN, self._recomputed
+        if index < len(recomputed):
+            tensor = recomputed[index]
+            if tensor is not None and version_of_saved(tensor) == self._versions[index]:
+                recomputed[index] = None  # autograd holds it from now on
                 return tensor
         # Compiled autograd traces this hook, and must not trace the replay.
         return _unpack(self, index) if torch.compiler.is_compiling() else self.unpack(index)
@@ -210,7 +210,7 @@ class Frame:
             finally:
                 _replaying.pop(id(self), None)
             assert tensor is not None
-        if _compat.version_of_saved(tensor) != self._versions[index]:
+        if version_of_saved(tensor) != self._versions[index]:
             name = self.calls[self._call_of(index)].name
             raise divergence.overwritten_activation(name, index, self._metadata[index])
         return tensor
@@ -267,10 +267,11 @@ class Frame:
 
         `tensors` are the inputs of the first call. Returns the output of the last.
         """
-        calls, is_profiling = self.calls, mode is not None and collector.stop < 0
+        calls = self.calls
         users: dict[Link, int] = {}  # the last call that uses an output of an earlier one
         made: dict[Link, Tensor] = {}  # these outputs
         if len(calls) > 1:
+            is_profiling = mode is not None and collector.stop < 0
             if not is_profiling and True in collector.needed:
                 last = len(collector.needed) - 1 - collector.needed[::-1].index(True)
                 calls = calls[: self._call_of(last) + 1]
@@ -294,12 +295,12 @@ class Frame:
                     if number:
                         tensors = call.inputs(made)
                     output = call.run_again(scope, tensors, modes, collector)
-                    for link in call.links.values():
-                        if users[link] == number:
-                            made.pop(link, None)
                     if collector.is_stopped:
                         return None
                     if users:
+                        for link in call.links.values():
+                            if users[link] == number:
+                                made.pop(link, None)
                         each = enumerate(_tensors_of(output))
                         made.update({(number, index): tensor for index, tensor in each if (number, index) in users})
         finally:
@@ -324,7 +325,8 @@ class Frame:
     def _check(self, collector: Collector, tensors: list[Tensor]) -> None:
         """Raise if the replay saved other tensors than the forward did."""
         found, expected = self._compared(collector)
-        is_missing = any(collector.needed[len(collector.tensors) :])
+        num_saved = len(collector.tensors)
+        is_missing = num_saved < len(collector.needed) and any(collector.needed[num_saved:])
         if found == expected and not is_missing:
             return
         if self._options.determinism_check != "none" or is_missing:
@@ -388,7 +390,7 @@ class OpenSegment:
         links: dict[int, Link] = {}
         for index, tensor in enumerate(tensors) if frame is not None else ():
             known = self._outputs.get(id(tensor))
-            if known is not None and known[0]() is tensor and _compat.version_of_saved(tensor) == known[1]:
+            if known is not None and known[0]() is tensor and version_of_saved(tensor) == known[1]:
                 links[index] = known[2]
         return (frame if links else None), links
 
@@ -409,7 +411,7 @@ class OpenSegment:
         for index, tensor in enumerate(_tensors_of(output)):
             if is_held_itself(tensor):
                 continue
-            version = _compat.version_of_saved(tensor)
+            version = version_of_saved(tensor)
             known = outputs.get(id(tensor))
             if known is None or known[0]() is not tensor or known[1] != version:
                 # Autograd keeps a frame alive by its saves. Where there are none yet, as after frozen layers, its
