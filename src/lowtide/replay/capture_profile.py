@@ -8,7 +8,7 @@ to, that depend on a generator which is drawn from before they are saved, or who
 `UnseenWrites` detects writes to op outputs that neither an op nor a version counter shows, as custom kernels make. It
 compares checksums of the outputs in the first profile of a region.
 
-Cost: one replay per combination of input shapes, about as long as a traced forward.
+Cost: for each combination of input shapes, one replay whose ops all go through a dispatch mode.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Retained outputs: op outputs that a region keeps, so that its replay need not compute them.
 
 A plan names the ops by their position in the region. The forward runs without a dispatch mode and sees only what
-autograd saves. So the first replay (for each combination of input shapes) computes everything under a mode that records
-at which save each of these outputs appears: a `CaptureProfile`. From then on the forward keeps those saved tensors, and
-the replay runs under a mode that returns them in place of running their ops. Autograd builds its nodes as usual.
+autograd saves. So the first replay (for each combination of input shapes) computes everything and records at which save
+each of these outputs appears (`capture_profile`). From then on the forward keeps those saved tensors, and the replay
+runs under a mode that returns them in place of running their ops. Autograd builds its nodes as usual.
 
 A step may differ from the one that was profiled, so every replay is checked:
 
