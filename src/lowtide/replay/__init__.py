@@ -1,9 +1,17 @@
 """Drop and recompute: run a region's forward again in the backward, restore what it read, and check the result.
 
-`region` is the engine; `checkpoint` and the eager engine's plans both call it. `recomputing` runs one call of a region
-again and collects what it saves. `arguments`, `module_state`, `object_state`, `function_state` and `environment` each
-capture and restore one part of what the forward read. `retained` keeps op outputs so that a replay need not
-compute them, and `capture_profile` finds out where they are saved; `index_choices` repeats the results of `topk` and
-the like. `divergence` holds the errors of a replay that does not repeat its forward. `layer_loop` and `layer_pass` are
-`ActivationCheckpointer`, for layer loops without autograd.
+In the forward, `region.run` flattens the arguments (`arguments`), makes a `Frame` (`region`), which is the saved-tensor
+hook that drops what autograd saves, and for each call a `ReplayableCall` (`recomputing`), which captures what the
+forward reads. In the backward, the first saved tensor that is needed makes the frame replay its calls, with their
+state restored, under hooks that collect the saved tensors. The frame compares these with the forward's; `divergence`
+holds the errors.
+
+What a forward reads is captured by `module_state` or `function_state`, which use `object_state`, and by `environment`.
+All work alike: an object is made before the forward, and its `restore()` sets that state for a replay and returns a
+function that sets the present state again.
+
+`retained` keeps op outputs so that a replay need not compute them, and `capture_profile` finds out where they are
+saved. `index_choices` repeats the results of `topk` and the like. Both decide by `op_facts`. `checkpoint` is the
+interface of torch's checkpoint to the engine. `layer_loop` and `layer_pass` are `ActivationCheckpointer`, for layer
+loops without autograd.
 """
