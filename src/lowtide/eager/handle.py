@@ -49,7 +49,8 @@ from lowtide.tracing.step_checks import CacheOff
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.eager.out_of_memory import BudgetWatch, Stepper
+    from lowtide.eager.budget_watch import BudgetWatch
+    from lowtide.eager.out_of_memory import Stepper
     from lowtide.eager.replanning import ShapePlans
     from lowtide.plans.step_plan import Frontier
     from lowtide.reports.page import Report
