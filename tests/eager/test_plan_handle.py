@@ -382,6 +382,23 @@ def test_a_checkpoint_of_the_users_own_around_one_of_the_calls() -> None:
                 assert handle.stats().num_replays == 4 * (repeat + 1)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_replay_of_a_checkpoint_inside_the_model_is_no_call_of_the_step(
+    use_reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Model(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(super().forward, x, use_reentrant=use_reentrant)
+            return x
+
+    model, x = Model(), torch.randn(8, 32, requires_grad=True)
+    plan = Plan(regions=tuple(Recompute(f"blocks.{block}", nth) for block in range(4) for nth in range(2)))
+    with lowtide.apply(model, plan):
+        model(x).sum().backward()
+    assert not caplog.records
+
+
 def test_a_step_that_makes_other_calls_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     step = Siamese()
     handle, predicted = applied(step, 1)
