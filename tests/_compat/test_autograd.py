@@ -187,25 +187,31 @@ def test_marked_versions_are_shared_by_views() -> None:
 
 
 def test_a_call_after_the_backward() -> None:
-    calls: list[str] = []
+    calls: list[bool] = []
     original = torch.autograd._engine_run_backward
-    watch = autograd.BackwardReturn(lambda: calls.append("returned"))
+    watch = autograd.BackwardReturn(calls.append)
     watch.install()
-    torch.ones(2, requires_grad=True).sum().backward()
-    assert calls == ["returned"], "torch.autograd.backward no longer calls _engine_run_backward"
-    torch.ones(2, requires_grad=True).sum().backward()
-    assert calls == ["returned"] and torch.autograd._engine_run_backward is original
+    y = torch.ones(2, requires_grad=True).sum()
+    y.backward(retain_graph=True)
+    assert calls == [False], "torch.autograd.backward no longer calls _engine_run_backward"
+    y.backward(retain_graph=True)
+    assert len(calls) == 1 and torch.autograd._engine_run_backward is original
+    watch.install()
+    y.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.backward()
+    assert calls[1:] == [True]
 
 
 def test_a_backward_in_another_thread_is_not_the_next_one() -> None:
-    calls: list[str] = []
-    watch = autograd.BackwardReturn(lambda: calls.append("returned"))
+    calls: list[bool] = []
+    watch = autograd.BackwardReturn(calls.append)
     watch.install()
     with ThreadPoolExecutor(1) as other:
         other.submit(torch.ones(2, requires_grad=True).sum().backward).result()
     assert not calls
     torch.ones(2, requires_grad=True).sum().backward()
-    assert calls == ["returned"]
+    assert calls == [False]
 
 
 def test_hooks_for_saves_of_ops_run_with_gradients_disabled() -> None:

@@ -95,6 +95,21 @@ def test_a_trace_is_ended_in_its_own_thread() -> None:
     assert not profiler.profiler_is_active()
 
 
+def test_a_profiler_that_is_started_within_a_trace_ends_it() -> None:
+    trace = profiler.AllocationTrace()
+    assert trace.start()
+    with torch.profiler.profile() as users:
+        assert trace.stop() is None
+        torch.ones(1000)
+    assert users.key_averages(), "left alone"
+    assert trace.start()
+    with torch.profiler.profile():
+        pass
+    assert trace.stop() is None and trace.start(), "nothing is left of it"
+    trace.cancel()
+    assert not profiler.profiler_is_active()
+
+
 def test_a_thread_ends_its_trace() -> None:
     trace, again = profiler.AllocationTrace(), profiler.AllocationTrace()
     with ThreadPoolExecutor(1) as other:

@@ -153,11 +153,12 @@ def test_what_torchs_own_ways_hold_is_feasible(
         assert peak_bytes(ours, loss) <= peak
 
 
+def wide_stack() -> Stack:
+    return Stack(*(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(4)))
+
+
 def test_accumulated_gradients_are_within_the_budget() -> None:
     """The second of two backwards begins with gradients, so a choice that holds for the first is too large for it."""
-
-    def wide_stack() -> Stack:
-        return Stack(*(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(4)))
 
     def accumulate(model: nn.Module) -> Tensor:
         model(rows(64)).square().mean().backward()
@@ -177,6 +178,38 @@ def test_accumulated_gradients_are_within_the_budget() -> None:
         accumulate(model).backward()
     assert peak_bytes(model, accumulate) <= 1.02 * floors[1]
     assert session_of(model).current.held_sizes[-1].gradient_bytes > 0
+
+
+def test_a_backward_that_failed_is_not_what_a_step_needs() -> None:
+    """The peak of a step whose backward raised early says nothing of the next ones."""
+    model = lowtide.compile(Stack(*(MLP() for _ in range(4))), budget=PLENTY)
+    plain_loss(model).backward()
+    for _ in range(2):
+        model.zero_grad()
+        outputs = model.blocks[1](model.blocks[0](rows(1024)))
+        outputs.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.blocks[3](model.blocks[2](outputs)).square().mean().backward()
+        del outputs
+    assert lowtide.handle_of(model).measured_peak_bytes is None
+    for _ in range(3):
+        model.zero_grad()
+        plain_loss(model).backward()
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak_bytes(model, plain_loss), rel=0.02)
+
+
+def test_a_profiler_of_the_users_that_starts_within_a_step_is_left_alone() -> None:
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    squared(model).backward()
+    for _ in range(2):
+        loss = squared(model)
+        with profile() as profiler:
+            loss.backward()
+        assert profiler.key_averages()
+    assert lowtide.handle_of(model).measured_peak_bytes is None
+    for _ in range(3):
+        squared(model).backward()
+    assert lowtide.handle_of(model).measured_peak_bytes is not None
 
 
 def test_a_profiler_of_the_users_is_left_alone() -> None:

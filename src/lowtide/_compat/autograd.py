@@ -193,13 +193,14 @@ sequence_number: Callable[[], int] = required("torch._C._autograd._get_sequence_
 class BackwardReturn:
     """Calls `callback` once when this thread's next `backward()` has returned or raised, in the state of its caller.
 
-    A callback of the engine's own runs inside of it, where a profiler cannot be stopped: the engine puts the caller's
-    thread-local state back. Replaces `torch.autograd._engine_run_backward` until then. Obsolete with a public hook.
+    The callback is told whether it raised. A callback of the engine's own runs inside of it, where a profiler cannot be
+    stopped: the engine puts the caller's thread-local state back. Replaces `torch.autograd._engine_run_backward` until
+    then. Obsolete with a public hook.
     """
 
     _NAME = "_engine_run_backward"
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[bool], None]) -> None:
         self._callback, self._is_installed, self._thread, self._depth = callback, False, 0, 0
         self._original: Any = None
 
@@ -219,13 +220,16 @@ class BackwardReturn:
         if self._thread != threading.get_ident():
             return original(*args, **kwargs)
         self._depth += 1  # a checkpoint may run a backward inside of this one
+        has_failed = True
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            has_failed = False
+            return result
         finally:
             self._depth -= 1
             if self._depth == 0:
                 self.remove()
-                self._callback()
+                self._callback(has_failed)
 
 
 def running_node() -> Any | None:

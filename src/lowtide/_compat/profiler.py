@@ -8,13 +8,13 @@ Both formats are undocumented: each docstring names what it relies on.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import threading
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
     Obsolete when the CPU allocator counts, as the CUDA one does.
     """
     changes = (change for _, change in _allocations(_profiled(call).memory))
-    return list(accumulate(changes))  # the profiler's own total goes on from one profile to the next
+    return list(itertools.accumulate(changes))  # the profiler's own total goes on from one profile to the next
 
 
 def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
@@ -128,7 +128,7 @@ def profiler_is_active() -> bool:
     a public function for this.
     """
     profiler = torch.autograd.profiler
-    return profiler._is_profiler_enabled or any(
+    return bool(profiler._is_profiler_enabled) or any(
         type(each) is profiler.profile and each.entered and each.kineto_results is None
         for each in gc.get_referrers(profiler.profile)
     )
@@ -151,6 +151,7 @@ def profiler_name(name: str) -> str:
     return f"{space}::{rest.split('.')[0]}"
 
 
+_tokens = itertools.count(2)
 _this_thread = threading.local()  # `at_end`, freed when the thread ends
 
 
@@ -169,16 +170,28 @@ class _ThreadProfiler:
             warnings.simplefilter("ignore")  # the profiler's own
             self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self.profiler.start()
+        # Every profiler that starts or stops sets this to True or False.
+        self._token = next(_tokens)
+        vars(torch.autograd.profiler)["_is_profiler_enabled"] = self._token
         _this_thread.at_end = _ThreadEnd(self)
 
-    def stop(self) -> None:
-        """Stop now; in another thread: not later than when this one starts its next profiler."""
+    def stop(self) -> bool:
+        """Stop now; in another thread: not later than when this one starts its next profiler.
+
+        False if nothing was recorded: in another thread, or when somebody else has started a profiler, which ends all
+        others and is left alone.
+        """
         self._is_wanted = False
-        if self._is_running and self._thread == threading.get_ident():
-            self._is_running = False
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.profiler.stop()
+        if not self._is_running or self._thread != threading.get_ident():
+            return False
+        self._is_running = False
+        if torch.autograd.profiler._is_profiler_enabled != self._token:
+            vars(self.profiler.profiler)["entered"] = False  # it has ended
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.profiler.stop()
+        return True
 
     @staticmethod
     def stop_unwanted() -> None:
@@ -236,14 +249,15 @@ class AllocationTrace:
         if running is not None:
             running.stop()
 
-    def stop(self) -> list[tuple[int, int]]:
+    def stop(self) -> list[tuple[int, int]] | None:
         """Stop; return the peak and the last number of bytes since the start: before, between and after the marks.
 
-        Call it in the thread that called `start`.
+        None in another thread than that which called `start`, or if a profiler of the user's was started meanwhile.
         """
-        running = self._running
+        running, self._running = self._running, None
         assert running is not None
-        self.cancel()
+        if not running.stop():
+            return None
         events = _events(running.profiler, self._MARK)
         marks = [start for start, _ in events.marks]
         parts: list[tuple[int, int]] = []

@@ -226,19 +226,21 @@ class ProfilerMeter(StepMeter):
             self._trace.mark()
             super().mark(kind, index)
 
-    def _end(self) -> None:
+    def _end(self, has_failed: bool) -> None:
         if not self._trace.is_active:
             return
         if not any(mark.kind == BACKWARD for mark in self._marks):  # of another model, in the middle of this step
             self._backward.install()
             return
-        before, *parts = self._trace.stop()
-        if len(parts) != len(self._marks):
+        if has_failed:
+            self.cancel()
+            return
+        parts = self._trace.stop()
+        if parts is None or len(parts) != 1 + len(self._marks):
             self._marks = []
             return
-        self._peak = self._base + max(peak for peak, _ in (before, *parts))
-        starts = [end for _, end in (before, *parts)]
-        for mark, start, (peak, _) in zip(self._marks, starts, parts, strict=False):
+        self._peak = self._base + max(peak for peak, _ in parts)
+        for mark, (_, start), (peak, _) in zip(self._marks, parts, parts[1:], strict=False):
             mark.bytes, mark.peak_bytes = self._base + start, self._base + peak
 
     def cancel(self) -> None:
