@@ -81,6 +81,16 @@ def _smallest_of_ends() -> property:
     return _cached("_smallest_of_regions", lambda self: eager_search.smaller(*self._ends(regions_only=True)))
 
 
+def _not_spread() -> Any:
+    def all_chains(self: Any) -> Iterator[Any]:
+        for discount, narrow, share, coded in self._path_kinds:
+            yield self._path(discount, narrow, coded), share, coded
+        if self._critical_points and self._movable_bytes:
+            yield self._loads, eager_search._SHARES[-1], False
+
+    return all_chains
+
+
 def _no_loads() -> Any:
     inner = _SEARCH._all_paths
 
@@ -163,6 +173,7 @@ _OFFLOAD: dict[str, list[Patch]] = {
     "link share 0.95": [(eager_search, "_SHARES", (0.5,))],
     "discount 0.0": [(eager_search, "_DISCOUNTS", (0.9,))],
     "discount 0.9": [(eager_search, "_DISCOUNTS", (0.0,))],
+    "evenly spread paths": [(_SEARCH, "_all_paths", _not_spread())],
     "link loads": [(_SEARCH, "_all_paths", _no_loads())],
     "segments that move values": [(segment_search, "_MOST_MOVED", 0)],
     "link loads: 256 -> 64 rates": [(placement, "_NUM_RATES", 64)],

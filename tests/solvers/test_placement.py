@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lowtide.graph.time_lines import line_of
 from lowtide.simulator import simulate
 from lowtide.solvers.baselines import recomputes
 from lowtide.solvers.eager_search import EagerSearch
+from lowtide.solvers.interpolation import HullPath
 from lowtide.solvers.placement import LinkLoads, OffloadSelector
 from referee import replay
 
@@ -162,3 +164,22 @@ def test_without_host_memory_nothing_is_loaded() -> None:
     search = EagerSearch(gpt())
     assert not any(isinstance(chain, LinkLoads) for chain, _, _ in search._all_paths())
     assert any(isinstance(chain, LinkLoads) for chain, _, _ in EagerSearch(gpt(), GIB)._all_paths())
+
+
+def test_layers_change_in_an_even_spread() -> None:
+    """With so many layers changed, none of the changed ones are next to each other while others are left between."""
+    search = EagerSearch(gpt(), GIB)
+    chain, spread = (search._path(0.0, True, False, is_spread) for is_spread in (False, True))
+    assert len(chain) == len(spread)
+    last = len(chain) - 1
+    assert chain.regions(0) == spread.regions(0) and chain.regions(last) == spread.regions(last)
+    ordered, even = (_changing_halfway(each) for each in (chain, spread))
+    assert ordered == list(range(len(ordered))) and len(even) == len(ordered) > 2
+    assert even[:2] != ordered[:2] and all(b - a >= 2 for a, b in pairwise(even))
+
+
+def _changing_halfway(chain: HullPath) -> list[int]:
+    """Which of the units of the chain's longest leg have changed half way through it, counted along the forward."""
+    leg = max(chain._hull_steps, key=lambda leg: len(leg.units))
+    units = sorted(leg.units)
+    return sorted(units.index(unit) for unit in leg.units[: len(units) // 2])

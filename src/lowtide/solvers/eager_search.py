@@ -6,7 +6,7 @@
    price per byte there, and `interpolation.HullPath` the candidates in between. The first of a path whose *simulated*
    peak fits is found by bisection. Further paths: without regions that contain several layers, with a discount on
    bytes that can be offloaded, with encoded values (`compression`).
-2. Offload: `LinkLoads` (`placement`).
+2. Offload (`placement`): paths whose layers change in an evenly spread order, and `LinkLoads`.
 3. Segments (`segment_search`).
 4. Candidates of the first path with split and nested regions (`nesting`), where replays exceed the budget.
 5. Baselines (`baselines`).
@@ -90,7 +90,8 @@ class EagerSearch:
         self._move_options = [(0.0, 0.0, False), *options]
         if lossy:
             self._move_options += [(0.0, 0.0, True), *((each, 1.0, True) for each in _DISCOUNTS if host)]
-        self._paths: dict[tuple[float, bool, bool], HullPath] = {}
+        # Each in the order of the forward, and spread.
+        self._paths: dict[tuple[float, bool, bool], list[HullPath]] = {}
         self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
         self._mover = OffloadSelector(graph, host, self._compression)
         self._movable_bytes = host
@@ -127,7 +128,7 @@ class EagerSearch:
         kinds = [(discount, narrow, share, coded) for discount, share, coded in self._move_options]
         return [*kinds, (0.0, False, 0.0, False)] if narrow else kinds
 
-    def _path(self, discount: float, narrow: bool, coded: bool) -> HullPath:
+    def _path(self, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
         key = discount, narrow, coded
         if key not in self._paths:
             pricing, points = self._critical_points[0].pricing, self._critical_points[0].hull
@@ -138,13 +139,15 @@ class EagerSearch:
                 points = hull(pricing)
                 self.effort.spend(len(self.graph.ops), times=_HULL)
             between = Interpolation(self.line, pricing)
-            self._paths[key] = HullPath(self.graph, points.choices, between)
-        return self._paths[key]
+            self._paths[key] = [HullPath(self.graph, points.choices, between, is_spread=each) for each in (False, True)]
+        return self._paths[key][is_spread]
 
     def _all_paths(self) -> Iterator[tuple[HullPath | LinkLoads, float, bool]]:
         """All paths, each with the share of the link that its candidates use, and whether values are encoded."""
         for discount, narrow, share, coded in self._path_kinds:
             yield self._path(discount, narrow, coded), share, coded
+            if share:
+                yield self._path(discount, narrow, coded, is_spread=True), share, coded
         if self._critical_points and self._movable_bytes:
             yield self._loads, _SHARES[-1], False
 

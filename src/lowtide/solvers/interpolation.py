@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -80,11 +80,15 @@ class _HullStep:
 class HullPath:
     """Candidates numbered from 0 (everything kept) to `len - 1` (as little as possible): ever smaller and slower.
 
-    Peak and time need not change monotonically at each step.
+    Peak and time need not change monotonically at each step. Calls change from the first on; or, if `is_spread`, in an
+    order in which changed calls are evenly spaced among the others, so that an offload link always has work.
     """
 
-    def __init__(self, graph: StepGraph, choices: list[HullPoint], interpolation: Interpolation) -> None:
-        self._hull_steps = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
+    def __init__(
+        self, graph: StepGraph, choices: list[HullPoint], interpolation: Interpolation, *, is_spread: bool = False
+    ) -> None:
+        hull_steps = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
+        self._hull_steps = [_spread(hull_step) for hull_step in hull_steps] if is_spread else hull_steps
         self._interpolation, self._steps = interpolation, 1 + interpolation.is_used  # per unit
         ends = list(accumulate((self._steps * len(hull_step.units) for hull_step in self._hull_steps), initial=0))
         self._length = ends[-1] + 1
@@ -212,6 +216,14 @@ def _bisect(
         else:
             low, least_s = middle + 1, extra_s
     return found
+
+
+def _spread(hull_step: _HullStep) -> _HullStep:
+    """The same hull step, whose units change in bit-reversed order, so that changed units are evenly spaced."""
+    num_bits = len(hull_step.units).bit_length()
+    order = sorted(range(len(hull_step.units)), key=lambda number: f"{number:0{num_bits}b}"[::-1])
+    units, values = (tuple(each[number] for number in order) for each in (hull_step.units, hull_step.values))
+    return replace(hull_step, units=units, values=values)
 
 
 def _hull_step(graph: StepGraph, first: HullPoint, second: HullPoint) -> _HullStep:
