@@ -144,9 +144,8 @@ def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch)
         calls.clear()
         handle = lowtide.fit(job.model, job.loss_fn, *job.batch, budget=budget, tune_s=tune_s)
         assert len(calls) >= 2
-        assert (
-            handle.measured_peak_bytes in calls and handle.measured_peak_bytes + 200_000 <= budget < calls[0] + 200_000
-        )
+        assert handle.measured_peak_bytes in calls
+        assert handle.measured_peak_bytes + 200_000 <= budget < max(calls) + 200_000  # which runs first varies
         assert sum(trial.outcome == "kept" for trial in handle.candidates) == 1
         assert any("over the budget" in trial.outcome for trial in handle.candidates)
         handle.remove()
