@@ -23,10 +23,10 @@ from lowtide.eager import Applied
 from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
 from lowtide.simulator import simulate
-from lowtide.solvers import placement
+from lowtide.solvers import placement, solve
 from lowtide.solvers.baselines import reference_plans
 from lowtide.solvers.candidate import with_predictions
-from lowtide.solvers.solve import SEARCHED, SMALLEST, UNMOVED, ShortlistedPlan, shortlist
+from lowtide.solvers.solve import NEARLY, SEARCHED, SMALLEST, UNMOVED, ShortlistedPlan, shortlist
 from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -403,7 +403,7 @@ def test_candidates_differ_and_are_ranked(job: Job, share: float) -> None:
     for each in found:
         timeline = simulate(graph, each.plan)
         assert (each.plan.peak_bytes, each.plan.extra_s) == (timeline.peak_bytes, pytest.approx(timeline.extra_s))
-        assert each.plan.peak_bytes <= 1.05 * budget and each.plan.budget_bytes == budget
+        assert each.plan.peak_bytes <= (1.05 if error is None else 1.25) * budget and each.plan.budget_bytes == budget
     if share < 0:
         assert error is not None and SEARCHED not in [each.name for each in found]
         return
@@ -429,6 +429,19 @@ def test_torchs_ways_are_candidates_where_they_fit_or_nearly_do(job: Job) -> Non
     blocks = [each.plan for name, each in half.items() if "block" in name]
     assert min(len(plan.regions) for plan in blocks if plan.peak_bytes <= plan.budget_bytes) == NUM_LAYERS // 2
     assert any(name.startswith("selective") for name in by_name(job.peak_of("selective, all matmuls kept")))
+
+
+def test_if_no_plan_fits_torchs_ways_are_candidates_however_their_peaks_are_predicted(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = int(0.99 * job.floor)
+    most = job.peak_of(PER_BLOCK) / budget - 1
+    assert most > NEARLY
+    for nearly, is_candidate in ((most - 0.01, False), (most + 0.01, True)):
+        monkeypatch.setattr(solve, "_NEARLY_IF_NONE_FITS", nearly)
+        found, error = shortlist(job.graph, budget)
+        assert error is not None
+        assert ({each.name: each.is_essential for each in found}.get(PER_BLOCK) is True) == is_candidate
 
 
 def test_with_moves_the_best_plan_without_is_a_candidate(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 `shortlist` returns a few different plans for one budget, which `fit` runs and times, because predictions can be wrong:
 the host's time for a region, a retained output or a copy by several times, peaks by a few per cent. The list has the
 fastest plan of the search; the fastest without offload; checkpoints that users would write with torch; the fastest
-without nested regions and retained outputs; and faster plans that exceed the budget by at most 5 % in simulation.
+without nested regions and retained outputs; and faster plans that exceed the budget by a few per cent in simulation.
 
 Cost of `shortlist`: a second search where offload is allowed, about a third of a search for the plan with 2 % more
 memory, and some thirty simulations.
@@ -130,6 +130,9 @@ def alternatives(graph: StepGraph, engine: str) -> tuple[Reference, ...]:
 # How far a plan may exceed the budget in simulation and still be tried: simulated peaks are within 4 % of measured ones
 # in the tests. A larger number costs real steps, a smaller one misses plans that fit.
 NEARLY = 0.05
+# The same for torch's checkpoints if no plan fits: a budget that one of them holds must not be infeasible because its
+# peak is predicted badly. On an Informer, a chain with values that only Python held, it was predicted 6.3 % too high.
+_NEARLY_IF_NONE_FITS = 0.25
 _SEARCHED_NEARLY = 0.02  # the same for the search's own plans, which use the whole budget they are given
 _NOTICEABLE = 0.02  # of the step: a plan over the budget must be faster by more than timing noise
 _MOST = 8  # plans on the list
@@ -162,7 +165,8 @@ def shortlist(
     """Plans for `budget` bytes, the fastest predicted first; only the plain step if it fits.
 
     The searches share `time_limit_s`: with `host` there are two, one without moves. Some plans exceed the budget by up
-    to 5 % in simulation. If none fits, the second result is the error that `solve` would raise.
+    to 5 % in simulation, torch's checkpoints by up to 25 % if none fits: the second result is then the error that
+    `solve` would raise.
     """
     host_bytes, codecs = parse_bytes(host), lossy_codecs(lossy)
     if host_bytes:
@@ -181,7 +185,7 @@ def shortlist(
         if not found or any(move.to != "device" for move in found[0].plan.moves):
             with contextlib.suppress(InfeasibleBudgetError):
                 found.append(ShortlistedPlan(UNMOVED, unmoved.plan(budget), is_essential=True))
-    found += by_regions.torch_checkpoints(budget)
+    found += by_regions.torch_checkpoints(budget, NEARLY if error is None else _NEARLY_IF_NONE_FITS)
     found += _nearly(search, budget, found[0].plan if error is None else None)
     found += by_regions.simple(budget)
     if host_bytes:  # the bounds of a search without moves do not hold for plans with moves
@@ -234,11 +238,11 @@ class _ShortlistSearch(EagerSearch):
         best = next(filter(self._is_simple, ranked), None)
         return [] if best is None else [ShortlistedPlan(SIMPLE, self._plan_of(best, budget))]
 
-    def torch_checkpoints(self, budget: int) -> list[ShortlistedPlan]:
+    def torch_checkpoints(self, budget: int, nearly: float) -> list[ShortlistedPlan]:
         """What users can write with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
 
         Checkpoints on blocks, chains in equal parts, and selective checkpoints are ranked separately, because their
-        costs on the host differ.
+        costs on the host differ. `nearly` is the share by which they may exceed the budget.
         """
         plans = {name: self._cost(regions, 0.0) for name, regions in self._checkpoints(budget) if regions}
         in_parts = {} if self._segmenting is None else self._segmenting.equal_parts()
@@ -250,7 +254,7 @@ class _ShortlistSearch(EagerSearch):
         for of_kind in (of_blocks, in_parts, selective):
             fitting = faster(*(each for each in of_kind.values() if each.peak_bytes <= budget))
             limit_s = fitting.extra_s - _NOTICEABLE * self.graph.step_s if fitting is not None else float("inf")
-            near = [each for each in of_kind.values() if budget < each.peak_bytes <= (1 + NEARLY) * budget]
+            near = [each for each in of_kind.values() if budget < each.peak_bytes <= (1 + nearly) * budget]
             near = [each for each in near if each.extra_s < limit_s]
             wanted = [fitting, smaller(*near), faster(*near)]
             names = [name for name, each in of_kind.items() if any(each is one for one in wanted)]
@@ -259,7 +263,7 @@ class _ShortlistSearch(EagerSearch):
             ShortlistedPlan(name, self._plan_of(plans[name], budget), is_essential)
             for name, is_essential in chosen.items()
         ]
-        if self.plain.peak_bytes <= (1 + NEARLY) * budget:
+        if self.plain.peak_bytes <= (1 + nearly) * budget:
             found.append(
                 ShortlistedPlan("nothing", with_predictions(self.graph, self.plain, self.plain, budget, 0.0), True)
             )
