@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import random
+import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import lowtide
 from lowtide.policies import RecomputeAll
@@ -512,3 +514,39 @@ def test_a_list_that_is_emptied_between_the_steps() -> None:
                 each[0].log.clear()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("how", ["module", "function", "selective", "plan"])
+def test_lazy_modules_are_made_once(how: str) -> None:
+    """Their first forward draws their parameters: a replay would draw other dropout, and update statistics again."""
+
+    def step(run: Callable[..., Tensor], block: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = torch.ones(8, 4).cumsum(0).sin().requires_grad_()
+        for _ in range(2):
+            run(block, x).sum().backward()
+        return [x.grad, *block.state_dict().values(), *(each.grad for each in block.parameters())]
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Sequential(nn.LazyLinear(8), nn.Dropout(0.5), nn.LazyBatchNorm1d(), nn.Tanh(), nn.Linear(8, 8))
+        )
+
+    def through(block: nn.Module, x: Tensor) -> Tensor:
+        if how == "plan":
+            return block(x)
+        policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        function = functools.partial(lambda block, x: block(x), block) if how == "function" else block
+        return lowtide.checkpoint(function, x, **({"context_fn": policy} if how == "selective" else {}))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that lazy modules are new
+        torch.manual_seed(0)
+        plain = make()
+        torch.manual_seed(0)
+        block = make()
+    if how == "plan":
+        lowtide.apply(block, RecomputeAll())
+    expected = step(lambda block, x: block(x), plain)
+    assert plain[0][2].num_batches_tracked == 2
+    assert all(map(torch.equal, step(through, block), expected))

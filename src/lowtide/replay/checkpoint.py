@@ -56,7 +56,8 @@ def checkpoint(
     - `store`, among the keywords too: an `ActivationStore` that holds the region's inputs until the replay, or
       `torch.autograd.graph.saved_tensors_hooks` that pack and unpack each of them.
 
-    Under `no_grad` the function is simply called. Under `torch.compile` torch's own checkpoint is called.
+    Under `no_grad` the function is simply called, and so is one with a module whose parameters this call makes
+    (`nn.LazyLinear`). Under `torch.compile` torch's own checkpoint is called.
 
     >>> import torch, lowtide
     >>> x = torch.ones(3, requires_grad=True)

@@ -192,6 +192,11 @@ class FunctionState:
         states = list({id(state): state for state in captured.states}.values())
         self._states = Containers(states) if states else None
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there are parameters or buffers that the first forward will make, as in `nn.LazyLinear`."""
+        return any(snapshot.is_lazy for snapshot in self._snapshots)
+
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self._tracked}.union(*(each.devices() for each in self._snapshots))
 

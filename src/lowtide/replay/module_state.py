@@ -249,8 +249,8 @@ class StateParts:
     # fmt: off
     __slots__ = (
         "_known_writes", "always_overwritten", "containers", "copied", "copied_tensors", "generators", "holds_others",
-        "is_learning", "is_passing", "is_rebound", "is_volatile", "may_hide_writes", "modules", "tracked", "tree",
-        "uncopied", "values",
+        "is_lazy", "is_learning", "is_passing", "is_rebound", "is_volatile", "may_hide_writes", "modules", "tracked",
+        "tree", "uncopied", "values",
     )
     # fmt: on
 
@@ -264,6 +264,7 @@ class StateParts:
         self.containers = Containers(containers) if containers else None
         copied: dict[int, tuple[Slot | None, Tensor]] = {}
         uncopied: dict[int, tuple[Slot | None, Tensor]] = {}  # must not change until the replay
+        self.is_lazy = any(map(_compat.is_uninitialized, values))
         for slot, value in zip(tree.slots, values, strict=True):
             if isinstance(value, Tensor) and not _compat.is_uninitialized(value):
                 (copied if tree.is_copied(slot, value) else uncopied).setdefault(id(value), (slot, value))
@@ -324,6 +325,11 @@ class ModuleSnapshot:
     @property
     def tree(self) -> ModuleTree:
         return self.parts.tree
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there are parameters or buffers that the first forward will make, as in `nn.LazyLinear`."""
+        return self.parts.is_lazy
 
     def holds_same_contents(self) -> bool:
         """Return whether containers and copied tensors have the same contents, if the names are bound as before."""

@@ -32,7 +32,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -101,6 +101,11 @@ def run(
             segment.begin(name, frame, hooks)
     call = ReplayableCall(function, module, replay, arguments, links, len(frame.tokens))
     call.begin(tensors, input_hooks or hooks, preserve_rng_state=options.preserve_rng_state)
+    if call.state.is_lazy:  # the forward makes parameters and draws their values, which no replay can repeat
+        if segment is not None:
+            segment.end()
+        with contexts[0] if contexts is not None else nullcontext():
+            return function(*args, **kwargs)
     frame.calls.append(call)
     frame.is_done = False
     _compat.push_hooks(frame, frame)
