@@ -1,6 +1,6 @@
 """A device without hardware: its streams do their work at once, and every pair of accesses is checked for an order.
 
-Nothing here is asynchronous, so values are always right; what would be a race on hardware is told from the books. Each
+Nothing here is asynchronous, so values are always right; races of real hardware are detected by counting. Each
 stream counts its operations; an event notes, for each stream, how many of them are over when it is, and a wait takes
 that over (vector clocks). Two accesses to the same bytes, one of them a write, need an order that the waits give.
 """

@@ -57,7 +57,7 @@ class Compiler:
     splits: list[Split] = field(default_factory=list)
 
     def __call__(self, module: Any, inputs: Any, partition: Callable[..., Any], options: dict[str, Any]) -> Any:
-        def watched(joint: Any, joint_inputs: Any, **facts: Any) -> Any:
+        def recorded_partition(joint: Any, joint_inputs: Any, **facts: Any) -> Any:
             forward, backward = partition(joint, joint_inputs, **facts)
             results = forward.graph.output_node().args[0][facts["num_fwd_outputs"] :]
             nodes = [node for node in results if isinstance(node, torch.fx.Node)]
@@ -65,7 +65,7 @@ class Compiler:
             self.splits.append(Split(forward, backward, tensors))
             return forward, backward
 
-        return compile_without_kernels(module, inputs, watched)
+        return compile_without_kernels(module, inputs, recorded_partition)
 
 
 def compiled_plainly(model: nn.Module, *, regional: bool, dynamic: bool | None = None) -> nn.Module:

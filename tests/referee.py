@@ -49,7 +49,7 @@ class Verdict:
 
 
 def replay(graph: StepGraph, plan: Plan) -> Verdict:
-    """Play `plan` on `graph`. Raises `AssertionError` where the books do not balance."""
+    """Play `plan` on `graph`. Raises `AssertionError` where bytes or holds contradict each other."""
     graph = plan.segmented(graph)
     step = _Step(graph, plan)
     for position in range(graph.num_forward):

@@ -318,7 +318,7 @@ def test_fakes_held_elsewhere_are_named() -> None:
 
 
 def iter_of_one_list() -> Generator[list[Any], Any, None]:
-    """A list out of reach: what is sent is kept."""
+    """A list that no attribute leads to: what is sent is kept."""
     kept: list[Any] = []
     while True:
         kept.append((yield kept))

@@ -45,8 +45,8 @@ class Seen:
             self.saved.append(partition.saved_names(None) if not self.saved else partition.saved_names(0.01))
             return len(self.saved) > 1
 
-        self.stopped = fx_graphs.watched_partition(joint, inputs, is_accepted, **facts)
-        parts = fx_graphs.watched_partition(joint, inputs, is_accepted, **facts)
+        self.stopped = fx_graphs.partition_if_accepted(joint, inputs, is_accepted, **facts)
+        parts = fx_graphs.partition_if_accepted(joint, inputs, is_accepted, **facts)
         assert parts is not None
         self.forward, backward = parts
         return self.forward, backward

@@ -38,7 +38,7 @@ def test_autotuned_kernels_hold_the_budget() -> None:
 
 @pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
 def test_kernels_at_several_budgets(regional: bool) -> None:
-    """Compiled again for other budgets, from stand-ins of the first inputs; gradients are those of the eager model."""
+    """Compiled again for other budgets, from placeholders of the first inputs; gradients are the eager model's."""
     model = Stack(MLP(), MLP(), MLP())
     eager = copy.deepcopy(model)
     squared(eager).backward()

@@ -237,7 +237,7 @@ class _Stopped(Exception):
 
 
 class Partition:
-    """A run of torch's partitioner, at the point where it chooses what to save. Obsolete like `watched_partition`."""
+    """A run of torch's partitioner, when it has chosen what to save. Obsolete like `partition_if_accepted`."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Partition:
         return True
 
 
-def watched_partition(
+def partition_if_accepted(
     joint: Any, inputs: Any, is_accepted: Callable[[Partition], bool], **facts: Any
 ) -> tuple[Any, Any] | None:
     """Split a simplified joint graph as torch decides, if `is_accepted` says so when torch has chosen what to save.

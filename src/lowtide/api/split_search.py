@@ -4,9 +4,9 @@ The trace of a step in which modules run in parts is a graph like any other: the
 seconds, and the solver plans regions and moves for it. The search over splits therefore traces the step with different
 splits, and solves for each. It first finds what can be split: output layers whose logits go to the loss only, and
 token-wise modules that need several times the memory of their input. It then looks for the fewest parts with which a
-plan fits, for the loss alone, and if that is not enough for the token-wise modules too. Peaks are interpolated between
-one part and some parts. The step with more and smaller parts is solved as well: memory that the loss does not need may
-save more time elsewhere.
+plan fits, for the loss alone, and if that is not enough for the token-wise modules too. The peak for a number of parts
+is interpolated between the peaks that were simulated. The step with more and smaller parts is solved as well: memory
+that the loss does not need may save more time elsewhere.
 
 All traces of split steps run on fake tensors, once each. If the plain step was measured, their ops get its measured
 seconds (`with_costs_of`), so that plans can be compared.

@@ -1,13 +1,13 @@
-"""The Dynamo backends, and which session a compiled module runs for.
+"""The backends that Dynamo calls for each graph, and the selection of the session that a compiled module runs for.
 
-- **By its name.** `torch.compile(model, backend="lowtide", options={"budget": "12GiB"})` reaches `backend` by the
-  package's entry point. Dynamo calls it once for each graph; the graphs of one `torch.compile` call share a `Session`,
-  found by the identity of the options dict, which Dynamo passes unchanged. Each graph becomes a `PlannedGraph`, which
-  inductor compiles.
-- **Of `lowtide.compile`.** Dynamo keeps compiled code per function and backend, and stops compiling a function after a
-  few entries (`torch._dynamo.config.recompile_limit`). All models that are compiled with the same options therefore
-  share one backend (`shared_backend`), and equal blocks of all of them share their code. Whose plan such code has to
-  follow is known when it is called: `SessionCall` wraps the compiled call of a module and sets the current session.
+- **`backend`, by its name.** `torch.compile(model, backend="lowtide", options={"budget": "12GiB"})` reaches `backend`
+  by the package's entry point. Dynamo calls it once for each graph; the graphs of one `torch.compile` call share a
+  `Session`, found by the identity of the options dict, which Dynamo passes unchanged. Each graph becomes a
+  `PlannedGraph`, which inductor compiles.
+- **`shared_backend`, for `lowtide.compile`.** Dynamo keeps compiled code per function and backend, and stops compiling
+  a function after a few entries (`torch._dynamo.config.recompile_limit`). All models that are compiled with the same
+  options therefore share one backend, and equal blocks of all of them share their code. Which model's plan this code
+  follows is decided per call: `SessionCall` wraps the compiled call of a module and sets the current session.
 
 Code that Dynamo runs eagerly saves what autograd saves, whatever the budget. `SessionCall` notices a call in which no
 compiled graph ran, and `LimitWatch` a function that Dynamo has stopped compiling; both warn once, with the cure.

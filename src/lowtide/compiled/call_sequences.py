@@ -7,11 +7,12 @@ the present one repeats: a `CallSequence`, which holds the variants of its calls
 
 - **Where a step ends.** A step is all calls until a backward begins, of one forward or of several. A forward that
   failed, or whose loss was deleted, does not count; neither do calls on which the loss does not depend.
-- **Steps that begin alike.** How many calls will follow is not known, as where layers are skipped at random. All such
-  steps run what is chosen for the longest, which saves least.
+- **Steps that begin alike.** Where layers are skipped at random, several known steps begin with the same calls, and
+  which one the present step will repeat is not known. All of them run what is chosen for the longest, which saves
+  least.
 
-This runs once for each compiled block, on the host's time: while all steps make the same calls, each of them is
-compared with one number.
+Cost: host time in every call of a compiled block. While all steps make the same calls, a call is compared with one
+number.
 """
 
 from __future__ import annotations

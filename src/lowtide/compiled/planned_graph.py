@@ -257,7 +257,7 @@ class PlannedGraph:
         is_tagged = any(_compat.PARTITIONER_TAG in node.meta for node in joint.graph.nodes)
         with _compat.restored_tags(joint.graph):
             began = session.watch.now
-            parts = _compat.watched_partition(joint, inputs, plan, **facts)
+            parts = _compat.partition_if_accepted(joint, inputs, plan, **facts)
         if not self.variants:  # nothing to choose: torch was not asked
             self._plan(read, joint, session, lambda fraction: [])
         if parts is not None:

@@ -1,4 +1,4 @@
-"""Which choice of variants a step runs next, by what was measured so far, and alike on all ranks.
+"""Decides from measured peaks and times which choice of variants a step runs next, the same on all ranks.
 
 After each step the session makes a `StepReport`. `SessionRanks` puts those of all ranks together, and `settle_further`
 sets the next choice of the step's `CallSequence`.
@@ -46,7 +46,7 @@ from lowtide.units import format_bytes
 logger = logging.getLogger("lowtide")
 
 # Steps that could not be measured, or were smaller than expected, before predictions are taken for it: such as steps
-# that a profiler of the user's watched, or that compiled something each time.
+# that ran under a profiler of the user's, or that compiled something each time.
 _MOST_UNMEASURED = 20
 # Measured steps per sequence before the best choice so far is kept. A larger number costs a compile per correction.
 _MOST_CORRECTIONS = 6

@@ -1,10 +1,11 @@
-"""What is measured: memory and time of a step's calls (`StepProfile`, and its meters), and compiling (`CompileWatch`).
+"""Measures memory and time of each call of a compiled step (`StepMeter`), and the time of compiling (`CompileWatch`).
 
-The whole peak of a step says that a prediction was wrong, and not where. In the first steps of a model the session
-therefore marks where the forward and the backward of each call begin and end, and a `StepMeter` notes the peak between
-marks. `StepMeasurement` says whether the present step is measured at all. On an accelerator a meter reads the
-allocator's counters, which takes microseconds, and times calls by events on the stream. On the CPU, whose allocator has
-no counters, it runs the step under torch.profiler; while a profiler of the user's is active, nothing is measured.
+The peak of a whole step tells that a prediction was wrong, but not for which call. In the first steps of a model the
+session therefore marks where the forward and the backward of each call begin and end, and a `StepMeter` notes the peak
+between marks; the result is a `StepProfile`. `StepMeasurement` says whether the present step is measured at all. On an
+accelerator a meter reads the allocator's counters, which takes microseconds, and times calls by events on the stream.
+On the CPU, whose allocator has no counters, it runs the step under torch.profiler; while a profiler of the user's is
+active, nothing is measured.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ call gets one of its graph's variants, and may move saved tensors to host memory
 Both need to know what else is in device memory meanwhile: parameters, the batch, optimizer state and, if a trace of the
 model is there, everything outside of the compiled blocks. `learn` replaces these predictions by what was measured.
 
-A choice moves tensors to host memory, or recomputes indices, only where none without does fit. Where one without fits,
-`alternatives` lists the choice with moves, and the session times both.
+Moving tensors to host memory and recomputing indices are used only if no choice without them fits. If one without
+moves fits, `alternatives` lists the choice with moves too, and the session times both.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ accordingly, in the forward and in every replay. Policies and plans share this c
 
 A handle may be switched off, removed or given another plan between a forward and its replays. A replay with other
 regions would save other tensors, so each forward has a `ForwardRun` with the decisions it started with and the number
-of calls so far, and `CallPart` keeps them for the replays. Where a step calls a module several times itself,
-`StepForwards` says which of these forwards one is.
+of calls so far, and `CallPart` keeps them for the replays. If the step itself calls a module several times,
+`StepForwards` numbers these forwards.
 """
 
 from __future__ import annotations

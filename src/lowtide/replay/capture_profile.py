@@ -3,7 +3,8 @@
 A plan names the ops whose outputs a region retains. A forward without a dispatch mode sees only what autograd saves, so
 `retained` has to know which saves carry these outputs. `CaptureProfileMode` runs one full replay and records that; its
 result is a `CaptureProfile`. It leaves out outputs that a later replay could not return safely: those that are written
-to, that depend on a generator which is drawn from before they are saved, or whose other parts are needed.
+to, those that depend on a generator which is drawn from before they are saved, and those of an op with several outputs
+of which one is never saved.
 
 `UnseenWrites` detects writes to op outputs that neither an op nor a version counter shows, as custom kernels make. It
 compares checksums of the outputs in the first profile of a region.

@@ -1,4 +1,4 @@
-"""One pass through the layers of `ActivationCheckpointer`: the kept activations, replays, and the way back.
+"""One pass through the layers of `ActivationCheckpointer`: the kept activations, replays, and the backward.
 
 A state is the output of the layer at a position, a tensor or a numpy array; the input is the state at position -1.
 

@@ -233,8 +233,8 @@ class _ShortlistSearch(EagerSearch):
 
     def simple(self, budget: int) -> list[ShortlistedPlan]:
         """Of the simulated candidates that fit, the fastest without nested regions and retained outputs."""
-        fitting = [found for found in self._candidates.values() if found.peak_bytes <= budget]
-        ranked = sorted(fitting, key=lambda found: (found.extra_s, found.peak_bytes))
+        fitting = [each for each in self._candidates.values() if each.peak_bytes <= budget]
+        ranked = sorted(fitting, key=lambda each: (each.extra_s, each.peak_bytes))
         best = next(filter(self._is_simple, ranked), None)
         return [] if best is None else [ShortlistedPlan(SIMPLE, self._plan_of(best, budget))]
 
@@ -297,11 +297,11 @@ class _ShortlistSearch(EagerSearch):
     def _tidied(self, calls: list[int]) -> Regions:
         return self._nesting.without_redundant(dict.fromkeys(calls, ()))
 
-    def _is_simple(self, found: Candidate) -> bool:
-        if found.share or found.codecs or not found.regions or any(found.regions.values()):
+    def _is_simple(self, candidate: Candidate) -> bool:
+        if candidate.share or candidate.codecs or not candidate.regions or any(candidate.regions.values()):
             return False
-        calls = [self.graph.calls[call] for call in sorted(found.regions)]
+        calls = [self.graph.calls[call] for call in sorted(candidate.regions)]
         return all(one.end <= other.first for one, other in pairwise(calls))
 
-    def _plan_of(self, found: Candidate, budget: int) -> Plan:
-        return with_predictions(self.graph, self.timeline_of(found), self.plain, budget, self.lower_bound_s(budget))
+    def _plan_of(self, candidate: Candidate, budget: int) -> Plan:
+        return with_predictions(self.graph, self.timeline_of(candidate), self.plain, budget, self.lower_bound_s(budget))

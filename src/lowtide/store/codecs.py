@@ -1,4 +1,4 @@
-"""Codecs: encode activations in fewer bytes, lossy ones by name and a lossless one, and helpers for bits.
+"""The codecs of `ActivationStore`: encode activations in fewer bytes, lossily or losslessly.
 
 `ActivationStore` encodes values with the codec that it, or `put`, was given; plans with `lossy=` name one per value. A
 codec encodes a flat tensor into parts and decodes it again. It declines tensors that it cannot shrink (integers for a
