@@ -285,14 +285,16 @@ def start(program: Program, engine: dict[str, Any]) -> Running:
 
 
 def start_plain(program: Program, engine: dict[str, Any]) -> Running:
-    """What an engine is compared with: nothing, or for the compiled one torch's own compile."""
-    if engine.get("kind") != "compiled":
-        return Running()
-    from kernelless import compiled_plainly
+    """What an engine is compared with: nothing, or for the compiled one torch's own compile until it is removed."""
+    running = Running()
+    if engine.get("kind") == "compiled":
+        from kernelless import compiled_plainly
+        from lowtide import _compat
 
-    torch.compiler.reset()
-    compiled_plainly(program.model, regional=False)
-    return Running()
+        torch.compiler.reset()
+        compiled_plainly(program.model, regional=False)
+        running.stack.callback(_compat.uncompile, program.model)
+    return running
 
 
 def _compiled(program: Program, engine: dict[str, Any]) -> Running:
@@ -306,4 +308,5 @@ def _compiled(program: Program, engine: dict[str, Any]) -> Running:
     running.stack.callback(setattr, session, "MEASURES_CPU", session.MEASURES_CPU)
     _compat.compile_with_inductor, session.MEASURES_CPU = Compiler(), False
     lowtide.compile(program.model, budget=engine["budget"], regional=False)
+    running.handle = lowtide.handle_of(program.model)
     return running

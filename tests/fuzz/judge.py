@@ -166,9 +166,11 @@ def _run_once(spec: Spec, is_bypassed: bool) -> Reference | str:
     UserCheckpoint.is_bypassed = is_bypassed
     try:
         program = Program(spec)
-        start_plain(program, spec.engine)
+        running = start_plain(program, spec.engine)
         states, live = [], []
         for step in range(NUM_PLANNED + NUM_AFTER):
+            if step == NUM_PLANNED:
+                running.remove()
             program.before_step(step)
             loss = program.forward_backward(step)
             states.append(state_of(program, loss))

@@ -46,6 +46,13 @@ def test_the_compiled_backend_is_the_plain_compile(seed: int) -> None:
     assert_none_failed(run_seed(seed, ("compiled",)))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_removed_compile_runs_eagerly() -> None:
+    """Not inductor's kernels, which differ in the last bit: this program compiles anew in each step."""
+    verdict = judge(Spec(net=[["unused"]], seed=12, engine={"kind": "compiled", "share": 0.6}))
+    assert verdict.outcome == "equal", verdict.text
+
+
 # The harness itself.
 
 SMALL = Spec(
