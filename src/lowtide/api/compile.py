@@ -226,7 +226,9 @@ def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
 def _host_bytes(host: int | str, blocks: list[nn.Module]) -> int:
     host_bytes = parse_bytes(host)
     if host_bytes and not torch.cuda.is_available():
-        raise LowtideError(f"host={host!r} was given, and there is no accelerator here to move values from")
+        raise LowtideError(
+            f"host={host!r} was given, and there is no accelerator here to move values from: leave it out"
+        )
     if host_bytes and not blocks:
         raise LowtideError(
             "host= needs blocks that are compiled one by one (regional=True): a whole graph hands its saved tensors to "

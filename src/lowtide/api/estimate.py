@@ -323,7 +323,10 @@ def _simulated_job(layout: dict[str, int]) -> Iterator[DeviceMesh]:
     Raises `TraceError` inside a real job.
     """
     if is_in_job():
-        raise TraceError("a job cannot be simulated inside of one: torch.distributed is initialised in this process")
+        raise TraceError(
+            "a job cannot be simulated inside of one, and torch.distributed is initialised in this process: call "
+            "estimate_parallel in a process of its own"
+        )
     with _compat.fake_process_group(math.prod(layout.values())):
         yield init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
 

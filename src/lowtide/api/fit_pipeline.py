@@ -146,7 +146,10 @@ class _PipelineFit:
         self._handles: dict[int, AppliedPlan] = {}
         counts = in_flight(_compat.pipeline_actions(schedule))
         if not counts:
-            raise LowtideError(f"{type(schedule).__name__} has no list of its actions, by which stages are planned")
+            raise LowtideError(
+                f"{type(schedule).__name__} has no list of its actions, from which the microbatches in flight at each "
+                "stage are counted: use a schedule of torch.distributed.pipelining"
+            )
         self._in_flight = counts
 
     def fitted(self) -> PipelineHandle:
@@ -170,7 +173,7 @@ class _PipelineFit:
         allowed, measured_peak = format_apart(self._budget, peak_bytes)
         raise InfeasibleBudgetError(
             f"no plan kept the stages within their budgets in {_MAX_ROUNDS} rounds; this rank has "
-            f"{allowed} and measured {measured_peak}",
+            f"{allowed} and measured {measured_peak}. Raise the budget, or use more and smaller microbatches.",
             peak_bytes,
         )
 

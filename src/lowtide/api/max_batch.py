@@ -98,7 +98,8 @@ def max_batch(
             largest = search.largest(max(1, largest - 1))
         if confirm:
             raise InfeasibleBudgetError(
-                f"no batch kept the measured peak within {format_bytes(search.allowed_bytes)} in {_MAX_ROUNDS} rounds",
+                f"no batch kept the measured peak within {format_bytes(search.allowed_bytes)} in {_MAX_ROUNDS} rounds. "
+                "Raise the budget, or use confirm=False, which takes the predicted peak.",
                 search.allowed_bytes,
             )
         return largest

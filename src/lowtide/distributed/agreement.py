@@ -55,7 +55,10 @@ def check_same_plan(ranks: Ranks, plan: Plan) -> None:
     if len(set(hashes)) > 1:
         ranks_by_hash = {each: [n for n, other in enumerate(hashes) if other == each] for each in hashes}
         texts = ", ".join(f"ranks {members} have {each[0][:8]}" for each, members in ranks_by_hash.items())
-        raise RankError(f"the ranks have different plans ({texts}); a step under them could wait forever")
+        raise RankError(
+            f"the ranks have different plans ({texts}), so that a step could wait forever in a collective. Call "
+            "lowtide.fit with the same model and the same options on every rank."
+        )
 
 
 def with_common_costs(ranks: Ranks, graph: StepGraph) -> StepGraph:

@@ -285,7 +285,9 @@ class CapturedStep:
         if self._handle.shapes is not self._plans:
             raise CaptureError("the plan was made anew since the step was captured (refit): capture again")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise CaptureError("gradients are switched off here (no_grad, inference_mode): a step needs them")
+            raise CaptureError(
+                "gradients are switched off here (no_grad, inference_mode), and a step needs them: call it outside"
+            )
         moved = self._facts.what_moved()
         if moved is not None:
             raise CaptureError(f"{moved} since the step was captured: capture again")

@@ -430,7 +430,7 @@ def apply(
     model = _compat.unwrapped(model)
     if isinstance(policy, Plan):
         if (regions, store, max_checkpoints, costs, bytes) != (None,) * 5:
-            raise TypeError("a Plan contains which modules are recomputed: give it alone")
+            raise TypeError("a Plan says which modules are recomputed: give it alone, without options")
         from lowtide.eager.plan_handle import apply_plan  # it builds on this module
 
         return apply_plan(model, policy)

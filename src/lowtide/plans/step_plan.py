@@ -122,7 +122,9 @@ class Move:
         if self.to not in MOVE_TARGETS:
             raise PlanError(f"a value moves to {', '.join(map(repr, MOVE_TARGETS))}, not {self.to!r}")
         if self.to == "device" and not self.codec:
-            raise PlanError(f"a value of {self.path} stays on the device and has no codec: this move does nothing")
+            raise PlanError(
+                f"a value of {self.path} stays on the device and has no codec: this move does nothing, leave it out"
+            )
         if self.codec and self.codec not in (*CODEC_COSTS, LOSSLESS):
             raise PlanError(f"no codec is called {self.codec!r}: there are {', '.join((*CODEC_COSTS, LOSSLESS))}")
         if self.op is not None and (self.codec or self.save):
@@ -229,11 +231,14 @@ class Plan:
         if self.engine not in ENGINES:
             raise PlanError(f"a plan is for the engine {' or '.join(map(repr, ENGINES))}, not {self.engine!r}")
         if self.engine == "eager" and self.keeps:
-            raise PlanError(f"an eager plan has regions, not keeps; {len(self.keeps)} keeps are given")
+            raise PlanError(
+                f"an eager plan has regions, not keeps; {len(self.keeps)} keeps are given: leave them out, or give "
+                "engine='compiled'"
+            )
         if self.engine == "compiled" and (self.regions or self.moves or self.splits):
             raise PlanError(
-                f"a compiled plan has ops to keep; {len(self.regions)} regions, {len(self.moves)} moves and "
-                f"{len(self.splits)} splits are given"
+                f"a compiled plan has ops to keep only; {len(self.regions)} regions, {len(self.moves)} moves and "
+                f"{len(self.splits)} splits are given: leave them out, or give engine='eager'"
             )
         held = {(region.path, region.nth, op) for region in self.regions for op in region.keep_ops}
         for move in self.moves:
@@ -376,12 +381,15 @@ class Plan:
             if call < 0:  # raises an error with similar names
                 call = call_named(graph, region.path, region.nth)
             if call in planned:
-                raise PlanError(f"{region.name} is recomputed twice")
+                raise PlanError(f"{region.name} is recomputed twice in the plan: list it once")
             if call in graph.unreplayable:
                 raise PlanError(f"{region.name} cannot be recomputed: {graph.unreplayable[call]}")
             length = graph.calls[call].end - graph.calls[call].first
             if any(not 0 <= op < length for op in region.keep_ops):
-                raise PlanError(f"{region.name} has {length} ops; its keep_ops are {region.keep_ops}")
+                raise PlanError(
+                    f"{region.name} has {length} ops, and its keep_ops are {region.keep_ops}: each is a number from 0 "
+                    f"to {length - 1}"
+                )
             planned[call] = region
         if any(region.keep_ops for region in self.regions):
             check_retained(graph, {call: region.keep_ops for call, region in planned.items()})
@@ -435,19 +443,26 @@ class Plan:
             outputs = graph.ops[graph.calls[call].first + move.op].outputs
             if not outputs:
                 raise PlanError(
-                    f"the output of op {move.op} of {move.path} is to be moved, but the op makes no new value"
+                    f"the output of op {move.op} of {move.path} is to be moved, but it is no new value, only a view or "
+                    "an input written in place: name the op that made the value"
                 )
             return outputs[0]
         parent = graph.calls[call].parent
         if regions[call] == call or (regions[call] == parent >= 0 and graph.calls[parent].kind == "Segment"):
             inputs = graph.calls[call].inputs
             if not 0 <= move.save < len(inputs):
-                raise PlanError(f"{move.path} has {len(inputs)} inputs; number {move.save} is to be moved")
+                raise PlanError(
+                    f"{move.path} is recomputed and has {len(inputs)} inputs, numbered from 0; input {move.save} is to "
+                    "be moved. Was the plan made for another model?"
+                )
             return inputs[move.save]
         index = graph.saves_by_number.get((call, move.save))
         if index is None:
             number = sum(saver == call for saver, _ in graph.save_numbers)
-            raise PlanError(f"{move.path} makes {number} saves; number {move.save} is to be moved")
+            raise PlanError(
+                f"{move.path} makes {number} saves, numbered from 0; save {move.save} is to be moved. Was the plan "
+                "made for another model?"
+            )
         return graph.saves[index].value
 
     def forms(self, graph: StepGraph) -> dict[int, EncodedForm]:

@@ -66,7 +66,10 @@ class SplitHead:
             if isinstance(module, nn.Linear) and module not in inside and not why_not_head(module, model)
         }
         if not heads:
-            logger.warning("split=True: the model has no plain linear layer outside of its blocks, nothing is split")
+            logger.warning(
+                "split=True: the model has no plain linear layer outside of its compiled blocks, so nothing is split: "
+                "leave split out, or use lowtide.fit(..., split=True), which splits layers in blocks too"
+            )
             return None
         path = max(heads, key=lambda path: heads[path].out_features)
         return cls(path, heads[path], budget_on)
