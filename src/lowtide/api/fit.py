@@ -302,7 +302,8 @@ class _Fitting:
 
     def _found_candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
         found, error = self._limits.candidates(self._graph(), self.budget_bytes)
-        if not self._limits.split or (found and found[0].plan.is_plain):
+        fits_plainly = bool(found) and found[0].plan.is_plain and found[0].plan.peak_bytes <= self.budget_bytes
+        if not self._limits.split or fits_plainly:
             return found, error
         plans = self.splits.plans(self.budget_bytes, self.correction_bytes)
         found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
