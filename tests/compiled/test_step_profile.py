@@ -198,6 +198,45 @@ def test_a_backward_that_failed_is_not_what_a_step_needs() -> None:
     assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak_bytes(model, plain_loss), rel=0.02)
 
 
+def retained(model: nn.Module) -> None:
+    outputs = model(rows(1024))
+    outputs.mean().backward(retain_graph=True)
+    outputs.repeat(1, 64).sigmoid().exp().mean().backward()
+
+
+def one_by_one(model: nn.Module) -> None:
+    losses = [model.blocks[0](rows(8)).mean(), large_loss(model)]
+    for loss in losses:
+        loss.backward()
+
+
+def adversarial(model: nn.Module) -> None:
+    """The second half judges what the first half makes: each is trained in turn."""
+    made = model.blocks[1](model.blocks[0](rows(1024)))
+    for each in (made.detach(), made):
+        model.blocks[3](model.blocks[2](each)).square().mean().backward()
+
+
+@pytest.mark.parametrize("step", [retained, one_by_one, adversarial])
+def test_a_second_backward_that_is_not_measured_is_said(step: Callable[[nn.Module], None]) -> None:
+    """Predictions count then: a choice is not made faster until the first backward alone fills the budget."""
+    model = lowtide.compile(Stack(*(MLP() for _ in range(4))), budget=PLENTY)
+    with pytest.warns(UserWarning, match=r"a backward ran through blocks\.\d \(MLP\) after the first") as caught:
+        for _ in range(6):
+            model.zero_grad()
+            step(model)
+    assert len(caught) == 1
+    assert lowtide.handle_of(model).measured_peak_bytes is None
+
+
+def test_a_first_backward_over_the_budget_counts_though_there_is_a_second() -> None:
+    model = lowtide.compile(Stack(*(MLP() for _ in range(4))), budget=1)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="measured"), pytest.warns(UserWarning, match="a backward"):
+        for _ in range(14):
+            model.zero_grad()
+            retained(model)
+
+
 def test_a_profiler_of_the_users_that_starts_within_a_step_is_left_alone() -> None:
     model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
     squared(model).backward()
@@ -408,19 +447,48 @@ def test_a_step_that_is_only_timed_is_left_alone(monkeypatch: pytest.MonkeyPatch
     assert meter.peak_bytes() == 90
 
 
+def test_a_backward_that_raised_counts_only_if_it_is_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have ended before the peak. Other backwards until the next forward count as the first one does."""
+    allocator, measurement = Allocator(monkeypatch), StepMeasurement()
+    meter = AllocatorMeter(torch.device("cuda"))
+
+    def run_backward(loss: Tensor, size: int) -> None:
+        mark = measurement.marker(0, ("", ""), times_only=False)
+        loss.register_hook(lambda gradient: mark(BACKWARD))
+        allocator.allocate(size)
+        loss.backward(retain_graph=True)
+
+    measurement.begin(meter)
+    loss = torch.ones(1, requires_grad=True) * 2
+    run_backward(loss, 7)
+    assert measurement.result(5) == measurement.result(7) == (7, None)
+    allocator.allocate(1)
+    loss.backward()
+    assert measurement.result(7) == (8, None) and measurement.unseen_backward is None
+    measurement.begin(meter)
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_backward(leaf * 2, 2)
+    assert measurement.result(10) == (None, None) and measurement.result(9) == (10, None)
+    measurement.begin(meter)
+    run_backward(torch.ones(1, requires_grad=True) * 2, 0)
+    assert measurement.result(10) == (10, None)
+
+
 def test_marks_of_a_step_that_is_no_longer_measured_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, measurement = Allocator(monkeypatch), StepMeasurement()
     meter = AllocatorMeter(torch.device("cuda"))
     measurement.begin(meter)
-    mark = measurement.marker(0, times_only=False)
+    mark = measurement.marker(0, ("", ""), times_only=False)
     assert mark is not None
     mark(FORWARD_END)
     measurement.drop()
     num_read = allocator.num_read
     mark(BACKWARD)
-    assert measurement.was_dropped and measurement.result() == (None, None) and allocator.num_read == num_read
+    assert measurement.was_dropped and measurement.result(PLENTY) == (None, None) and allocator.num_read == num_read
     measurement.begin(meter)
     allocator.allocate(7)
-    assert not measurement.was_dropped and measurement.result() == (7, None)
+    assert not measurement.was_dropped and measurement.result(PLENTY) == (7, None)
     measurement.begin(None)
-    assert measurement.marker(0, times_only=False) is None
+    assert measurement.marker(0, ("", ""), times_only=False) is None

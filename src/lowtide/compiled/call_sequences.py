@@ -40,12 +40,10 @@ class _BackwardHook:
 
     def __init__(self, end_step: Callable[[], None], mark: Mark | None, num_nodes: int) -> None:
         self._end_step, self._mark, self._num_left = end_step, mark, num_nodes
-        self._has_begun = False
 
     def __call__(self, gradients: Any) -> None:
         self._end_step()
-        if self._mark is not None and not self._has_begun:
-            self._has_begun = True
+        if self._mark is not None:
             self._mark(BACKWARD)
 
     def after(self, *gradients: Any) -> None:
@@ -129,8 +127,8 @@ class StepCalls:
     def begin(self, number: int, run: Any, mark: Mark | None = None) -> Callable[[Any], None]:
         """Record a call. Call the returned function with the graph's outputs when it has run.
 
-        `run` says what it runs, for `runs`. `mark` is called when the forward has ended, and when the backward of the
-        call begins and ends.
+        `run` says what it runs, for `runs`. `mark` is called when the forward has ended, when the backward of the call
+        begins, perhaps several times, and when it ends.
         """
         call = _Call(number, run)
         self._calls.append(call)

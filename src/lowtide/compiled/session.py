@@ -38,7 +38,7 @@ from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.tracing.devices import present_device
-from lowtide.units import parse_bytes
+from lowtide.units import format_bytes, parse_bytes
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
@@ -96,7 +96,7 @@ class Session:
         self._size = StepSize()  # of the present step, as far as it has run
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
-        self._has_warned_of_budget = self._has_warned_of_indices = False
+        self._has_warned_of_budget = self._has_warned_of_indices = self._has_warned_of_backward = False
 
     # Called by PlannedGraph.
 
@@ -136,7 +136,7 @@ class Session:
             self.called_modules[position] = self.calling
             if self._measurement.meter is not None:
                 is_timed_only = position == 0 and sequence is not None and sequence.is_timed_only
-                mark = self._measurement.marker(position, is_timed_only)
+                mark = self._measurement.marker(position, self.calling, is_timed_only)
         if sequence is None or position is None:
             # An unknown order of calls, or one that the loss does not use: the smallest variant.
             variant = graph.variants[-1]
@@ -237,6 +237,7 @@ class Session:
         sequences.keep(sequence)
         self._watch_next(sequence)
         self._warn_of_replayed_indices(sequence)
+        self._warn_of_unseen_backward()
 
     def _is_routine(self, sequence: CallSequence) -> bool:
         """Whether a step of the only known sequence leaves nothing to decide."""
@@ -265,7 +266,7 @@ class Session:
         """What this rank knows of the step that has ended."""
         sequence, known = self.sequences.current, self.sequences.by_numbers.values()
         is_known = sequence is not None and sequence.numbers in self.sequences.by_numbers
-        peak_bytes, profile = self._measurement.result()
+        peak_bytes, profile = self._measurement.result(self.budget_bytes)
         calls = None
         if sequence is not None and not self._ranks.is_alone:
             calls = name_of_calls(sequence, self.instances_of(sequence))
@@ -326,6 +327,21 @@ class Session:
             self._has_warned_of_indices = True
             message = replayed_indices_warning(self.instances_of(sequence), sequence.choice, self.budget_bytes)
             warnings.warn(message, stacklevel=2)
+
+    def _warn_of_unseen_backward(self) -> None:
+        """Warn once, when a step ran a backward that its meter does not see."""
+        unseen = self._measurement.unseen_backward
+        if unseen is None or self._has_warned_of_backward:
+            return
+        self._has_warned_of_backward = True
+        path, kind = unseen
+        warnings.warn(
+            f"a backward ran through {path or 'the model'}{kind and f' ({kind})'} after the first backward of its step "
+            "had returned. On the CPU only the first one is measured: the peak of such steps is predicted, as if they "
+            f"had one, and may exceed the budget of {format_bytes(self.budget_bytes)}. Run one backward after each "
+            "forward: add losses up, (first + second).backward(), or run the forward again for the second.",
+            stacklevel=2,
+        )
 
     # Read by the handle.
 

@@ -90,8 +90,11 @@ class StepMeter:
     """Base of the meters: of the peak of allocated bytes since `reset()`, and between marks.
 
     `mark` is called in the order of execution. Set `times_only` before the first mark of a step that shall run as it
-    does without a meter, as far as possible.
+    does without a meter, as far as possible. One that `sees_all` measures whatever runs until it is reset again, others
+    up to `stop()`.
     """
+
+    sees_all = True
 
     def __init__(self) -> None:
         self._marks: list[_Mark] = []
@@ -107,6 +110,9 @@ class StepMeter:
 
     def mark(self, kind: int, index: int) -> None:
         self._marks.append(_Mark(kind, index))
+
+    def stop(self) -> None:
+        """The first backward of the step has returned or raised."""
 
     def cancel(self) -> None:
         """Stop to measure this step."""
@@ -204,15 +210,17 @@ class AllocatorMeter(StepMeter):
 
 
 class ProfilerMeter(StepMeter):
-    """Peaks on the CPU from torch.profiler's allocation events, from a step's first call to the end of its backward.
+    """Peaks on the CPU from torch.profiler's allocation events, from a step's first call until its first backward ends.
 
-    `start_bytes()` are allocated when the step begins: the profiler sees changes only.
+    `start_bytes()` are allocated when the step begins: the profiler sees changes only. It cannot stay active until the
+    next forward: stopped inside of a compiled call, it crashed.
     """
+
+    sees_all = False
 
     def __init__(self, start_bytes: Callable[[], int]) -> None:
         super().__init__()
         self._start_bytes, self._trace = start_bytes, _compat.AllocationTrace()
-        self._backward = _compat.BackwardReturn(self._end)
         self._base = 0
         self._peak: int | None = None
 
@@ -220,21 +228,14 @@ class ProfilerMeter(StepMeter):
         self._marks, self._peak = [], None
         if self._trace.start():
             self._base = self._start_bytes()
-            self._backward.install()
 
     def mark(self, kind: int, index: int) -> None:
         if self._trace.is_active:
             self._trace.mark()
             super().mark(kind, index)
 
-    def _end(self, has_failed: bool) -> None:
+    def stop(self) -> None:
         if not self._trace.is_active:
-            return
-        if not any(mark.kind == BACKWARD for mark in self._marks):  # of another model, in the middle of this step
-            self._backward.install()
-            return
-        if has_failed:
-            self.cancel()
             return
         parts = self._trace.stop()
         if parts is None or len(parts) != 1 + len(self._marks):
@@ -248,7 +249,6 @@ class ProfilerMeter(StepMeter):
         super().cancel()
         self._peak = None
         self._trace.cancel()
-        self._backward.remove()
 
     def peak_bytes(self) -> int | None:
         return self._peak
@@ -259,43 +259,91 @@ class StepMeasurement:
 
     It is from `begin` on, until `cancel`, as when something is compiled in the step, or until the next `begin`. A step
     that `was_dropped`, as its forward failed or its loss was deleted, is to be measured in the next forward.
+
+    The peak of a step whose first backward raised, or that ran another backward which the meter does not see, is at
+    least what was measured. It counts if that is over the budget; otherwise the step counts as not measured.
+    `unseen_backward` is the path and class of the module of the first such other backward in any step.
     """
 
     def __init__(self) -> None:
         self.meter: StepMeter | None = None  # None: the present step is not measured
         self.was_dropped = False
+        self.unseen_backward: tuple[str, str] | None = None
+        self._backward = _compat.BackwardReturn(self._backward_returned)
+        self._number = 0  # of the present step
+        self._has_begun_backward = self._has_returned = self._is_partial = False
 
     def begin(self, meter: StepMeter | None) -> None:
         """Measure the step that begins now; without a meter, do not."""
         self.meter, self.was_dropped = None, False
+        self._number += 1
+        self._has_begun_backward = self._has_returned = self._is_partial = False
+        self._backward.remove()
         if meter is not None:
             meter.reset()
             self.meter = meter
+            self._backward.install()
 
     def cancel(self) -> None:
         """The present step cannot be measured."""
         if self.meter is not None:
             self.meter.cancel()
             self.meter = None
+            self._backward.remove()
 
     def drop(self) -> None:
         """The calls of the present step have lost their autograd nodes. A profiler must not stay active meanwhile."""
         self.cancel()
         self.was_dropped = True
 
-    def marker(self, position: int, times_only: bool) -> Mark | None:
-        """Mark where the forward of a call begins; return what marks the other points of it."""
-        meter = self.meter
+    def marker(self, position: int, module: tuple[str, str], times_only: bool) -> Mark | None:
+        """Mark where the forward of a call of `module` begins; return what marks the other points of it."""
+        meter, number, has_begun = self.meter, self._number, False
         if meter is None:
             return None
         if position == 0:
             meter.times_only = times_only
         meter.mark(FORWARD, position)
-        return lambda kind: meter.mark(kind, position) if meter is self.meter else None
 
-    def result(self) -> tuple[int | None, StepProfile | None]:
+        def mark(kind: int) -> None:
+            nonlocal has_begun
+            if meter is not self.meter:
+                return
+            if kind == BACKWARD:
+                self._note_backward(meter, number, module)
+                if has_begun:
+                    return
+                has_begun = True
+            meter.mark(kind, position)
+
+        return mark
+
+    def _note_backward(self, meter: StepMeter, number: int, module: tuple[str, str]) -> None:
+        """A backward through a call of step `number` begins, or goes on."""
+        if number == self._number and not self._has_returned:
+            self._has_begun_backward = True
+        elif not meter.sees_all:
+            self._is_partial = True
+            self.unseen_backward = self.unseen_backward or module
+
+    def _backward_returned(self, has_failed: bool) -> None:
+        if self.meter is None:
+            return
+        if not self._has_begun_backward:  # of another model, in the middle of this step
+            self._backward.install()
+            return
+        self._has_returned = True
+        self._is_partial |= has_failed
+        self.meter.stop()
+
+    def result(self, budget_bytes: int) -> tuple[int | None, StepProfile | None]:
         """The peak of the step that has ended, and its profile; None where they could not be measured."""
-        return (None, None) if self.meter is None else (self.meter.peak_bytes(), self.meter.profile())
+        if self.meter is None:
+            return None, None
+        peak_bytes = self.meter.peak_bytes()
+        if not self._is_partial:
+            return peak_bytes, self.meter.profile()
+        return (None if peak_bytes is None or peak_bytes <= budget_bytes else peak_bytes), None
 
 
 class CompileWatch:
