@@ -64,7 +64,7 @@ class UnitError(LowtideError, ValueError):
 
 
 class InfeasibleBudgetError(LowtideError, ValueError):
-    """No plan fits the budget. `floor_bytes` is the smallest budget for which the search has a plan."""
+    """No plan fits the budget. `floor_bytes` is the smallest one with a plan: predicted, or measured by `fit`."""
 
     def __init__(self, message: str, floor_bytes: int) -> None:
         super().__init__(message)

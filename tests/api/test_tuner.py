@@ -114,6 +114,18 @@ def test_what_holds_by_measurement_is_not_infeasible(job: Job, monkeypatch: pyte
         job.fit(budget, verify=False)
 
 
+@pytest.mark.parametrize("below", [0.5, 0.97])
+def test_the_floor_that_is_named_holds(job: Job, monkeypatch: pytest.MonkeyPatch, below: float) -> None:
+    """Also where measured peaks are above predicted ones, and no plan is near the budget."""
+    honest = measure.RealSteps._whole_peak
+    monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: int(1.05 * honest(*args)))
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="the smallest peak measured is") as raised:
+        job.fit(int(below * job.floor))
+    assert job.untouched()
+    with job.fit(raised.value.floor_bytes) as handle:
+        assert handle.measured_peak_bytes <= raised.value.floor_bytes
+
+
 def test_the_smallest_plan_is_for_the_budget_given(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all others are measured far above their predictions."""
     honest, smallest, factor = measure.RealSteps._whole_peak, fitting._Fitting._smallest, 3

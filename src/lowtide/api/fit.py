@@ -266,8 +266,17 @@ class _Fitting:
                 break
             logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
             self._correct(self.correction_bytes + missing_bytes)
+        if error is not None and not tuner.has_one() and self._may_run_smallest():
+            tuner.try_all([ShortlistedPlan(SMALLEST, replace(self._tightest(), budget_bytes=self.budget_bytes))])
         if not tuner.has_one():
             raise self._infeasible(error, tuner.smallest_peak_bytes)
+
+    def _may_run_smallest(self) -> bool:
+        """Whether the plan with the smallest peak is worth a run where none fits, so that the floor is a measured one.
+
+        It fits on the device where the plain step did. With `split=True` the floor is that of another graph.
+        """
+        return self._ranks.all(self._step.graph.is_measured and not self._limits.split, "whether the plain step ran")
 
     def _infeasible(self, error: InfeasibleBudgetError | None, smallest_bytes: int) -> InfeasibleBudgetError:
         """What to raise if no candidate holds. `error` is the solver's, `smallest_bytes` the smallest measured peak."""
@@ -279,7 +288,7 @@ class _Fitting:
         allowed, smallest = format_apart(self.budget_bytes, smallest_bytes)
         if error is not None:
             text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
-            return InfeasibleBudgetError(text, error.floor_bytes)
+            return InfeasibleBudgetError(text, max(error.floor_bytes, smallest_bytes))
         return InfeasibleBudgetError(
             f"no plan kept the measured peak within {allowed} in {_MAX_ROUNDS} rounds; the "
             f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
