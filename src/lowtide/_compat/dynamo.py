@@ -45,6 +45,8 @@ def _as_partitioner(partition: Callable[..., Any]) -> Any:
     base: Any = required("torch._inductor.custom_graph_pass.CustomPartitionerFn", _COMPILE)
 
     class Partitioner(base):  # type: ignore[valid-type, misc]
+        """Calls `partition`. All of them have one key in inductor's cache."""
+
         def __call__(self, gm: Any, joint_inputs: Any, **facts: Any) -> Any:
             return partition(gm, joint_inputs, **facts)
 

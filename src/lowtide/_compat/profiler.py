@@ -202,6 +202,8 @@ class _ThreadProfiler:
 
 
 class _ThreadEnd:
+    """Stops a profiler when its thread ends, which deletes the thread's locals."""
+
     def __init__(self, running: _ThreadProfiler) -> None:
         self.running = running
 

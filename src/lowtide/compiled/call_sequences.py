@@ -36,7 +36,7 @@ _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned aga
 
 
 class _BackwardHook:
-    """Hook before and after the autograd nodes of one call. It is freed with them, so it also shows if they live."""
+    """Hook before and after the autograd nodes of one call. It is freed with them, which tells when they are gone."""
 
     def __init__(self, end_step: Callable[[], None], mark: Mark | None, num_nodes: int) -> None:
         self._end_step, self._mark, self._num_left = end_step, mark, num_nodes

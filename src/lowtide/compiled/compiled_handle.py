@@ -366,7 +366,7 @@ def joined_step(steps: Sequence[StepGraph], modules: Sequence[tuple[str, str]]) 
 
 @dataclass(frozen=True)
 class _Joined:
-    """Maps the numbers of one call's step to those of the joined step: the first op, value and call have these."""
+    """Maps the numbers of ops, values and calls in one call's graph to those of the joined step, by offsets."""
 
     step: StepGraph
     forward: int

@@ -68,7 +68,7 @@ _ABOUT = "variants of a compiled step"
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a rank knows of the step that has ended, or what all ranks know together.
+    """What one rank measured in the step that has ended, or the reports of all ranks combined.
 
     `calls` tells which graphs it called, in the same way on all ranks; None if Dynamo has dropped them. `is_settled`
     says that no sequence of calls is waiting for a decision. `peak_bytes` are None if the step was not measured.

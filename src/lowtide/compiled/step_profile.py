@@ -87,7 +87,7 @@ class _Mark:
 
 
 class StepMeter:
-    """Base of the meters: of the peak of allocated bytes since `reset()`, and between marks.
+    """Base class of meters, which measure the peak of allocated bytes since `reset()`, and between marks.
 
     `mark` is called in the order of execution. Set `times_only` before the first mark of a step that shall run as it
     does without a meter, as far as possible. One that `sees_all` measures whatever runs until it is reset again, others

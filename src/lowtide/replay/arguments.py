@@ -424,7 +424,7 @@ def is_held_itself(tensor: Tensor) -> bool:
 
 
 class LastCall:
-    """What the previous call of a module left to be shared by the next: template, versions and metadata."""
+    """Template, versions and metadata of a module's previous call, shared by the next call if it has equal ones."""
 
     __slots__ = ("arguments", "input_versions", "metadata", "requires_grad")
 

@@ -274,7 +274,7 @@ class LayerStats:
 
 
 class LayerPass:
-    """Runs layers, records them in `ran`, and recomputes their outputs. Going back removes layers from its end."""
+    """Runs layers, records them in `ran`, and recomputes their outputs. The backward removes them from the end."""
 
     hidden_from_replay = True
 

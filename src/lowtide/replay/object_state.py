@@ -47,7 +47,7 @@ _INERT = (
 
 
 class Reachable(NamedTuple):
-    """What some values lead to through containers and objects, each listed once."""
+    """Everything that can be reached from some values through containers and objects, each listed once."""
 
     containers: list[Any]
     generators: list[torch.Generator]

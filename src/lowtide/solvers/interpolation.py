@@ -64,7 +64,7 @@ _STOPPED_OPS = 100_000  # simulated ops of all stops of a path
 
 @dataclass(frozen=True)
 class _HullStep:
-    """The way from one hull point to the next: **units** that change one after the other, the earliest first.
+    """The candidates between two neighbouring hull points: **units** change one after the other, the earliest first.
 
     A unit is an outermost call in which the points differ, with the regions inside it. Values that are encoded in only
     one of the points belong to the unit in which they are made, or are units themselves.

@@ -31,7 +31,7 @@ logger = logging.getLogger("lowtide")
 
 
 class SplitForward:
-    """Runs one module in parts, of `num_rows` rows in its last call.
+    """Runs one module in parts. `num_rows` is the number of rows that its last call had in all parts.
 
     `num_whole` counts calls whose logits were computed in full after all. Nothing is logged if `is_quiet`.
     """

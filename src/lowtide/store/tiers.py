@@ -41,13 +41,13 @@ from lowtide.units import format_bytes
 
 
 class Prefetch:
-    """Units fetched to the device. `bytes` counts those of which not all entries were returned yet.
+    """Units fetched to the device ahead of use. `bytes` counts units of which some entries were not returned yet.
 
     The tiers that it fetches from are passed to each call, as holding them would be a reference cycle.
     """
 
     def __init__(self) -> None:
-        self._on_host: list[Unit] = []  # dict order: the oldest first
+        self._on_host: list[Unit] = []  # the oldest first
         self._in_progress: dict[int, Unit] = {}
         self._front = 0  # put time of the latest unit that this backward asked for
         self._backward = 1  # number of the backward; a unit asked for a second time begins a new one

@@ -197,7 +197,7 @@ class HostCopy:
 
 
 class Mover:
-    """Copies values of one device; of the CPU, a copy out clones, and fetching returns the clone."""
+    """Copies values of one device to the host and back. This base class is for the CPU: a copy out is a clone."""
 
     in_flight_bytes = 0  # of sources held until their copies have finished
     is_asynchronous = False  # whether copies overlap with later work
@@ -386,6 +386,8 @@ class _StreamEvent:
 
 
 class _PinnedCopy(HostCopy):
+    """A copy in pinned memory, complete once `_done` has passed. `release` gives its extents back to the pool."""
+
     __slots__ = ("_done", "_extents", "_mover", "_shapes")
 
     def __init__(self, mover: AcceleratorMover, extents: list[Extent], sources: Parts, done: _StreamEvent) -> None:
@@ -412,6 +414,8 @@ class _PinnedCopy(HostCopy):
 
 
 class _Arriving(Fetched):
+    """Parts that a stream is copying to the device. `wait` makes the current stream wait for the copy."""
+
     # Uses a plain event: the garbage collector may finalize a `_StreamEvent` before the object that holds it.
     __slots__ = ("_done", "_mover", "_owner", "_waited")
 

@@ -96,7 +96,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class JointStep:
-    """A joint graph as a step, with the way back: `nodes[i]` is the node of forward op `i`.
+    """A joint graph as a `StepGraph`, and the fx nodes it was made from: `nodes[i]` is that of forward op `i`.
 
     `parts[i]` are the nodes that pick single outputs of that op. `views` are the forward's views of values it computes.
     `makers` maps the name of each node to the op that computed its value.
