@@ -327,6 +327,33 @@ def test_plans_from_the_solver_name_their_routers(quick_search: None) -> None:
     handle.remove()
 
 
+class Sparse(nn.Module):
+    """The most active rows of a wide score, whose indices take as many bytes as several activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.out = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(x)
+        best = torch.sin(scores).topk(4 * WIDTH)[1]
+        return x + self.out(scores.sigmoid().scatter(1, best, 0.0))
+
+
+def test_kept_choices_are_predicted_as_measured() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Sparse() for _ in range(3))), torch.randn(TOKENS, WIDTH)
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    graph, static = lowtide.trace(model, loss_fn, x), bytes_of([*model.parameters(), x])
+    numbers = [str(number) for number in range(3)]
+    plan = Plan(regions=tuple(map(Recompute, numbers)), choosers=tuple(numbers))
+    with lowtide.apply(model, plan):
+        for _ in range(2):
+            model.zero_grad()
+            _, peak = peak_of(lambda: loss_fn(x).backward())
+            assert peak + static == simulate(graph, plan).peak_bytes
+
+
 # Choices one by one.
 
 
