@@ -212,7 +212,7 @@ class RetainingFrame(Frame):
         self._check_num_saves()  # of a segment: it is complete at its first replay
         tensors, needed = self._first_inputs(), self._needed()
         is_whole = all(needed)
-        for index in self.values:
+        for index in list(self.values):  # backwards of other devices, in threads of their own, take values meanwhile
             needed[index] = False
         if self._profile is not None and not self.values.keys() >= self._profile.by_save.keys():
             # An earlier replay has consumed them, or they were written to.
