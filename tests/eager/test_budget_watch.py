@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lowtide
-from lowtide.eager.budget_watch import BudgetWatch
+from lowtide.eager.over_budget import BudgetWatch
 from lowtide.plans import Plan, Recompute
 from lowtide.simulator import simulate
 

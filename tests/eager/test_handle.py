@@ -129,6 +129,20 @@ def test_switching_and_removing() -> None:
     assert replays(model, second) == 0
 
 
+def test_a_removed_policy_replays_layers_inside_layers() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    reference = copy.deepcopy(model)
+    handle = lowtide.apply(model, RecomputeAll(), regions=["*", "*.*"])
+    x = torch.randn(4, 8)
+    loss = model(x).sum()
+    handle.remove()
+    loss.backward()
+    reference(x).sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, plain.grad) for ours, plain in pairs)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
 def test_copies_and_pickles() -> None:
     model = Model()
     handle = lowtide.apply(model, RecomputeAll())

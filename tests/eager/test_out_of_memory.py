@@ -14,7 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.eager.out_of_memory import is_out_of_memory
+from lowtide.distributed.ranks import is_out_of_memory
 from lowtide.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -33,8 +33,8 @@ from lowtide.api.traced_step import TracedStep, trace_largest
 from lowtide.api.tuner import Tuner
 from lowtide.distributed.agreement import SentPlan, attached, check_same_plan, plan_of_first, sendable
 from lowtide.distributed.ranks import Ranks, current, deciding_with, ranks_of
-from lowtide.eager.budget_watch import BudgetWatch
 from lowtide.eager.handle import refuse_other_checkpointing
+from lowtide.eager.over_budget import BudgetWatch
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
 from lowtide.eager.replanning import Limits, Planner, shapes_of, tensor_from_spec, tensor_spec
 from lowtide.errors import InfeasibleBudgetError

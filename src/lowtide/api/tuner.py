@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from lowtide.api.measure import RealSteps
 from lowtide.distributed.ranks import ALONE, Ranks, is_out_of_memory
-from lowtide.eager.out_of_memory import give_back_memory
+from lowtide.eager.over_budget import give_back_memory
 from lowtide.eager.plan_handle import AppliedPlan
 from lowtide.errors import LowtideError, RankError
 from lowtide.plans.plan_text import KEPT, Trial

@@ -17,7 +17,8 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -74,6 +75,7 @@ class PatchedModule:
     """A module whose forward is replaced: its own forward, how to replay it, and what was measured of it."""
 
     hidden_from_replay = True
+    replay: Callable[..., Any]  # of a call without patched modules inside; bound once, as regions hold it
 
     def __init__(self, name: str, module: nn.Module, *, recomputed: bool = False) -> None:
         self.name, self.module, self.recomputed = name, module, recomputed
@@ -85,7 +87,6 @@ class PatchedModule:
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
         self.began_with: dict[int, str] = {}  # by segment: its first layer when this one last ran in it
-        self.replay = self._replay  # bound once: regions hold it until their backward
 
     def plain_forward(self, module: nn.Module) -> Callable[..., Any]:
         """The forward that was replaced, bound to the module or to its copy in a copied model."""
@@ -93,10 +94,6 @@ class PatchedModule:
             return self.own_forward or functools.partial(type(module).forward, module)
         forward = self.own_forward or types.MethodType(type(module).forward, module)
         return functools.partial(choices.choosing, forward) if self.chooses else forward
-
-    def _replay(self, run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.num_replays += 1
-        return self.plain_forward(module)(*args, **kwargs)
 
 
 def set_inner_paths(regions: Sequence[PatchedModule]) -> None:
@@ -287,26 +284,6 @@ class CurrentRun(threading.local):
         self.step = StepForwards()
 
 
-class ReappliedPatches:
-    """Patches modules again for the duration of a replay, after the plan was removed."""
-
-    def __init__(self, regions: Iterable[PatchedModule], patch: Callable[[PatchedModule], None]) -> None:
-        self._regions, self._patch = list(regions), patch
-        self._before: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._before = [vars(region.module).get("forward") for region in self._regions]
-        for region in self._regions:
-            self._patch(region)
-
-    def __exit__(self, *exception: object) -> None:
-        for region, forward in zip(self._regions, self._before, strict=True):
-            if forward is None:
-                del region.module.forward
-            else:
-                region.module.forward = forward
-
-
 class CallPart(NamedTuple):
     """What a replay needs to run a call inside one of its regions: the levels further in and the segments around it."""
 
@@ -326,20 +303,20 @@ def _counted(region: PatchedModule, forward: Callable[..., Any], /, *args: Any, 
     return forward(*args, **kwargs)
 
 
-class RegionRunner:
+class RegionRunner(ABC):
     """Base class of handles: runs a call inside the regions that it lies in."""
 
     _thread: CurrentRun
 
+    @abstractmethod
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
     ) -> Hooks | None:
         """Saved-tensor hooks for the inputs of a call; None for those of the caller."""
-        return None
 
+    @abstractmethod
     def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
         """Context for a replay in which the modules inside `region` are patched as in its forward."""
-        return nullcontext()
 
     def _run_levels(
         self,
@@ -409,6 +386,13 @@ class RegionRunner:
         inside = run.inside(part.within)
         call = inside, part.levels, part.region, module, part.nth, forward, args, kwargs
         return self._run_in(inside, self._run_levels, call, {})
+
+    def _replay_alone(self, region: PatchedModule, run: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Replay a call that had no patched modules inside. Modules patched by later plans run plainly."""
+        region.num_replays += 1
+        if not region.inner_paths:
+            return region.plain_forward(module)(*args, **kwargs)
+        return self._run_in(ForwardRun(NO_DECISIONS).inside(frozenset()), region.plain_forward(module), args, kwargs)
 
     def _replay_part(
         self, part: CallPart, run: ForwardRun | None, module: nn.Module, /, *args: Any, **kwargs: Any

@@ -31,14 +31,14 @@ from lowtide.eager.calls import (
     Decisions,
     ForwardRun,
     Level,
-    Levels,
     PatchedModule,
     RegionRunner,
+    levels_of,
     set_inner_paths,
 )
 from lowtide.eager.captured_step import CapturedStep
 from lowtide.errors import LowtideError
-from lowtide.plans.step_plan import Plan
+from lowtide.plans.step_plan import Plan, Recompute
 from lowtide.policies import Policy, Segment, check_limit, check_policy
 from lowtide.replay.checkpoint import checkpoint, store_hooks
 from lowtide.replay.recomputing import Hooks
@@ -49,8 +49,7 @@ from lowtide.tracing.step_checks import CacheOff
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.eager.budget_watch import BudgetWatch
-    from lowtide.eager.out_of_memory import Stepper
+    from lowtide.eager.over_budget import BudgetWatch, Stepper
     from lowtide.eager.replanning import ShapePlans
     from lowtide.plans.step_plan import Frontier
     from lowtide.reports.page import Report
@@ -196,8 +195,27 @@ class Applied(RegionRunner):
             self._patch(region)
 
     def _patch(self, region: PatchedModule) -> None:
-        region.patch = _forward_of(self, region)
+        region.patch, region.replay = _forward_of(self, region), functools.partial(self._replay_alone, region)
         region.module.forward = types.MethodType(region.patch, region.module)
+
+    def _patches_back(self, region: PatchedModule) -> contextlib.AbstractContextManager[None]:
+        return self._patched_again(region.inner_paths) if self.is_removed else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _patched_again(self, paths: tuple[str, ...]) -> Iterator[None]:
+        """Context manager in which these modules are patched, after `remove()`."""
+        regions = [region for region in self._regions if region.name in paths]
+        before = [vars(region.module).get("forward") for region in regions]
+        for region in regions:
+            self._patch(region)
+        try:
+            yield
+        finally:
+            for region, forward in zip(regions, before, strict=True):
+                if forward is None:
+                    del region.module.forward
+                else:
+                    region.module.forward = forward
 
     def remove(self) -> None:
         """Restore every layer's own forward. Graphs of earlier forwards can still run their backward."""
@@ -439,26 +457,21 @@ def apply(
     check_limit(max_checkpoints)
     refuse_other_checkpointing(model)
     layers = find_regions(model, regions)
-    levels = _levels(policy.regions(len(layers), costs, bytes), len(layers))
+    levels = levels_of(_as_plan(list(layers), policy.regions(len(layers), costs, bytes)))
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
-    chosen = [PatchedModule(name, layers[name], recomputed=bool(own)) for name, own in zip(layers, levels, strict=True)]
-    decisions = Decisions({name: {0: own} for name, own in zip(layers, levels, strict=True)})
-    handle = Applied(policy, chosen, decisions, store, max_checkpoints)
+    chosen = [PatchedModule(name, layer, recomputed=name in levels) for name, layer in layers.items()]
+    handle = Applied(policy, chosen, Decisions(levels), store, max_checkpoints)
     handle.model = model
     handle.note_on_model()
     handle.switch_cache_off(model)
     return handle
 
 
-def _levels(regions: list[Segment], num_layers: int) -> list[Levels]:
-    """For each layer, the regions that it lies in, the outermost first."""
-    levels: list[list[Level]] = [[] for _ in range(num_layers)]
-    for number, region in enumerate(regions):
-        for layer in range(region.start, region.end + 1):
-            is_alone = region.start == region.end
-            levels[layer].append(Level(None if is_alone else number, layer == region.start))
-    return list(map(tuple, levels))
+def _as_plan(layers: list[str], segments: list[Segment]) -> Plan:
+    """The plan that recomputes these segments of the layers."""
+    calls = ([(name, 0) for name in layers[segment.start : segment.end + 1]] for segment in segments)
+    return Plan(regions=tuple(Recompute(*first, more=tuple(more)) for first, *more in calls))
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:

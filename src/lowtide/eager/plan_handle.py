@@ -12,12 +12,11 @@ retains other outputs or none; results stay the same.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,17 +28,17 @@ from lowtide.eager.calls import (
     NO_DECISIONS,
     Decisions,
     ForwardRun,
+    Levels,
     PatchedModule,
-    ReappliedPatches,
     RegionLock,
     StepForwards,
     levels_of,
     set_inner_paths,
 )
-from lowtide.eager.handle import Applied, refuse_other_checkpointing
+from lowtide.eager.handle import Applied, AppliedStats, refuse_other_checkpointing
 from lowtide.eager.moves import Moves, counted_paths
-from lowtide.eager.out_of_memory import PlanStats, SplitStats, Stepper
-from lowtide.eager.replanning import PlannedInputs, ShapePlans, matching_modules, with_parameters
+from lowtide.eager.over_budget import OutOfMemory, Stepper
+from lowtide.eager.replanning import PlannedInputs, Replan, ShapePlans, matching_modules, with_parameters
 from lowtide.errors import LowtideError, PlanError
 from lowtide.graph.step_graph import Split
 from lowtide.graph.time_lines import line_of
@@ -49,6 +48,7 @@ from lowtide.replay.recomputing import Hooks
 from lowtide.solvers.solve import solve
 from lowtide.split.split_forward import SplitForward, check_splits
 from lowtide.store.activation_store import ActivationStore
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from lowtide.plans.step_plan import Frontier
@@ -56,6 +56,42 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("lowtide")
+
+
+@dataclass(frozen=True)
+class SplitStats:
+    """A module that runs in parts: its calls so far, and in how many of them its whole output was computed after all.
+
+    That happens where something other than a loss reads the logits.
+    """
+
+    path: str
+    num_parts: int
+    num_calls: int
+    num_whole: int
+
+
+@dataclass(frozen=True)
+class PlanStats(AppliedStats):
+    """What an applied plan did so far, with the plans made for larger inputs and after running out of memory."""
+
+    replans: tuple[Replan, ...] = ()
+    out_of_memory: tuple[OutOfMemory, ...] = ()
+    splits: tuple[SplitStats, ...] = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.splits:
+            whole = sum(split.num_whole for split in self.splits)
+            text += f"; {len(self.splits)} modules in parts{f', {whole} times in full after all' if whole else ''}"
+        if self.replans:
+            text += f"; planned again {len(self.replans)} times for larger inputs"
+        if self.out_of_memory:
+            last = self.out_of_memory[-1]
+            text += (
+                f"; out of memory {len(self.out_of_memory)} times, budget now {format_bytes(last.budget_after_bytes)}"
+            )
+        return text
 
 
 class Refits(Protocol):
@@ -133,7 +169,6 @@ class AppliedPlan(Applied):
 
     def _patched(self, path: str, module: nn.Module) -> PatchedModule:
         patched = PatchedModule(path, module)
-        patched.replay = functools.partial(self._replay_alone, patched)
         self._regions.append(patched)
         self._patch(patched)
         patched.lock = RegionLock.for_module(path, module)
@@ -310,36 +345,22 @@ class AppliedPlan(Applied):
     ) -> Any:
         nth, moves = run.count(region.name), run.decisions.moves
         caller = None if moves is None else moves.set_aside()
+        levels: Levels = ()
         try:
-            output = self._run_nth(run, region, module, nth, forward, args, kwargs)
+            if torch.is_grad_enabled() and not _compat.under_functorch():
+                levels = run.decisions.levels(region.name, nth)
+                if run.is_in_other_checkpoint():
+                    levels = self._anywhere.get(region.name, ()) if self.enabled else ()
+                forward = self._measured(region, forward, args) if levels else forward
+                forward = run.decisions.in_parts(region.name, module, forward)
+                forward = forward if moves is None else moves.counted(region.name, nth, forward)
+            output = self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
         finally:
             if moves is not None:
                 moves.resume(caller)
         if run.recorded is not None:
             run.recorded.watch(output)
         return output
-
-    def _run_nth(
-        self,
-        run: ForwardRun,
-        region: PatchedModule,
-        module: nn.Module,
-        nth: int,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if not torch.is_grad_enabled() or _compat.under_functorch():
-            return forward(*args, **kwargs)
-        levels = run.decisions.levels(region.name, nth)
-        if run.is_in_other_checkpoint():
-            levels = self._anywhere.get(region.name, ()) if self.enabled else ()
-        forward = self._measured(region, forward, args) if levels else forward
-        if run.decisions.splits:
-            forward = run.decisions.in_parts(region.name, module, forward)
-        if run.decisions.moves is not None:
-            forward = run.decisions.moves.counted(region.name, nth, forward)
-        return self._run_levels(run, levels, region, module, nth, forward, args, kwargs)
 
     def _hooks_for_inputs(
         self, run: ForwardRun, region: PatchedModule, nth: int, args: Any, kwargs: dict[str, Any]
@@ -352,22 +373,6 @@ class AppliedPlan(Applied):
         if region.name not in self.decisions.regions or not self.enabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return self._checkpointed(forward, args, kwargs)
-
-    def _replay_alone(self, region: PatchedModule, run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replay a call that had no patched modules inside. Modules patched by later plans run plainly."""
-        region.num_replays += 1
-        if not region.inner_paths:
-            return region.plain_forward(module)(*args, **kwargs)
-        return self._run_in(ForwardRun(NO_DECISIONS).inside(frozenset()), region.plain_forward(module), args, kwargs)
-
-    def _patches_back(self, region: PatchedModule) -> AbstractContextManager[None]:
-        """After `remove()`, patch the modules inside this region again while a replay runs."""
-        if not self.is_removed:
-            return nullcontext()
-        prefix = f"{region.name}." if region.name else ""
-        return ReappliedPatches(
-            [r for r in self._regions if r is not region and r.name.startswith(prefix)], self._patch
-        )
 
     def _segments(self) -> tuple[tuple[str, ...], ...]:
         return tuple(region.paths for region in self.plan.regions if region.more)

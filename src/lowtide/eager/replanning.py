@@ -5,7 +5,7 @@ selects the plan for the model's input shapes in every forward. Larger inputs ar
 with the dimensions that grew rounded up, so that each range of shapes is planned for once. `matching_modules` checks
 that a plan was made for this model.
 
-`Planner` makes the new plans, here and after a step ran out of memory (`eager.out_of_memory`), from traces on fake
+`Planner` makes the new plans, here and after a step ran out of memory (`eager.over_budget`), from traces on fake
 tensors, which allocate nothing on the device. Inside a forward only the model's inputs are known, not the batch, so
 `loss_fn` cannot be traced. Instead, a copy of the model with module objects of its own is traced with a loss that sums
 its outputs; the memory of the real loss is taken from the first trace, in proportion to the size of the inputs.
