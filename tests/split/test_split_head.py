@@ -15,7 +15,7 @@ import lowtide
 from kernelless import COMPILED_MARKS, PLENTY
 from lowtide.errors import LowtideError
 from lowtide.split.lazy_logits import LazyLogits
-from lowtide.split.split_head import num_parts
+from lowtide.split.split_forward import num_parts
 
 WORDS, WIDTH = 503, 16
 

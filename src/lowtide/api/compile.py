@@ -42,7 +42,7 @@ from lowtide.eager.handle import Applied, handle_at
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
 from lowtide.solvers.solve import solve
-from lowtide.split.split_head import SplitHead
+from lowtide.split.split_forward import SplitHead
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.devices import present_device, trace_device
 from lowtide.tracing.joint_graph import joint_step, node_costs

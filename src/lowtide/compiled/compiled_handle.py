@@ -39,7 +39,7 @@ from lowtide.reports.report_text import counted
 from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.shared_budget import Variant
-from lowtide.split.split_head import SplitHead
+from lowtide.split.split_forward import SplitHead
 from lowtide.units import format_bytes, format_seconds
 
 

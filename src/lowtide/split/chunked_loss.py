@@ -16,6 +16,7 @@ A backward releases the gradients that it returns: a second backward through the
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -79,8 +80,8 @@ class HeadCall:
 
     def detached(self) -> HeadCall:
         """The same call without gradients."""
-        other = object.__new__(HeadCall)
-        vars(other).update(vars(self), needs_grad=False)
+        other = copy.copy(self)
+        other.needs_grad = False
         return other
 
     def check_unchanged(self) -> None:
@@ -188,7 +189,7 @@ class _HeadPass:
         self._is_first, self.needs_grad = True, any(needs)
         sum_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if needs[0]:
-            make = torch.empty_like if layout.covers(len(self._rows)) else torch.zeros_like
+            make = torch.empty_like if layout.num_rows == len(self._rows) else torch.zeros_like
             self._for_hidden = make(self._rows, memory_format=torch.contiguous_format)
         if needs[1]:
             self._for_weight = torch.empty_like(weight, dtype=sum_dtype, memory_format=torch.contiguous_format)
@@ -272,7 +273,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _refuse_double_backward()
+        refuse_double_backward("a loss that split=True computes in parts")
         passes, ctx.passes = ctx.passes, None
         if passes is None:
             raise LowtideError(
@@ -339,7 +340,7 @@ class _PerRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _refuse_double_backward()
+        refuse_double_backward("a loss that split=True computes in parts")
         job, inputs = ctx.job, ctx.saved_tensors
         with _autocast_off(job.heads[0].hidden):
             passes = job.passes(inputs, ctx.needs_input_grad[1:])
@@ -350,9 +351,9 @@ class _PerRow(torch.autograd.Function):
             return None, *(each for one in passes for each in one.gradients())
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward(what: str) -> None:
     if torch.is_grad_enabled():
         raise LowtideError(
-            "backward(create_graph=True) through a loss that split=True computes in parts: its gradients have no "
-            "history. Fit without split=True to differentiate twice."
+            f"backward(create_graph=True) through {what}: its gradients have no history. Fit without split=True to "
+            "differentiate twice."
         )

@@ -259,10 +259,6 @@ class RowLayout:
             numbers = numbers.as_strided(*each).reshape(-1)
         return numbers
 
-    def covers(self, num_rows: int) -> bool:
-        """Whether all rows of the head's output are in this layout."""
-        return self.num_rows == num_rows
-
     def matrix_of(self, tensor: Tensor) -> Tensor | None:
         """A tensor of this shape as a matrix of rows, in order; None if that takes a copy."""
         try:

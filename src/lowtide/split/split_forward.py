@@ -1,8 +1,13 @@
-"""`SplitForward`: the forward of a split module, for the eager engine and for traces.
+"""`SplitForward`: the forward of a module that runs in parts, and the three places that put it on a model.
 
-The eager engine calls `run` in place of a module's own forward. `splitting` does the same without an engine, for as
-long as a step is traced: the trace of a split step is a graph as any other, in which the parts are ops, and the solver
-plans for it.
+- The eager engine calls `run` in place of a module's own forward, for the splits of a plan.
+- `splitting` does the same for as long as a step is traced. The trace of a split step is a graph as any other, in which
+  the parts are ops, and the solver plans for it.
+- `SplitHead` is for `lowtide.compile(split=True)`: where blocks are compiled one by one, the output layer and the loss
+  run uncompiled after them. The number of parts follows from the budget, not from a search: as many as bring the logits
+  of a part, with their float copy and gradients, to a sixteenth of it. Logits that are that small in one part are left
+  alone. The trace of the first forward runs with the split, and the blocks are planned for the memory that it leaves.
+  A whole compiled graph contains the layer, and often the loss: there `compile` refuses `split=True`.
 
 A split that cannot be carried out, as the module is called with other arguments or turns out to mix tokens, is logged
 once; the module then runs as it is.
@@ -13,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.errors import PlanError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.graph.step_graph import Split
 from lowtide.split import logit_functions as _logit_functions  # noqa: F401  # registers the handlers of lazy logits
 from lowtide.split.chunked_loss import HeadCall, row_ranges
@@ -28,6 +35,11 @@ from lowtide.split.lazy_logits import LazyLogits
 from lowtide.split.token_slices import run_in_slices, values_agree, why_not_row_wise
 
 logger = logging.getLogger("lowtide")
+
+# Bytes per logit while a part runs, in bfloat16: logits 2, float copy 4, log-softmax 4, gradients 4 and 2.
+_BYTES_PER_LOGIT = 16
+_SHARE = 16  # the part of the budget that one part of the logits may take
+_FEWEST_ROWS = 16
 
 
 class SplitForward:
@@ -60,16 +72,13 @@ class SplitForward:
             return forward(*args, **kwargs)
         self.num_calls, self.num_rows = self.num_calls + 1, tokens.shape[:-1].numel()
         if self.split.kind == "loss":
-            return self._lazy(module, tokens)
+            assert isinstance(module, nn.Linear)
+            return LazyLogits.of(HeadCall(module, tokens, self.split.num_parts, self._note_whole))
         if not any(each.requires_grad for each in (tokens, *module.parameters())):
             return forward(*args, **kwargs)
         if not self._is_checked and not self._check(module, forward, tokens):
             return forward(*args, **kwargs)
         return run_in_slices(module, forward, tokens, self.split.num_parts)
-
-    def _lazy(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        assert isinstance(module, nn.Linear)
-        return LazyLogits.of(HeadCall(module, hidden, self.split.num_parts, self._note_whole))
 
     def _note_whole(self, why: str) -> None:
         self.num_whole += 1
@@ -132,3 +141,94 @@ def splitting(model: nn.Module, splits: Sequence[Split], *, is_quiet: bool = Fal
                 undo.callback(delattr, module, "forward")
             module.forward = functools.partial(runner.run, module, module.forward)
         yield runners
+
+
+class SplitHead:
+    """The patched forward of an output layer, within the budget in bytes that `budget_on` gives for its device.
+
+    `remove()` takes it off.
+    """
+
+    hidden_from_replay = True
+
+    def __init__(self, path: str, head: nn.Linear, budget_on: Callable[[torch.device], int]) -> None:
+        self.path, self.enabled = path, True
+        self._budget_on, self._own = budget_on, vars(head).get("forward")
+        self._by_number: dict[int, SplitForward] = {}
+        self._head, self._patch = weakref.ref(head), _patched(self)
+        head.forward = types.MethodType(self._patch, head)  # type: ignore[method-assign]
+
+    @classmethod
+    def on(
+        cls, model: nn.Module, blocks: Sequence[nn.Module], budget_on: Callable[[torch.device], int]
+    ) -> SplitHead | None:
+        """Patch the widest plain linear layer outside of the blocks; None, with a warning, if there is none."""
+        if not blocks:
+            raise LowtideError(
+                "split=True needs blocks that are compiled one by one (regional=True): in one compiled graph, the "
+                "output layer is a part of it. Compute the loss by torch.nn.functional.linear_cross_entropy, where "
+                "this torch has it, or use lowtide.fit(..., split=True)."
+            )
+        inside = {module for block in blocks for module in block.modules()}
+        heads = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module not in inside and not why_not_head(module, model)
+        }
+        if not heads:
+            logger.warning(
+                "split=True: the model has no plain linear layer outside of its compiled blocks, so nothing is split: "
+                "leave split out, or use lowtide.fit(..., split=True), which splits layers in blocks too"
+            )
+            return None
+        path = max(heads, key=lambda path: heads[path].out_features)
+        return cls(path, heads[path], budget_on)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that ran in parts so far."""
+        return sum(each.num_calls for each in self._by_number.values())
+
+    def run(self, head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of the layer's forward."""
+        plain = self._own or functools.partial(type(head).forward, head)
+        tokens = args[0] if args else kwargs.get("input")
+        if not self.enabled or not isinstance(tokens, Tensor) or not isinstance(head, nn.Linear):
+            return plain(*args, **kwargs)
+        number = num_parts(tokens.shape[:-1].numel(), head.out_features, self._budget_on(head.weight.device))
+        if number == 1:
+            return plain(*args, **kwargs)
+        runner = self._by_number.setdefault(number, SplitForward(Split(self.path, number)))
+        return runner.run(head, plain, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Take the patch off. A forward that someone set around it stays, and runs the layer plainly."""
+        head = self._head()
+        if head is not None and getattr(vars(head).get("forward"), "__func__", None) is self._patch:
+            if self._own is None:
+                del head.forward
+            else:
+                head.forward = self._own  # type: ignore[method-assign]
+        self.enabled = False
+
+
+def num_parts(num_rows: int, num_words: int, budget_bytes: int) -> int:
+    """The fewest parts, a power of two, of which each takes at most a sixteenth of the budget.
+
+    >>> num_parts(16384, 131072, 24 << 30), num_parts(128, 1000, 24 << 30)
+    (32, 1)
+    """
+    number = 1
+    while (
+        num_rows * num_words * _BYTES_PER_LOGIT * _SHARE > number * budget_bytes
+        and num_rows >= 2 * number * _FEWEST_ROWS
+    ):
+        number *= 2
+    return number
+
+
+def _patched(split: SplitHead) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return split.run(self, args, kwargs)
+
+    return forward

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide import _compat
-from lowtide.errors import ChangedInPlaceError, LowtideError
+from lowtide.errors import ChangedInPlaceError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.environment import Environment, RandomStates, capture
 from lowtide.replay.module_state import ModuleSnapshot, ModuleTree, snapshot_of
 from lowtide.replay.op_facts import facts_of
-from lowtide.split.chunked_loss import LOW_PRECISION, row_ranges
+from lowtide.split.chunked_loss import LOW_PRECISION, refuse_double_backward, row_ranges
 from lowtide.split.row_chain import hidden_saves
 
 Forward = Callable[..., Tensor]
@@ -103,11 +103,7 @@ class _SavedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise LowtideError(
-                "backward(create_graph=True) through a module that split=True runs in slices: its gradients have no "
-                "history. Fit without split=True to differentiate twice."
-            )
+        refuse_double_backward("a module that split=True runs in slices")
         job: _SliceJob = ctx.job
         tokens, *parameters = ctx.saved_tensors  # raises if one was changed in place
         gradient, job.gradient = job.gradient, None
@@ -331,12 +327,8 @@ class _FunctionLog(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
         is_free = getattr(func, "__name__", "") in _SIZED or func is _compat.set_grad_enabled
-        self.calls.append((func, "" if is_free else repr(map_tensors(_without_tensor, given))))
+        self.calls.append((func, "" if is_free else repr(map_tensors(lambda tensor: None, given))))
         return func(*given[0], **given[1])
-
-
-def _without_tensor(tensor: Tensor) -> Any:
-    return None
 
 
 class _Bare(nn.Module):
