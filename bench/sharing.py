@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowtide.api import fit as fitting
-from lowtide.api.fit import _Fitting
+from lowtide.api.plan_search import PlanSearch
 
 
 class Turn:
@@ -111,12 +111,12 @@ class Stages(logging.Handler):
         logger = logging.getLogger("lowtide")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
-        candidates = _Fitting._candidates
-        _Fitting._candidates = _with_turn_given(candidates)  # type: ignore[method-assign]
+        candidates = PlanSearch.candidates
+        PlanSearch.candidates = _with_turn_given(candidates)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            _Fitting._candidates = candidates  # type: ignore[method-assign]
+            PlanSearch.candidates = candidates  # type: ignore[method-assign]
             logger.removeHandler(self)
             logger.setLevel(logging.NOTSET)
             self._starts.append(("", self._now()))

@@ -34,9 +34,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.api.measure import can_measure
+from lowtide.api.measure import can_measure, trace_largest
 from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import trace_largest
 from lowtide.eager.replanning import Limits
 from lowtide.plans import Split
 from lowtide.split.split_forward import splitting

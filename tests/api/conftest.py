@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from api.tuned_job import Clock, Job, candidates, trace
-from lowtide.api import measure, traced_step
+from lowtide.api import measure
 from lowtide.eager.replanning import Limits
 
 
@@ -19,6 +19,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> Job:
-    monkeypatch.setattr(traced_step, "trace", trace)
+    monkeypatch.setattr(measure, "trace", trace)
     monkeypatch.setattr(Limits, "candidates", candidates)
     return Job()

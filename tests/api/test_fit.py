@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.api import traced_step
+from lowtide.api import measure
 from lowtide.plans import Move, Plan, PlannedModule, Recompute
 from lowtide.solvers.eager_search import EagerSearch
 from sweeps import sweep
@@ -133,10 +133,8 @@ def test_fit_plans_again_with_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     job = make("gpt_dropout")
     graph = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
     graph = replace(graph, ops=tuple(replace(op, seconds=op.flops * 1e-9 + 1e-6) for op in graph.ops))
-    monkeypatch.setattr(traced_step, "trace", lambda *_, **__: graph)  # measured times would decide what runs first
+    monkeypatch.setattr(measure, "trace", lambda *_, **__: graph)  # measured times would decide what runs first
     (budget,) = budgets(graph, (0.6,))
-    from lowtide.api import measure
-
     honest, calls = measure.RealSteps._whole_peak, []
 
     def pessimistic(*args: Any) -> int:

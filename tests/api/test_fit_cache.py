@@ -12,10 +12,10 @@ import pytest
 
 import lowtide
 from api.tuned_job import Clock, Job
-from lowtide.api import fit_cache, measure
-from lowtide.api.fit_cache import FitCache
+from lowtide.api import measure
+from lowtide.api.measure import TracedStep
+from lowtide.api.plan_search import FORMAT, FitCache
 from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import TracedStep
 from lowtide.eager.replanning import Limits
 from sweeps import sweep
 
@@ -153,5 +153,5 @@ def test_several_writers_leave_a_whole_file(job: Job, tmp_path: Path, caplog: py
     done.set()
     watching.join()
     assert not caplog.records  # no reader has seen half a file
-    assert json.loads(path.read_text())["format"] == fit_cache.FORMAT
+    assert json.loads(path.read_text())["format"] == FORMAT
     assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.api.measure import TracedStep
 from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import TracedStep
 from lowtide.eager.replanning import Limits
 from lowtide.errors import PlanError
 from lowtide.plans import Split

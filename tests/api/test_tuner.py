@@ -17,8 +17,8 @@ from torch import Tensor
 import lowtide
 from api.tuned_job import NUM_LAYERS, PER_BLOCK, Clock, Job, Model, Part, has_parts, trace
 from graphs import repeated_blocks, with_host_line
-from lowtide.api import fit as fitting
-from lowtide.api import measure, traced_step, tuner
+from lowtide.api import measure, tuner
+from lowtide.api.plan_search import PlanSearch
 from lowtide.eager import Applied
 from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
@@ -128,7 +128,7 @@ def test_the_floor_that_is_named_holds(job: Job, monkeypatch: pytest.MonkeyPatch
 
 def test_the_smallest_plan_is_for_the_budget_given(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all others are measured far above their predictions."""
-    honest, smallest, factor = measure.RealSteps._whole_peak, fitting._Fitting._smallest, 3
+    honest, smallest, factor = measure.RealSteps._whole_peak, PlanSearch.smallest, 3
     monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: factor * honest(*args))
 
     def honest_from_now_on(self: Any) -> Any:
@@ -136,7 +136,7 @@ def test_the_smallest_plan_is_for_the_budget_given(job: Job, monkeypatch: pytest
         factor = 1
         return smallest(self)
 
-    monkeypatch.setattr(fitting._Fitting, "_smallest", honest_from_now_on)
+    monkeypatch.setattr(PlanSearch, "smallest", honest_from_now_on)
     budget = job.budget(0.5)
     with job.fit(budget) as handle:
         assert outcome(handle, SMALLEST) == "kept"
@@ -185,7 +185,7 @@ def test_host_memory_never_makes_a_step_slower(job: Job, clock: type[Clock], mon
         graph = trace(*args, **options)
         return replace(graph, hardware=replace(graph.hardware, link_bytes_per_s=1e15))
 
-    monkeypatch.setattr(traced_step, "trace", linked)
+    monkeypatch.setattr(measure, "trace", linked)
     monkeypatch.setattr(placement, "_SMALLEST", 1)
     monkeypatch.setattr(Moves, "keep", slow)
     monkeypatch.setattr(measure.RealSteps, "_whole_peak", lambda *args: budget)  # on the CPU no move frees anything

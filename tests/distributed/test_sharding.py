@@ -19,8 +19,7 @@ from torch.nn.functional import gelu
 import lowtide
 from distributed.jobs import Net, batch, run_ranks, same, seeded, succeeded
 from distributed.test_data_parallel import FAST, loss_of
-from lowtide.api.measure import RealSteps
-from lowtide.api.traced_step import TracedStep
+from lowtide.api.measure import RealSteps, TracedStep
 from lowtide.distributed.agreement import plan_hash
 from lowtide.plans import Plan, Recompute
 from sweeps import sweep

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def predicted_times(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
     """Steps as small as these are all noise; with predicted times every run plans the same."""
-    monkeypatch.setattr("lowtide.api.traced_step.trace", functools.partial(lowtide.trace, mode="fake"))
+    monkeypatch.setattr("lowtide.api.measure.trace", functools.partial(lowtide.trace, mode="fake"))
 
 
 class Fuse(torch.autograd.Function):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "quick_fit")
 @pytest.fixture(autouse=True)
 def predicted_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as small as these are all noise; with predicted times every run plans the same."""
-    monkeypatch.setattr("lowtide.api.traced_step.trace", functools.partial(lowtide.trace, mode="fake"))
+    monkeypatch.setattr("lowtide.api.measure.trace", functools.partial(lowtide.trace, mode="fake"))
 
 
 class Tiny(nn.Module):

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide import _compat
+from lowtide.api.measure import TracedStep
 from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import TracedStep
 from lowtide.distributed.ranks import is_in_job
 from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError, LowtideError, TraceError

@@ -5,15 +5,15 @@ there: it applies the best few plans one after the other, measures real steps un
 measured peak is within the budget. If the peak measured under the solver's own plan is above the budget, the difference
 is added to the graph as memory that no plan can avoid, and `fit` solves again.
 
-The parts are in `api/traced_step.py` (the trace), `api/split_search.py` (modules in parts), `api/tuner.py` (which
-candidate is kept), `api/measure.py` (real steps whose effects are undone) and `api/fit_cache.py`. The handle that `fit`
-returns plans again by itself for larger inputs (`eager/replanning.py`).
+`api/measure.py` traces the example steps and measures them, `api/plan_search.py` finds the plans, `api/tuner.py` picks
+one. The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
 
 Cost: one or two searches of up to `time_limit_s`, and real steps for about `tune_s` seconds.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -26,24 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.api.fit_cache import FitCache
-from lowtide.api.measure import RealSteps, can_measure
-from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import TracedStep, trace_largest
+from lowtide.api.measure import RealSteps, can_measure, trace_largest
+from lowtide.api.plan_search import FitCache, PlanSearch
 from lowtide.api.tuner import Tuner
-from lowtide.distributed.agreement import SentPlan, attached, check_same_plan, plan_of_first, sendable
-from lowtide.distributed.ranks import Ranks, current, deciding_with, ranks_of
+from lowtide.distributed.agreement import check_same_plan
+from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
 from lowtide.eager.handle import refuse_other_checkpointing
 from lowtide.eager.over_budget import BudgetWatch
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
 from lowtide.eager.replanning import Limits, Planner, shapes_of, tensor_from_spec, tensor_spec
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.graph.step_graph import Split, StepGraph
 from lowtide.plans.plan_text import split_texts, trials_table
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import map_tensors, tensors_in
-from lowtide.simulator.timeline import simulate
-from lowtide.solvers.solve import REMEMBERED, SEARCHED, SMALLEST, ShortlistedPlan
+from lowtide.solvers.solve import SEARCHED
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
 from lowtide.units import check_bytes, check_seconds, format_apart, format_bytes
@@ -86,8 +82,7 @@ def plan(
             check_bytes(budget)
             model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
             step = trace_largest(model, loss_fn, _examples(args, more_batches), optimizer)
-        budget_bytes = ranks.min(step.budget_bytes(budget), "budget")
-        return step.for_model(_solved(ranks, SplitSearch(step, limits), budget_bytes))
+        return step.for_model(PlanSearch(step, limits, budget).solved())
 
 
 @one_at_a_time
@@ -175,28 +170,104 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
         with ranks.together("fit"):
             say("tracing the step")
             step = trace_largest(model, request.loss_fn, request.examples, request.optimizer)
-            fitting = _Fitting(step, request, apply, say)
+            search = PlanSearch(step, request.limits, request.budget)
+            if not ranks.is_alone:
+                search.tightest()  # now, as all ranks are here
+            applied = functools.partial(_applied, search, apply)
             if ranks.all(request.verify and can_measure(step.device), "whether peaks can be measured"):
-                tuner = Tuner(fitting.applied, RealSteps(step), fitting.budget_bytes, request.tune_s, say, ranks)
+                tuner = Tuner(applied, RealSteps(step), search.budget_bytes, request.tune_s, say, ranks)
                 undo.callback(tuner.remove_plan)
-                cache = FitCache(request.cache, fitting.splits, fitting.budget_bytes)
-                tuner.try_all(fitting.cached(cache))
+                cache = FitCache(request.cache, search.splits, search.budget_bytes)
+                tuner.try_all(search.cached(cache))
                 is_from_cache = tuner.has_one()
                 if not is_from_cache:
-                    fitting.try_candidates(tuner)  # solve, apply and measure, and again where a prediction was wrong
+                    _try_candidates(tuner, search, say)  # solve, apply, measure; again where a prediction was wrong
                     tuner.time_all()  # those that hold, in turns
                 handle = tuner.keep()  # the fastest
                 if not is_from_cache and ranks.is_first:
-                    cache.write(handle.plan, fitting.correction_bytes, handle.candidates)
+                    cache.write(handle.plan, search.correction_bytes, handle.candidates)
             else:
-                handle = fitting.applied(fitting.solved())
+                say(f"solving for {format_bytes(search.budget_bytes)}")
+                handle = applied(search.solved())
             undo.callback(handle.remove)
             check_same_plan(ranks, handle.plan)
             if not ranks.is_alone and not had_tracker:
                 _share_random_state(ranks)
-            handle.ranks, handle.watch, handle.refitter = ranks, fitting.watch(handle), Refitter(request)
-            log_fitted(handle, fitting.budget_bytes)
+            handle.ranks, handle.refitter = ranks, Refitter(request)
+            static_bytes = sum(size for kind, size in step.graph.static_bytes.items() if kind != "gradients")
+            states_bytes = step.graph.optimizer_state_bytes
+            handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, states_bytes, static_bytes)
+            log_fitted(handle, search.budget_bytes)
         undo.pop_all()  # nothing has failed, on any rank
+    return handle
+
+
+def _try_candidates(tuner: Tuner, search: PlanSearch, say: Progress) -> None:
+    """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
+
+    Raises `InfeasibleBudgetError` if no candidate holds.
+    """
+    search.correct(0)
+    error: InfeasibleBudgetError | None = None
+    for number in range(_MAX_ROUNDS):
+        say(f"solving for {format_bytes(search.budget_bytes)}")
+        candidates, error = search.candidates()
+        if error is not None and number and not tuner.has_one():
+            smallest = search.smallest()  # measured peaks were above predictions: its own may not be
+            candidates += [smallest] if smallest.plan.peak_bytes <= search.budget_bytes else []
+        tuner.try_all(candidates)
+        searched = [each for each in candidates if each.name == SEARCHED or each.plan.splits]
+        missing_bytes = max(map(tuner.missing_bytes, searched), default=0)
+        if not missing_bytes:
+            break
+        logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
+        search.correct(search.correction_bytes + missing_bytes)
+    if error is not None and not tuner.has_one() and search.may_run_smallest():
+        tuner.try_all([search.smallest()])  # so that the floor in the error is a measured one
+    if not tuner.has_one():
+        raise _infeasible(search, error, tuner.smallest_peak_bytes)
+
+
+def _infeasible(search: PlanSearch, error: InfeasibleBudgetError | None, smallest_bytes: int) -> InfeasibleBudgetError:
+    """What to raise if no candidate holds. `error` is the solver's, `smallest_bytes` the smallest measured peak."""
+    allowed, smallest = format_apart(search.budget_bytes, smallest_bytes)
+    if error is None:
+        return InfeasibleBudgetError(
+            f"no plan kept the measured peak within {allowed} in {_MAX_ROUNDS} rounds; the "
+            f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
+            smallest_bytes,
+        )
+    error = search.with_split_floor(error)
+    if not smallest_bytes:
+        return error
+    text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
+    return InfeasibleBudgetError(text, max(error.floor_bytes, smallest_bytes))
+
+
+def _applied(search: PlanSearch, apply: Callable[[nn.Module, Plan], AppliedPlan], plan: Plan) -> AppliedPlan:
+    """Put a plan on the model, and give the handle a `Planner` for larger inputs than those of the examples."""
+    step, ranks = search.step, search.ranks
+    handle = apply(step.model, step.for_model(plan))
+    try:
+        split_graph = handle.plan.graph if plan.splits else None
+        (first,) = handle.shapes.all
+        arguments, graph = tuple(map(shapes_of, step.examples)), split_graph or search.graph()
+        handle.shapes.become([replace(first, inputs=tuple(step.inputs), arguments=arguments, graph=graph)])
+        handle.shapes.planner = Planner(
+            handle.model,
+            split_graph or step.graph,
+            step.largest_inputs,
+            budget_bytes=search.budget_bytes,
+            limits=search.limits,
+            correction_bytes=search.correction_bytes,
+            optimizer=step.optimizer,
+            splits=plan.splits,
+            ranks=ranks,
+            smallest=None if ranks.is_alone else step.for_model(search.tightest(plan.splits)),
+        )
+    except BaseException:
+        handle.remove()
+        raise
     return handle
 
 
@@ -210,188 +281,6 @@ def _share_random_state(ranks: Ranks) -> None:
     states = ranks.gathered(None if tracker is None else _compat.random_state_of(tracker), "random states of DTensors")
     if states[0] is not None and all(state is not None for state in states):
         _compat.set_random_state_of(tracker, states[0])
-
-
-class _Fitting:
-    """One call of `fit`, after the trace: finds plans, the same on all ranks, and puts them on the model."""
-
-    def __init__(
-        self, step: TracedStep, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan], say: Progress
-    ) -> None:
-        self._step, self._request, self._apply, self._say = step, request, apply, say
-        self._limits, self._ranks = request.limits, current()
-        self.budget_bytes = self._ranks.min(step.budget_bytes(request.budget), "budget")
-        self.splits = SplitSearch(step, request.limits)
-        self.correction_bytes = 0  # by how much measured peaks were above those of the simulation
-        self._corrected: dict[tuple[Split, ...], StepGraph] = {}
-        self._smallest_plans: dict[tuple[Split, ...], Plan] = {}
-        if not self._ranks.is_alone:
-            self._tightest()  # now, as all ranks are here
-
-    def solved(self) -> Plan:
-        """The solver's plan, which nothing was measured for."""
-        self._say(f"solving for {format_bytes(self.budget_bytes)}")
-        return _solved(self._ranks, self.splits, self.budget_bytes)
-
-    def cached(self, cache: FitCache) -> list[ShortlistedPlan]:
-        """The plan that an earlier call has kept, if there is one."""
-
-        def read() -> tuple[SentPlan, int] | None:
-            found = cache.read()
-            return None if found is None else (sendable(found[0]), found[1])
-
-        found = self.splits.by_first(read, "cached plan")
-        if found is None:
-            return []
-        sent, correction_bytes = found
-        self._correct(correction_bytes)
-        return [ShortlistedPlan(REMEMBERED, attached(self._ranks, self._graph(sent.plan.splits), sent))]
-
-    def try_candidates(self, tuner: Tuner) -> None:
-        """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
-
-        Raises `InfeasibleBudgetError` if no candidate holds.
-        """
-        self._correct(0)
-        error: InfeasibleBudgetError | None = None
-        for number in range(_MAX_ROUNDS):
-            self._say(f"solving for {format_bytes(self.budget_bytes)}")
-            candidates, error = self._candidates()
-            if error is not None and number and not tuner.has_one():
-                candidates += self._smallest()
-            tuner.try_all(candidates)
-            searched = [each for each in candidates if each.name == SEARCHED or each.plan.splits]
-            missing_bytes = max(map(tuner.missing_bytes, searched), default=0)
-            if not missing_bytes:
-                break
-            logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
-            self._correct(self.correction_bytes + missing_bytes)
-        if error is not None and not tuner.has_one() and self._may_run_smallest():
-            tuner.try_all([ShortlistedPlan(SMALLEST, replace(self._tightest(), budget_bytes=self.budget_bytes))])
-        if not tuner.has_one():
-            raise self._infeasible(error, tuner.smallest_peak_bytes)
-
-    def _may_run_smallest(self) -> bool:
-        """Whether the plan with the smallest peak is worth a run where none fits, so that the floor is a measured one.
-
-        It fits on the device where the plain step did. With `split=True` the floor is that of another graph.
-        """
-        return self._ranks.all(self._step.graph.is_measured and not self._limits.split, "whether the plain step ran")
-
-    def _infeasible(self, error: InfeasibleBudgetError | None, smallest_bytes: int) -> InfeasibleBudgetError:
-        """What to raise if no candidate holds. `error` is the solver's, `smallest_bytes` the smallest measured peak."""
-        if error is not None and (self._ranks.is_alone or self._limits.split):
-            found = error
-            error = self.splits.by_first(lambda: self.splits.with_floor(found), "floor with split=True")
-        if error is not None and not smallest_bytes:
-            return error
-        allowed, smallest = format_apart(self.budget_bytes, smallest_bytes)
-        if error is not None:
-            text = f"{error}\nPlans near it were run for real: the smallest peak measured is {smallest}."
-            return InfeasibleBudgetError(text, max(error.floor_bytes, smallest_bytes))
-        return InfeasibleBudgetError(
-            f"no plan kept the measured peak within {allowed} in {_MAX_ROUNDS} rounds; the "
-            f"smallest measured is {smallest}. The model is as it was: raise the budget, or make the batch smaller.",
-            smallest_bytes,
-        )
-
-    def _candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
-        """Plans to measure, and the solver's error if its own plan is not among them."""
-        if self._ranks.is_alone:
-            return self._found_candidates()
-
-        def made() -> tuple[list[tuple[ShortlistedPlan, SentPlan]], InfeasibleBudgetError | None]:
-            candidates, error = self._found_candidates()
-            return [(replace(each, plan=Plan()), sendable(each.plan)) for each in candidates], error
-
-        sent, error = self.splits.by_first(made, "candidates")
-        graphs = [self._graph(plan.plan.splits) for _, plan in sent]
-        pairs = zip(sent, graphs, strict=True)
-        return [replace(each, plan=attached(self._ranks, graph, plan)) for (each, plan), graph in pairs], error
-
-    def _found_candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
-        found, error = self._limits.candidates(self._graph(), self.budget_bytes)
-        fits_plainly = bool(found) and found[0].plan.is_plain and found[0].plan.peak_bytes <= self.budget_bytes
-        if not self._limits.split or fits_plainly:
-            return found, error
-        plans = self.splits.plans(self.budget_bytes, self.correction_bytes)
-        found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
-        return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
-
-    def _smallest(self) -> list[ShortlistedPlan]:
-        """The plan with the smallest peak, though measured peaks were above predictions: its own may not be."""
-        plan = replace(self._tightest(), budget_bytes=self.budget_bytes)
-        return [ShortlistedPlan(SMALLEST, plan)] if plan.peak_bytes <= self.budget_bytes else []
-
-    def _tightest(self, splits: tuple[Split, ...] = ()) -> Plan:
-        """The plan with the smallest peak by the uncorrected graph."""
-        if splits not in self._smallest_plans:
-            graph = self.splits.graph(splits)
-            self._smallest_plans[splits] = plan_of_first(self._ranks, graph, lambda: self._limits.tightest(graph))
-        return self._smallest_plans[splits]
-
-    def _graph(self, splits: tuple[Split, ...] = ()) -> StepGraph:
-        """The step with these splits, and with the memory that its simulation did not predict."""
-        if splits not in self._corrected:
-            graph = self.splits.graph(splits)
-            other_bytes = graph.other_bytes + self.correction_bytes
-            self._corrected[splits] = replace(graph, other_bytes=other_bytes) if self.correction_bytes else graph
-        return self._corrected[splits]
-
-    def _correct(self, num_bytes: int) -> None:
-        self.correction_bytes = num_bytes
-        self._corrected.clear()
-
-    def applied(self, plan: Plan) -> AppliedPlan:
-        """Put a plan on the model, and give the handle a `Planner` for larger inputs than those of the examples."""
-        step, splits = self._step, plan.splits
-        handle = self._apply(step.model, step.for_model(plan))
-        try:
-            split_graph = handle.plan.graph if splits else None
-            (first,) = handle.shapes.all
-            arguments = tuple(shapes_of(example) for example in step.examples)
-            graph = split_graph or self._graph()
-            handle.shapes.become([replace(first, inputs=tuple(step.inputs), arguments=arguments, graph=graph)])
-            smallest = None if self._ranks.is_alone else step.for_model(self._tightest(splits))
-            handle.shapes.planner = Planner(
-                handle.model,
-                split_graph or step.graph,
-                step.largest_inputs,
-                budget_bytes=self.budget_bytes,
-                limits=self._limits,
-                correction_bytes=self.correction_bytes,
-                optimizer=step.optimizer,
-                splits=splits,
-                ranks=self._ranks,
-                smallest=smallest,
-            )
-        except BaseException:
-            handle.remove()
-            raise
-        return handle
-
-    def watch(self, handle: AppliedPlan) -> BudgetWatch:
-        """A check, from time to time, of whether the budget still holds."""
-        step, graph = self._step, self._step.graph
-        static_bytes = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-        return BudgetWatch(handle, step.device, self.budget_bytes, graph.optimizer_state_bytes, static_bytes)
-
-
-def _solved(ranks: Ranks, search: SplitSearch, budget_bytes: int) -> Plan:
-    """The solver's plan, whose predicted peak is within the budget on every rank."""
-    if ranks.is_alone:
-        return search.solve(budget_bytes)
-    missing_bytes = 0
-    for _ in range(_MAX_ROUNDS):
-        allowed = budget_bytes - missing_bytes
-        sent = search.by_first(lambda allowed=allowed: sendable(search.solve(allowed)), "plan")  # type: ignore[misc]
-        made = attached(ranks, graph := search.graph(sent.plan.splits), sent)
-        peak_bytes = ranks.max(simulate(graph, made).peak_bytes, "predicted peaks")
-        if peak_bytes <= budget_bytes:
-            break
-        # A rank with longer inputs than the one that solves: leave as much room on the one that solves.
-        missing_bytes += peak_bytes - budget_bytes
-    return replace(made, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
 
 
 class Refitter:
@@ -450,13 +339,6 @@ def _examples(args: tuple[Any, ...], more_batches: Sequence[tuple[Any, ...]]) ->
                 f"not {type(batch).__name__}"
             )
     return [args, *more_batches]
-
-
-def _split_name(plan: Plan) -> str:
-    """How the table of candidates calls a plan with splits."""
-    parts = {split.kind: split.num_parts for split in plan.splits}
-    names = {"loss": "the loss", "tokens": "token-wise modules"}
-    return "split: " + ", ".join(f"{names[kind]} in {number}" for kind, number in parts.items())
 
 
 _ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.api.measure import RealSteps, can_measure
+from lowtide.api.measure import RealSteps, TracedStep, can_measure, trace_largest
 from lowtide.api.split_search import SplitSearch
-from lowtide.api.traced_step import TracedStep, trace_largest
 from lowtide.eager.handle import refuse_other_checkpointing
 from lowtide.eager.plan_handle import apply_plan
 from lowtide.eager.replanning import Limits

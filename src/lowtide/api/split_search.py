@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowtide.api.traced_step import TracedStep
+from lowtide.api.measure import TracedStep
 from lowtide.distributed.agreement import with_common_costs
 from lowtide.distributed.ranks import current, is_known_to_all
 from lowtide.eager.replanning import Limits
