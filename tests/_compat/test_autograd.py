@@ -1,11 +1,13 @@
-"""Canaries for `_compat/autograd.py`: version counters, saved-tensor hooks and autograd nodes."""
+"""Canaries for `_compat/autograd.py`: version counters, saved-tensor hooks, autograd nodes and torch's checkpoint."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from lowtide._compat import autograd
@@ -249,3 +251,42 @@ def test_an_op_in_place_saves_a_clone_whose_node_is_the_newest() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         x.pow_(2)
     assert saved == [(True, 0)]
+
+
+def test_settings_are_read() -> None:
+    assert autograd.early_stop(True) and not autograd.early_stop(False)
+    with torch_checkpoint.set_checkpoint_early_stop(False):
+        assert not autograd.early_stop(True), "torch.utils.checkpoint._enable_checkpoint_early_stop is gone"
+    with torch_checkpoint.set_checkpoint_debug_enabled(True):
+        assert autograd.checkpoint_debug(False), "torch.utils.checkpoint._checkpoint_debug_enabled is gone"
+
+
+def test_a_running_checkpoint_is_recognised() -> None:
+    seen: list[Any] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd.checkpoint_in_force())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    region(x)
+    torch_checkpoint.checkpoint(region, x, use_reentrant=False)
+    assert seen[0] is None
+    assert seen[1] is not None, "the pack hook of torch's checkpoint is no longer defined in torch.utils.checkpoint"
+
+
+def test_selective_modes_list_their_ops() -> None:
+    op = torch.ops.aten.mm.default
+    forward, _ = torch_checkpoint.create_selective_checkpoint_contexts([op])
+    with forward:
+        torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+    seen = autograd.selective_ops(forward)
+    assert seen is not None, "torch.utils.checkpoint._CachingTorchDispatchMode is gone: useless policies go unnoticed"
+    policy, ran, saved_any = seen
+    assert callable(policy) and str(op) in ran and saved_any, "the storage of selective checkpoints has another form"
+    assert autograd.selective_ops(object()) is None
+
+
+def test_torchs_function_and_error_are_found() -> None:
+    assert autograd.find_torch_checkpoint() is torch_checkpoint.checkpoint, "torch's checkpoint is not recognised"
+    assert issubclass(autograd.TorchCheckpointError, RuntimeError), "torch's CheckpointError is no RuntimeError"

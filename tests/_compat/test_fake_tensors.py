@@ -56,7 +56,7 @@ def test_shapes_that_depend_on_values_have_a_bound() -> None:
 
 
 def test_a_fake_answers_for_its_device_without_an_op() -> None:
-    class Seen(dispatch.UnwrappedDispatchMode):
+    class Seen(dispatch.DispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func)
             return func(*args, **(kwargs or {}))
@@ -108,7 +108,7 @@ class Counting(fake_tensors.FakeKernels):
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         counting = self
 
-        class Seen(dispatch.UnwrappedDispatchMode):
+        class Seen(dispatch.DispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 counting.num_run += func is op
                 return func(*args, **(kwargs or {}))

@@ -61,7 +61,7 @@ def test_hooks_and_rules_of_optimizers() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     assert any(name.endswith("_hooks") for name in vars(optimizer)), "optimizers hold their hooks elsewhere"
-    rule = modules.foreach_rule()
+    rule = modules.uses_foreach
     assert rule({"foreach": True}, [parameter]) and not rule({"fused": True}, [parameter])
     assert rule({"foreach": None}, [parameter]) is False, "optimizers use foreach on the CPU now"
 

@@ -1,4 +1,4 @@
-"""Canaries for `_compat/tensors.py`: kinds of tensors, identity, lifetime and use counts of storages."""
+"""Canaries for `_compat/tensors.py`: kinds of tensors, storages, devices and generators."""
 
 from __future__ import annotations
 
@@ -80,3 +80,20 @@ def test_a_wrapper_tensor_has_a_shape_and_no_memory() -> None:
     with tensors.without_torch_function():
         assert (made.shape, made.dtype) == ((2, 3), torch.bfloat16)
         assert float(made.sum()) == 1.0
+
+
+def test_the_default_device_is_read() -> None:
+    assert tensors.default_device() is None
+    with torch.device("meta"):
+        assert tensors.default_device() == torch.device("meta"), "`with torch.device()` is no DeviceContext any more"
+
+
+def test_generators_are_identified() -> None:
+    one, other = torch.Generator(), torch.Generator()
+    assert tensors.generator_id(one) == tensors.generator_id(one) != tensors.generator_id(other), "_cdata is no id"
+
+
+@pytest.mark.gpu
+def test_the_accelerator_has_a_generator() -> None:
+    assert tensors.accelerator() is not None
+    assert isinstance(tensors.default_generator("cuda", 0), torch.Generator)

@@ -21,7 +21,7 @@ from joints import compile_without_kernels
 from kernelless import PLENTY, session_of
 from lowtide import _compat
 from lowtide._compat.profiler import cpu_allocation_totals
-from lowtide.compiled import session
+from lowtide.compiled import session, step_profile
 from lowtide.compiled.step_profile import (
     BACKWARD,
     BACKWARD_END,
@@ -378,7 +378,7 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peak = self.clock = 0
         self.num_read = 0
-        monkeypatch.setattr(_compat, "allocator_meter", lambda device: self.read)
+        monkeypatch.setattr(step_profile, "read_allocator", lambda device: self.read())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
 

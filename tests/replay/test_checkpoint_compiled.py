@@ -177,9 +177,9 @@ def a_partial(torchs: Callable[..., Any], _: pytest.MonkeyPatch) -> Callable[...
 @pytest.mark.parametrize("replace", [replaced_and_kept, wrapping, closing_over, a_partial])
 def test_torchs_own_is_found(replace: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torchs = torch_checkpoint.checkpoint
-    assert _compat.checkpoint.find_torch_checkpoint() is torchs
+    assert _compat.find_torch_checkpoint() is torchs
     monkeypatch.setattr(torch_checkpoint, "checkpoint", replace(torchs, monkeypatch))
-    assert _compat.checkpoint.find_torch_checkpoint() is torchs
+    assert _compat.find_torch_checkpoint() is torchs
 
 
 def test_an_unknown_replacement_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_an_unknown_replacement_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatc
         return function(*args)
 
     monkeypatch.setattr(torch_checkpoint, "checkpoint", unknown)
-    assert _compat.checkpoint.find_torch_checkpoint() is unknown
+    assert _compat.find_torch_checkpoint() is unknown
 
 
 def test_a_replacement_from_before_the_import() -> None:

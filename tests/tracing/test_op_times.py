@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.graph.time_lines import device_starts
+from lowtide.tracing.devices import read_allocator
 from lowtide.tracing.op_times import PlainTimes, ProfiledStep, calibrated, fit_to_total, matched, medians, profiled
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -213,3 +214,13 @@ def test_an_op_that_synchronises_is_seen() -> None:
 
     graph = lowtide.trace(model, loss_fn, torch.randn(4, 8, device="cuda"))
     assert [op.name for op in graph.ops if "sync" in op.flags] == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.gpu
+def test_the_allocator_is_read() -> None:
+    torch.cuda.init()
+    before, _ = read_allocator(GPU)
+    kept = torch.empty(1 << 20, device=GPU)
+    del kept
+    now, peak = read_allocator(GPU)
+    assert now == before and peak >= before + (4 << 20), "memory_stats_as_nested_dict has another form"

@@ -10,8 +10,6 @@ are imported from their file.
 """
 
 from lowtide._compat.autograd import *
-from lowtide._compat.checkpoint import *
-from lowtide._compat.devices import *
 from lowtide._compat.dispatch import *
 from lowtide._compat.distributed import *
 from lowtide._compat.dynamo import *

@@ -1,8 +1,10 @@
-"""torch's autograd engine: version counters, saved-tensor hooks, and nodes of the backward graph.
+"""torch's autograd engine and checkpoint: version counters, saved-tensor hooks, and nodes of the backward graph.
 
 Replays use it to notice tensors that were changed in place, to install and read saved-tensor hooks, to number the nodes
-of a forward, and to copy and overwrite buffers without a trace. Each docstring ends with the private API that it relies
-on, or with the change of torch that would make it obsolete.
+of a forward, and to copy and overwrite buffers without a trace. `lowtide.checkpoint` is a drop-in for torch's: it
+follows the same settings, falls back to torch's own inside `torch.compile`, and raises errors that code written for
+torch's catches. Each docstring ends with the private API that it relies on, or with the change of torch that would make
+it obsolete.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import CellType, FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint_module
 from torch import Tensor, nn
 
 from lowtide._compat.dispatch import under_functorch, without_modes
@@ -26,7 +30,6 @@ _NODES = "replays cannot number the autograd nodes of their forward"
 _HOOKS = "replay regions cannot install their saved-tensor hooks"
 _set_version_counters = required("torch._C._autograd._unsafe_set_version_counter", _SNAPSHOTS)
 _foreach_copy = required("torch._foreach_copy_", _SNAPSHOTS)
-_current_node = required("torch._C._current_autograd_node", _NODES)
 _current_graph_task = required("torch._C._current_graph_task_id", "a running backward cannot be detected")
 _top_hooks = required("torch._C._autograd._top_saved_tensors_default_hooks", "hooks in force cannot be detected")
 _hooks_enabled = required("torch._C._autograd._saved_tensors_hooks_is_enabled", "hooks in force cannot be detected")
@@ -232,9 +235,8 @@ class BackwardReturn:
                 self._callback(has_failed)
 
 
-def running_node() -> Any | None:
-    """Return the autograd node whose backward runs in this thread. Obsolete with a public one."""
-    return _current_node()
+# The autograd node whose backward runs in this thread, or None. Obsolete with a public one.
+running_node: Callable[[], Any | None] = required("torch._C._current_autograd_node", _NODES)
 
 
 def fills_later(node: Any) -> bool:
@@ -266,12 +268,11 @@ def saves_results(node: Any) -> bool:
     return node.name().rstrip("0123456789") in _SAVE_RESULTS
 
 
-# fmt: off
-_SAVE_RESULTS = frozenset(f"{name}Backward" for name in (
-    "CudnnBatchNorm", "FusedRmsNorm", "LogSoftmax", "MiopenBatchNorm", "NativeBatchNorm", "NativeDropout",
-    "NativeGroupNorm", "NativeLayerNorm", "Relu", "Sigmoid", "Softmax", "Tanh",
-))
-# fmt: on
+_SAVE_RESULTS = frozenset(
+    f"{name}Backward"
+    for name in "CudnnBatchNorm FusedRmsNorm LogSoftmax MiopenBatchNorm NativeBatchNorm NativeDropout NativeGroupNorm "
+    "NativeLayerNorm Relu Sigmoid Softmax Tanh".split()
+)
 
 
 def sequence_of(node: Any) -> int:
@@ -289,7 +290,7 @@ def autograd_nodes_since(sequence: int, roots: Sequence[Any] | None = None) -> l
     `current_autograd_node` and `Node.sequence_nr`.
     """
     if roots is None:
-        running = _current_node()
+        running = running_node()
         roots = [] if running is None else [running]
     seen, stack = {}, [node for node in roots if node is not None]
     while stack:
@@ -439,3 +440,97 @@ def leaves_of(output: Tensor) -> list[Tensor]:
     Relies on `AccumulateGrad.variable`; obsolete with a public function for it.
     """
     return [node.variable for node in autograd_nodes_since(0, [output.grad_fn]) if hasattr(node, "variable")]
+
+
+# torch.utils.checkpoint.
+
+
+def checkpoint_in_force() -> Any | None:
+    """Return the pack hook of the innermost checkpoint region that runs or replays in this thread; None outside of any.
+
+    A hook that was installed inside the region hides it, unless that hook has an attribute `passes_on_to`. Obsolete
+    with a public function that returns the current region.
+    """
+    hooks = current_hooks()
+    while hooks is not None and "passes_on_to" in getattr(hooks[0], "__dict__", ()):
+        hooks = hooks[0].passes_on_to  # type: ignore[attr-defined]
+    module = "" if hooks is None else getattr(hooks[0], "__module__", None) or ""
+    return hooks[0] if hooks is not None and module.startswith(_CHECKPOINTS) else None
+
+
+_CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.replay.")
+
+
+def early_stop(default: bool) -> bool:
+    """Return the value of `torch.utils.checkpoint.set_checkpoint_early_stop` if in force, else `default`.
+
+    Obsolete with a public getter. Without the private one, the setting is ignored: it only saves time.
+    """
+    enabled: bool | None = getattr(torch_checkpoint_module, "_enable_checkpoint_early_stop", None)
+    return default if enabled is None else enabled
+
+
+def checkpoint_debug(default: bool) -> bool:
+    """Return the value of `torch.utils.checkpoint.set_checkpoint_debug_enabled` if in force, else `default`.
+
+    Obsolete likewise.
+    """
+    enabled: bool | None = getattr(torch_checkpoint_module, "_checkpoint_debug_enabled", None)
+    return default if enabled is None else enabled
+
+
+def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:
+    """Return the policy of a selective checkpoint's forward mode, the ops that ran, and whether any was saved.
+
+    None for a context of another kind. On torch 2.11 only ops that were saved are listed. Obsolete when torch itself
+    reports policies that match no op.
+    """
+    mode_type: Any = getattr(torch_checkpoint_module, "_CachingTorchDispatchMode", ())
+    if not isinstance(mode, mode_type):
+        return None
+    recompute = getattr(torch_checkpoint_module, "_RECOMPUTE", None)
+    saved = any(
+        entry is not recompute
+        for entries in mode.storage.values()
+        for entry in (entries.values() if isinstance(entries, dict) else entries)
+    )
+    return mode.policy_fn, [str(key[0] if isinstance(key, tuple) else key) for key in mode.storage], saved
+
+
+def find_torch_checkpoint() -> Callable[..., Any]:
+    """Return torch's own `checkpoint`, also if another library has replaced it in `torch.utils.checkpoint`.
+
+    Such libraries keep a reference to torch's: in another attribute of the module (Unsloth, ms-swift), or in what their
+    function wraps, closes over or is a partial of. If none of these is torch's, the replacement is returned. Obsolete
+    when libraries stop replacing it.
+    """
+    names = vars(torch_checkpoint_module)
+    candidates, seen = [names["checkpoint"], *names.values()], set()
+    for candidate in candidates:  # grows
+        if id(candidate) in seen or not isinstance(candidate, FunctionType | functools.partial):
+            continue
+        seen.add(id(candidate))
+        if _is_torch_checkpoint(candidate):
+            return candidate
+        cells = getattr(candidate, "__closure__", None) or ()
+        candidates += [cell.cell_contents for cell in cells if cell != CellType()]
+        candidates += [getattr(candidate, name, None) for name in ("__wrapped__", "func")]
+    return names["checkpoint"]  # type: ignore[no-any-return]
+
+
+def _is_torch_checkpoint(function: Any) -> bool:
+    """Return whether a function is defined by torch and decorated only by torch."""
+    chain = [function]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    spaces = [getattr(each, "__globals__", {}) for each in chain]
+    is_defined_there = spaces[-1] is vars(torch_checkpoint_module) and chain[-1].__name__ == "checkpoint"
+    return is_defined_there and all(str(space.get("__name__")).startswith("torch.") for space in spaces)
+
+
+# Bound at import: a user who replaces `torch.utils.checkpoint.checkpoint` by lowtide's must not make it call itself.
+torch_checkpoint = find_torch_checkpoint()
+if TYPE_CHECKING:
+    TorchCheckpointError = torch_checkpoint_module.CheckpointError
+else:  # a RuntimeError; not in torch's `__all__`
+    TorchCheckpointError = optional("torch.utils.checkpoint.CheckpointError", RuntimeError)

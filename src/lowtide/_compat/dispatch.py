@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,24 +48,30 @@ is_any_autocast_enabled: Callable[[], bool] = required(
 # Namespaces of ops that communicate. Obsolete when torch tags such ops.
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 
-_OPS = "retained outputs cannot be told from values that Python or autocast keeps"
-_CAST = required("torch.ops.aten._to_copy.default", _OPS)
-_INDEX = required("torch.ops.aten.index.Tensor", _OPS)
-_COPIES = (
-    _CAST,
-    required("torch.ops.aten.copy_.default", _OPS),
-    required("torch.ops.aten.copy.default", _OPS),
-)
-_MISSING_OPS = [op for op in (_INDEX, *_COPIES) if isinstance(op, type)]  # placeholders are classes, ops are not
+_CAST, _INDEX = torch.ops.aten._to_copy.default, torch.ops.aten.index.Tensor
+_COPIES = (_CAST, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
 
 
-class PlainDispatchMode(TorchDispatchMode):
-    """A `TorchDispatchMode` that also sees random ops of DTensors. Obsolete when torch's own does, and is public."""
+class DispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` that also sees random ops of DTensors, and whose method Dynamo skips without a wrapper.
+
+    torch's own wraps `__torch_dispatch__` in two Python calls per op for the same purpose. Obsolete when it does not,
+    sees these ops, and is public.
+    """
 
     def __init__(self) -> None:
         if type(self) not in _SEE_RANDOM_OPS:
             _see_random_ops(type(self))
         super().__init__()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in vars(cls):
+            cls.__torch_dispatch__ = never_compiled(cls.__torch_dispatch__)  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 _SEE_RANDOM_OPS: set[type] = set()
@@ -92,32 +99,6 @@ def _see_random_ops(kind: type) -> None:
         return random_op(start, end, seen, *args, **kwargs)
 
 
-class UnwrappedDispatchMode(PlainDispatchMode):
-    """A `TorchDispatchMode` whose `__torch_dispatch__` Dynamo skips without a wrapper.
-
-    torch's own wraps it in two Python calls per op for the same purpose. Obsolete when it does not, and when
-    `torch.utils` exports the class.
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__torch_dispatch__" in vars(cls):
-            cls.__torch_dispatch__ = never_compiled(cls.__torch_dispatch__)  # type: ignore[method-assign]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class DispatchMode(UnwrappedDispatchMode):
-    """An `UnwrappedDispatchMode` that decides by the identity of ops, and so needs all of them. Obsolete likewise."""
-
-    def __init__(self) -> None:
-        for op in _MISSING_OPS:
-            op()  # raises: decisions by op identity would be wrong
-        super().__init__()
-
-
 def flattened(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the leaves of an op's output and a function that builds the output from leaves.
 
@@ -135,24 +116,9 @@ def is_cast_of_weight(op: Any, args: Any) -> bool:
     return op is _CAST and (isinstance(args[0], nn.Parameter) or (args[0].requires_grad and args[0].is_leaf))
 
 
-def writes(op: Any) -> bool:
-    """Return whether an op writes to an argument, and returns no new tensor. Obsolete with a public schema."""
-    return getattr(getattr(op, "_schema", None), "is_mutable", False)
-
-
-def is_op_with_schema(op: Any) -> bool:
-    """Return whether an op has a schema; higher-order ops have none. Obsolete with a public schema."""
-    return hasattr(op, "_schema")
-
-
 def gives_views(op: Any) -> bool:
     """Return whether an op returns a view of an argument. Relies on `OpOverload.is_view`, which is undocumented."""
     return getattr(op, "is_view", False)
-
-
-def has_dynamic_shape(op: Any) -> bool:
-    """Return whether the shape of an op's output depends on values. Relies on torch's op tags."""
-    return torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
 
 
 def reveals_values(op: Any, args: Any, output: Any) -> bool:
@@ -181,33 +147,30 @@ _reveals_values: dict[int, bool] = {}  # by the id of the op: ops live as long a
 _MASKS = (torch.bool, torch.uint8)
 
 
-def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool]:
-    """Return an op's namespace, name, indices of arguments it writes to, whether it is random, whether it is a view.
+def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool, bool]:
+    """Return an op's namespace, name, the indices of what it writes to, whether it is random, a view, of dynamic shape.
 
-    Obsolete when `OpOverload` shows its schema publicly.
+    Obsolete with a public schema.
     """
-    schema = op._schema
-    written = frozenset(
-        index for index, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
-    )
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return op.namespace, str(op), written, is_random, bool(op.is_view)
+    aliases = [argument.alias_info for argument in op._schema.arguments]
+    written = frozenset(index for index, alias in enumerate(aliases) if alias is not None and alias.is_write)
+    is_random, is_dynamic = torch.Tag.nondeterministic_seeded in op.tags, torch.Tag.dynamic_output_shape in op.tags
+    return op.namespace, str(op), written, is_random, bool(op.is_view), is_dynamic
 
 
-def op_argument_names(op: Any) -> list[str]:
-    """List the names of an op's arguments. Obsolete with a public schema."""
-    return [argument.name for argument in op._schema.arguments]
+def op_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Map the names of an op's arguments to those given, or their defaults; None if there is none.
+
+    Obsolete with a public schema.
+    """
+    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return {**arguments, **dict(zip(arguments, args, strict=False)), **kwargs}
 
 
-def op_defaults(op: Any) -> dict[str, Any]:
-    """Map the names of an op's arguments to their defaults, None where there is none. Obsolete with a public schema."""
-    return {argument.name: argument.default_value for argument in op._schema.arguments}
-
-
-class ReadGuard(PlainDispatchMode):
+class ReadGuard(DispatchMode):
     """A dispatch mode that calls `refuse(tensor)` when an op reads one of `tensors` or an alias of it.
 
-    Obsolete like `PlainDispatchMode`.
+    Obsolete like `DispatchMode`.
     """
 
     def __init__(self, tensors: Sequence[Tensor], refuse: Callable[[Tensor], None]) -> None:
@@ -282,11 +245,6 @@ def returns_number(op: Any) -> bool:
     return bool(results) and all(kind in ("number", "Scalar", "bool", "int", "float") for kind in results)
 
 
-def op_packet(op: Any) -> Any:
-    """Return the op without its overload: `aten.add` for `aten.add.Tensor`. Obsolete with a public attribute."""
-    return getattr(op, "_overloadpacket", op)
-
-
 def op_flops(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """Return the FLOPs of a call by torch's formulas; 0 for ops without one, symbolic for symbolic sizes.
 
@@ -304,7 +262,7 @@ def op_flops(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
 @functools.cache
 def _flop_formula(op: Any) -> Any:
     """Torch's formula for an op, or for the op that it does in place: torch has none for `addmm_`."""
-    packet = op_packet(op)
+    packet = getattr(op, "overloadpacket", op)
     name, other = getattr(packet, "__name__", ""), packet
     if name.endswith("_") and not name.endswith("__"):
         other = getattr(torch.ops.aten, name[:-1], packet)
@@ -312,21 +270,21 @@ def _flop_formula(op: Any) -> Any:
 
 
 def _is_attention(op: Any) -> bool:
-    return getattr(op_packet(op), "__name__", "").startswith("_scaled_dot_product_")
+    return getattr(getattr(op, "overloadpacket", op), "__name__", "").startswith("_scaled_dot_product_")
 
 
 def _attention_flops(op: Any, args: Any, kwargs: Any) -> Any:
-    given = {**op_defaults(op), **dict(zip(op_argument_names(op), args, strict=False)), **kwargs}
+    given = op_arguments(op, args, kwargs)
     batch, heads, length, width = given["query"].shape
     others, out_width = given["key"].shape[-2], given["value"].shape[-1]
     # Forward: scores and output. Backward: scores again, then gradients of scores, values, queries and keys.
-    widths = 3 * width + 2 * out_width if op_packet(op).__name__.endswith("_backward") else width + out_width
+    widths = 3 * width + 2 * out_width if op.overloadpacket.__name__.endswith("_backward") else width + out_width
     flops = 2 * batch * heads * length * others * widths
     return flops // 2 if given["is_causal"] else flops
 
 
-class OpNames(PlainDispatchMode):
-    """A dispatch mode that lists the ops a trace would record. Obsolete like `PlainDispatchMode`."""
+class OpNames(DispatchMode):
+    """A dispatch mode that lists the ops a trace would record. Obsolete like `DispatchMode`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,4 +293,31 @@ class OpNames(PlainDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(func) not in BOOKKEEPING_IDS:
             self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+class SynchronizingOps(DispatchMode):
+    """A dispatch mode that lists the ops that make the host wait for the device: `(op, where())` in `found`.
+
+    Obsolete when torch's sync debug mode names the op.
+    """
+
+    def __init__(self, where: Callable[[], Any]) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that this is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            self.found.append((str(func), self._where()))
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
         return func(*args, **(kwargs or {}))

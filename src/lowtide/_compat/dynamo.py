@@ -12,7 +12,6 @@ import copy
 import logging
 import re
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -115,8 +114,7 @@ def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
     """
     if active_data_parallel() is None:
         return contextlib.nullcontext()
-    patch = required("torch._dynamo.config", _COMPILE).patch(optimize_ddp=False)
-    return cast(contextlib.AbstractContextManager[Any], patch)
+    return cast(Any, required("torch._dynamo.config", _COMPILE).patch(optimize_ddp=False))
 
 
 class LimitWatch(logging.Handler):
@@ -185,11 +183,7 @@ def compile_lock() -> contextlib.AbstractContextManager[Any]:
     Compiling the same graph again, and running a model under hooks on all modules, must not overlap with it. Obsolete
     when a backend can recompile its graph through public API.
     """
-    found: Any = optional("torch._dynamo.convert_frame.compile_lock", _own_lock)
-    return cast(contextlib.AbstractContextManager[Any], found)
-
-
-_own_lock = threading.RLock()
+    return cast(contextlib.AbstractContextManager[Any], required("torch._dynamo.convert_frame.compile_lock", _COMPILE))
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:

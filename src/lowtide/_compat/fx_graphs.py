@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat.dispatch import op_flops
+from lowtide._compat.dispatch import op_arguments, op_flops
 from lowtide._compat.internals import required
 
 _COMPILE = "torch.compile cannot run with lowtide's plans"
@@ -66,8 +66,7 @@ def copied_module(module: Any) -> Any:
 
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    copied = next(node for node in reversed(graph.nodes) if node.op == "output")
-    copied.meta = dict(next(node for node in reversed(module.graph.nodes) if node.op == "output").meta)
+    graph.output_node().meta = dict(module.graph.output_node().meta)
     made = GraphModule(module, graph)
     made.meta = dict(module.meta)
     return made
@@ -78,12 +77,8 @@ def static_inputs(module: Any) -> list[bool]:
 
     Obsolete when Dynamo documents `node.meta["tensor_dict"]`.
     """
-    is_static = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            facts = node.meta.get("tensor_dict") or {}
-            is_static.append("_dynamo_static_input_type" in facts)
-    return is_static
+    inputs = module.graph.find_nodes(op="placeholder")
+    return ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in inputs]
 
 
 class FakeInputs:
@@ -95,8 +90,7 @@ class FakeInputs:
     """
 
     def __init__(self, module: Any, inputs: list[Any]) -> None:
-        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-        fakes = [node.meta.get("example_value") for node in nodes]
+        fakes = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
         self._inputs = inputs if any(fake is None for fake in fakes) else fakes
         self._numbers = [(each, getattr(each, "item_memo", None)) for each in self._inputs]
 
@@ -187,10 +181,7 @@ def node_argument(node: Any, name: str) -> Any:
 
     Obsolete with a public schema.
     """
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
+    return op_arguments(node.target, node.args, node.kwargs).get(name)
 
 
 def written_inputs(joint: Any) -> list[Any]:
@@ -198,15 +189,12 @@ def written_inputs(joint: Any) -> list[Any]:
 
     Obsolete when AOTAutograd's descriptions of inputs and outputs are public.
     """
-    nodes = list(joint.nodes)
-    described = nodes[-1].meta.get("desc") or ()
+    described = joint.output_node().meta.get("desc") or ()
     changed = [each.mutated_input for each in described if hasattr(each, "mutated_input")]
-    inputs = [node for node in nodes if node.op == "placeholder"]
+    inputs = joint.find_nodes(op="placeholder")
+    copies = joint.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = [node for node in inputs if node.meta.get("desc") in changed]
-    for node in nodes:
-        if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs:
-            written.append(node.args[0])
-    return written
+    return written + [node.args[0] for node in copies if node.args[0] in inputs]
 
 
 def simplify_joint(joint: Any) -> None:
@@ -266,7 +254,7 @@ class Partition:
         """
         given = set(self._node_info.inputs)  # of the forward; one that the backward returns is listed in both
         backward, found, seen = set(self._node_info.required_bw_nodes) - given, set(), set()
-        results = next(node for node in reversed(self._graph.nodes) if node.op == "output").args[0]
+        results = self._graph.output_node().args[0]
         left = [each for node in backward if node.op != "output" for each in node.all_input_nodes]
         left += [node for node in results[self._num_forward_outputs :] if isinstance(node, torch.fx.Node)]
         while left:

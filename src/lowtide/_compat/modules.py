@@ -188,20 +188,11 @@ def remove_global_hook(handle: Any) -> None:
     _forward_hooks_with_kwargs.pop(handle.id, None)
 
 
-def foreach_rule() -> Callable[[dict[str, Any], list[Tensor]], bool]:
-    """Return a function that says whether an optimizer updates all parameters of a group at once (`foreach`).
-
-    Obsolete when `torch.optim` documents its default.
-    """
+def uses_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
+    """Return whether an optimizer updates all `parameters` of a group at once. Obsolete with a documented default."""
+    if group.get("fused") or group.get("foreach") is not None:
+        return not group.get("fused") and bool(group["foreach"])
     default_rule = required(
         "torch.optim.optimizer._default_to_fused_or_foreach", "the memory of optimizer steps cannot be predicted"
     )
-
-    def uses_foreach(group: dict[str, Any], parameters: list[Tensor]) -> bool:
-        if group.get("fused"):
-            return False
-        if group.get("foreach") is not None:
-            return bool(group["foreach"])
-        return default_rule(parameters, group.get("differentiable", False), use_fused=False)[1]
-
-    return uses_foreach
+    return default_rule(parameters, group.get("differentiable", False), use_fused=False)[1]

@@ -7,6 +7,7 @@ Both formats are undocumented: each docstring names what it relies on.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -112,12 +113,22 @@ def _profiled(call: Callable[[], Any], mark: str | None = None) -> _Events:
     _ThreadProfiler.stop_unwanted()
     if profiler_is_active():
         raise LowtideError("memory on the CPU is measured by torch.profiler, and one is active: measure outside of it")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            call()
+    with _quietly(), _cpu_profiler() as profiler:
+        call()
     return _events(profiler, mark)
+
+
+def _cpu_profiler() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Run a block without the profiler's warnings, and without what it prints at its start and stop."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def profiler_is_active() -> bool:
@@ -163,12 +174,10 @@ class _ThreadProfiler:
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its start and stop otherwise
         self._is_wanted = self._is_running = True
         self._thread = threading.get_ident()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the profiler's own
-            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with _quietly():
+            self.profiler = _cpu_profiler()
             self.profiler.start()
         # Every profiler that starts or stops sets this to True or False.
         self._token = next(_tokens)
@@ -188,8 +197,7 @@ class _ThreadProfiler:
         if torch.autograd.profiler._is_profiler_enabled != self._token:
             vars(self.profiler.profiler)["entered"] = False  # it has ended
             return False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quietly():
             self.profiler.stop()
         return True
 

@@ -1,8 +1,9 @@
-"""`torch.Tensor` and `UntypedStorage`: kinds of tensors, the plain tensors inside of subclasses, identity of storages.
+"""Tensors, storages, devices and generators: kinds of tensors, the plain ones inside of subclasses, and identities.
 
 Tracing, replays and the store count memory by storage: they need an identity that is not reused while they hold it,
-a test whether a storage is still alive, and the number of tensors that share it. Each docstring ends with the private
-API that it relies on, or with the change of torch that would make it obsolete.
+a test whether a storage is still alive, and the number of tensors that share it. Replays restore the default device and
+the generators' states. Each docstring ends with the private API that it relies on, or with the change of torch that
+would make it obsolete.
 """
 
 from __future__ import annotations
@@ -171,3 +172,45 @@ without_torch_function = required("torch._C.DisableTorchFunctionSubclass", _LAZY
 def wrapper_tensor(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of a subclass with this shape and no memory. Obsolete with a public `_make_wrapper_subclass`."""
     return _make_wrapper(kind, tuple(shape), dtype=dtype, device=device)
+
+
+# Devices and generators.
+
+_DEFAULT = "replays cannot restore the default device of their forward"
+_num_function_modes = required("torch._C._len_torch_function_stack", _DEFAULT)
+
+
+def default_device() -> torch.device | None:
+    """Return the device of `torch.set_default_device` or `with torch.device(...)` if one is in force in this thread.
+
+    Obsolete when `torch.get_default_device` distinguishes a device that was set, and is as fast.
+    """
+    if not _num_function_modes():
+        return None
+    function_modes = required("torch.overrides._get_current_function_mode_stack", _DEFAULT)
+    context = required("torch.utils._device.DeviceContext", _DEFAULT)
+    return next((mode.device for mode in reversed(function_modes()) if isinstance(mode, context)), None)
+
+
+def default_generator(kind: str, index: int) -> torch.Generator:
+    """Return the generator that ops on a device draw from by default.
+
+    Obsolete when every device module has `default_generators`.
+    """
+    module = torch.get_device_module(kind)
+    generators = getattr(module, "default_generators", None)
+    return generators[index] if generators else module._get_default_mps_generator()
+
+
+@functools.cache
+def accelerator() -> torch.device | None:
+    """Return the accelerator of this process, if torch was built for one and finds it. Public API, cached."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """Return a number that identifies a generator: dispatch modes get a new Python object for it in each call.
+
+    Relies on `Generator._cdata`; obsolete when generators compare equal.
+    """
+    return generator._cdata

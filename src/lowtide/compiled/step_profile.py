@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.tracing.devices import read_allocator
 from lowtide.units import format_seconds
 
 FORWARD, FORWARD_END, BACKWARD, BACKWARD_END = range(4)
@@ -177,14 +178,10 @@ class AllocatorMeter(StepMeter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
-        read = _compat.allocator_meter(device)
-        assert read is not None
-        self._read = read
-        self._most = 0
+        self._device, self._most = device, 0
 
     def reset(self) -> None:
-        self._read()
+        read_allocator(self._device)
         self._marks, self._most = [], 0
 
     def mark(self, kind: int, index: int) -> None:
@@ -202,7 +199,7 @@ class AllocatorMeter(StepMeter):
 
     def _close_part(self) -> int:
         """Note the peak since the last mark; the bytes allocated now."""
-        now, peak = self._read()
+        now, peak = read_allocator(self._device)
         self._most = max(self._most, peak)
         if self._marks:
             self._marks[-1].peak_bytes = max(self._marks[-1].peak_bytes, peak)

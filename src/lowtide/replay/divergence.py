@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide._compat.checkpoint import TorchCheckpointError
+from lowtide._compat.autograd import TorchCheckpointError
 from lowtide._compat.modules import WHOLE_MODULE_METHODS
 from lowtide.errors import CheckpointError
 from lowtide.replay.arguments import Path

@@ -70,9 +70,9 @@ def facts_of(op: Any) -> OpFacts:
 
 
 def _read(op: Any) -> OpFacts:
-    if not _compat.is_op_with_schema(op):  # a higher-order op, which calls functions
+    if not _compat.is_op_overload(op):  # a higher-order op, which calls functions
         return OpFacts(str(op), ("custom",), (), (), False, (), "", is_foreign=True, may_draw=True, may_write=False)
-    namespace, name, written, is_random, is_view = _compat.op_facts(op)
+    namespace, name, written, is_random, is_view, is_dynamic = _compat.op_facts(op)
     base = name.split(".")[1]
     is_own = namespace in _OWN_NAMESPACES
     is_index = (is_own and base in _INDEX_OPS) or name in _INDEX_OVERLOADS
@@ -93,14 +93,14 @@ def _read(op: Any) -> OpFacts:
         "in place": is_in_place,
         "wait": name.startswith("_c10d_functional.wait_tensor"),
     }
-    names = tuple(_compat.op_argument_names(op))
+    names = tuple(_compat.op_arguments(op, (), {}))
     is_batch_norm = is_own and base in _BATCH_NORMS
     return OpFacts(
         name=name,
         flags=tuple(flag for flag, holds in flags.items() if holds),
         written=tuple(sorted(written)),
         written_in_training=tuple(names.index(n) for n in ("running_mean", "running_var")) if is_batch_norm else (),
-        has_dynamic_shape=_compat.has_dynamic_shape(op),
+        has_dynamic_shape=is_dynamic,
         argument_names=names,
         kept_as=next((way for way, holds in ways.items() if holds), ""),
         is_foreign=not is_own,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide._compat.autograd import version_of_saved
-from lowtide._compat.checkpoint import TorchCheckpointError
+from lowtide._compat.autograd import TorchCheckpointError, version_of_saved
 from lowtide._compat.dispatch import ReadGuard
 from lowtide.errors import ChangedInPlaceError
 from lowtide.replay import divergence, environment

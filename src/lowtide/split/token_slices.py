@@ -351,7 +351,7 @@ class _Bare(nn.Module):
             state.restore(is_done=False)  # its attributes hold no tensors without values then
 
 
-class _Follower(_compat.PlainDispatchMode):
+class _Follower(_compat.DispatchMode):
     """Follows the tensors that hold one row for each token; raises `_NotRowWise` at the first op without a rule."""
 
     def __init__(self, tokens: Tensor, state: Iterable[Tensor]) -> None:
@@ -451,8 +451,7 @@ def _product_problem(name: str, args: Sequence[Any], first: Tensor, num: int) ->
 
 def _dim_problem(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], first: Tensor, num: int) -> str:
     """For an op along some dimensions: whether these leave the tokens alone."""
-    defaults = _compat.op_defaults(func)
-    named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    named = _compat.op_arguments(func, args, kwargs)
     dims = named.get("dim", named.get("dims"))
     if dims is None:
         return "reduces over the tokens"

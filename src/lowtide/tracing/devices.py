@@ -116,6 +116,13 @@ def free_bytes(device: torch.device) -> int:
     return 1 << 62
 
 
+def read_allocator(device: torch.device) -> tuple[int, int]:
+    """Return the bytes allocated now on a CUDA device, and their peak since the last call of this function."""
+    counted = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    torch.cuda.reset_peak_memory_stats(device)
+    return counted["current"], counted["peak"]
+
+
 def link_bytes_per_s(device: torch.device) -> float:
     """Measure the bandwidth of pinned copies between device and host, in the slower direction; 0 on the CPU."""
     if device.type != "cuda":

@@ -60,7 +60,7 @@ class _Alias:
         self.recorder.release(self.saves)
 
 
-class Recorder(_compat.UnwrappedDispatchMode):
+class Recorder(_compat.DispatchMode):
     """Records a step on `device`: run it inside `recording()`, with `begin_backward()` between forward and backward.
 
     `names` has the paths of the model's modules. `before_write` is called with tensors and generators that existed

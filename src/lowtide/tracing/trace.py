@@ -43,6 +43,7 @@ from lowtide.tracing.devices import (
     link_bytes_per_s,
     named_device,
     present_device,
+    read_allocator,
     trace_device,
     unknown_device,
 )
@@ -355,7 +356,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
                     checks.names_of(model),
                     clock_for(device),
                     restorer.before_write,
-                    meter=_compat.allocator_meter(device) if measures else None,
+                    meter=functools.partial(read_allocator, device) if measures and device.type == "cuda" else None,
                     mark=_MARK if measures and can_profile else None,
                     block_bytes=block_bytes(device),
                 )

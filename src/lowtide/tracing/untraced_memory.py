@@ -128,7 +128,6 @@ class _MetaCopies:
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        self._uses_foreach = _compat.foreach_rule()
 
     def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return a copy of an optimizer, with a gradient for each parameter that requires one."""
@@ -151,7 +150,7 @@ class _MetaCopies:
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
         copied: dict[str, Any] = map_tensors(self._on_meta, group)
         if "foreach" in group:
-            copied["foreach"] = self._uses_foreach(group, group["params"])
+            copied["foreach"] = _compat.uses_foreach(group, group["params"])
         if "fused" in group:
             copied["fused"] = None if copied.get("foreach") else False
         if group.get("capturable"):
@@ -187,14 +186,14 @@ class _MetaCopies:
         return self._tensors[id(tensor)]
 
 
-class _AnyNumber(_compat.PlainDispatchMode):
+class _AnyNumber(_compat.DispatchMode):
     """Returns 1.0 for ops that read a number from a tensor (a norm, to scale by): no size depends on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 1.0 if _compat.returns_number(func) else func(*args, **(kwargs or {}))
 
 
-class _LiveBytes(_compat.PlainDispatchMode):
+class _LiveBytes(_compat.DispatchMode):
     """Counts the bytes of tensors on the meta device that ops allocate and that are still referenced.
 
     `most_bytes` is their peak. A storage that is freed is subtracted by a finalizer, so an op costs the same however
