@@ -28,9 +28,9 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError, StoreError
-from lowtide.store import disk as store_disk
 from lowtide.store import transfer
 from lowtide.store.codecs import Codec, find_codec
+from lowtide.store.disk import free_disk_bytes
 from lowtide.store.storage_units import DEVICE, DISK, HOST, Entry, EntryStats, StoreStats, Unit, is_left_alone
 from lowtide.store.tiers import StorageTiers
 from lowtide.units import parse_bytes
@@ -109,7 +109,7 @@ class ActivationStore:
         if host is not None:
             budgets[HOST] = parse_bytes(host, total_bytes=transfer.host_bytes())
         if disk is not None:
-            budgets[DISK] = parse_bytes(disk, total_bytes=store_disk.free_disk_bytes(folder))
+            budgets[DISK] = parse_bytes(disk, total_bytes=free_disk_bytes(folder))
         if not budgets:
             budgets[DEVICE] = float("inf")
         if not any(budgets.values()):

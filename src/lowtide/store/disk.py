@@ -77,12 +77,11 @@ class SpillFolder:
         path = self.path / f"{self._count}.bin"
         checksum, nbytes = 0, 0
         try:
-            with open(path, "xb", buffering=0) as file:
+            with open(path, "xb") as file:
                 for part in parts:
                     view = _buffer(part.contiguous())
                     checksum = zlib.crc32(view, checksum)
-                    nbytes += len(view)
-                    _write_all(file, view)
+                    nbytes += file.write(view)
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -94,11 +93,12 @@ class SpillFolder:
         """The parts as CPU tensors; a missing or damaged file raises `StoreError`."""
         parts, checksum = [], 0
         try:
-            with open(spilled.path, "rb", buffering=0) as file:
+            with open(spilled.path, "rb") as file:
                 for shape, dtype in spilled.shapes:
                     part = torch.empty(shape, dtype=dtype)
                     view = _buffer(part)
-                    _read_all(file, view)
+                    if file.readinto(view) != len(view):
+                        raise EOFError("the file is shorter than what was written")
                     checksum = zlib.crc32(view, checksum)
                     parts.append(part)
         except (OSError, EOFError) as error:
@@ -124,19 +124,6 @@ class SpillFolder:
 
 def _buffer(part: torch.Tensor) -> memoryview:
     return memoryview(codecs.as_bytes(part.view(-1)).numpy())  # type: ignore[arg-type]
-
-
-def _write_all(file: IO[bytes], view: memoryview) -> None:
-    while len(view):
-        view = view[file.write(view) :]
-
-
-def _read_all(file: IO[bytes], view: memoryview) -> None:
-    while len(view):
-        count = file.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            raise EOFError("the file is shorter than what was written")
-        view = view[count:]
 
 
 def _remove(path: Path, lock: IO[str], owner_pid: int) -> None:

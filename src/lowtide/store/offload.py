@@ -12,7 +12,6 @@ open.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Hashable, Iterable
@@ -176,11 +175,7 @@ def end_of_forward(store: ActivationStore, outputs: Iterable[Tensor]) -> None:
     put_before = store.end_of_forward()
     for node in {tensor.grad_fn for tensor in outputs}:
         if node is not None:
-            node.register_prehook(functools.partial(_begin_backward, store, put_before))
-
-
-def _begin_backward(store: ActivationStore, put_before: int, gradients: Any) -> None:
-    store.fetch_before(put_before)
+            node.register_prehook(lambda gradients: store.fetch_before(put_before))
 
 
 class offload:
