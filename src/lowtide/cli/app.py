@@ -378,7 +378,7 @@ def bench(
     with out.working(6) as stage:
         job = _loaded(stage, script)
         comparison = compare(job, allowed, rounds, allows, stage)
-    out.result(*showing.comparison(comparison))
+    out.result(*comparison.display())
     if not comparison.holds:
         out.note(
             "Over the budget, or other gradients than the plain step's: please report this with --json and --debug."
@@ -394,14 +394,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Check versions, devices, the link to host memory, limits, and conflicts with other checkpointing."""
-    from lowtide.cli.doctor import examine
+    from lowtide.cli.doctor import display, examine
 
     with out.working(4 if script is None else 5) as stage:
-        job = None
-        if script is not None:
-            job = _loaded(stage, script)
-        findings = examine(job, stage)
-    out.result(*showing.findings(findings))
+        findings = examine(None if script is None else _loaded(stage, script), stage)
+    out.result(*display(findings))
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(int(ExitCode.DOES_NOT_HOLD))
 

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.cli.output import UsageError
+from lowtide.cli.output import Display, UsageError
 from lowtide.cli.script import Job
+from lowtide.units import format_bytes, format_seconds
 
 PLAIN, PER_BLOCK, OURS = "plain", "torch checkpoint per block", "lowtide.fit"
 _SEED = 0
@@ -73,6 +79,35 @@ class Comparison:
         """Return a row's time over that of the plain step, minus 1."""
         plain_s = self.rows[0].step_s
         return None if plain_s is None or row.step_s is None else row.step_s / plain_s - 1
+
+    def display(self) -> Display:
+        """Return a table and data of the measurements."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("measured")
+        for heading in ("peak", "step", "slower", "gradient difference"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        rows = []
+        for row in self.rows:
+            slower = self.slowdown(row)
+            apart = row.gradient_difference
+            is_odd = apart is not None and not math.isfinite(apart)  # JSON has no infinity
+            rows.append({**asdict(row), "gradient_difference": str(apart) if is_odd else apart, "slowdown": slower})
+            if row.problem or row.peak_bytes is None or row.step_s is None:
+                table.add_row(row.name, row.problem, "", "", "")
+                continue
+            percent = "" if slower is None else f"{100 * slower:+.1f} %"
+            table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), percent, f"{apart:g}")
+        verdict = Text(f"budget {format_bytes(self.budget_bytes)}: ", style="bold")
+        verdict.append(
+            "held, with the same gradients" if self.holds else "did not hold", "green" if self.holds else "red"
+        )
+        data = {
+            "holds": self.holds,
+            "budget_bytes": self.budget_bytes,
+            "rows": rows,
+            "predicted_slowdown": self.plan.slowdown,
+        }
+        return Group(table, verdict), data
 
 
 def compare(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.cli.bench import OURS, Comparison, compare
-from lowtide.cli.output import Output, comparison
+from lowtide.cli.output import Output
 from lowtide.cli.script import Job
 from lowtide.units import format_bytes
 
@@ -100,7 +100,7 @@ class Demonstration:
 
     def print(self, out: Output) -> None:
         """Print the measurements and the plan."""
-        table, data = comparison(self.compared)
+        table, data = self.compared.display()
         head = (
             f"A GPT of {self.num_parameters / 1e6:.1f}M parameters, {LAYERS} blocks, {BATCH} x {CONTEXT} tokens, on "
             f"the CPU\nA plain step would take {format_bytes(self.predicted_bytes)} (predicted); "

@@ -13,14 +13,18 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
 
 import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 import lowtide
+from lowtide.cli.output import Display
 from lowtide.cli.script import Job
 from lowtide.store import host_bytes
 from lowtide.units import format_bytes
@@ -28,6 +32,7 @@ from lowtide.units import format_bytes
 _OLDEST_TORCH = (2, 11)
 _OTHERS = ("triton", "transformers", "matplotlib", "deepspeed", "fairscale", "trl", "accelerate", "lightning")
 _PINNED_BYTES = 64 << 20
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 # Environment variables that change memory or timing, and their effect on plans.
 _VARIABLES = {
@@ -62,6 +67,22 @@ def examine(job: Job | None, stage: Callable[[str], None]) -> list[Finding]:
         stage(f"checking {name}")
         findings += check()
     return findings
+
+
+def display(found: list[Finding]) -> Display:
+    """Return a table and data of the findings of `lowtide doctor`."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    group = ""
+    for finding in found:
+        if finding.group != group:
+            table.add_row(Text(finding.group, style="bold"))
+            group = finding.group
+        mark = {"ok": "", "note": "note: ", "problem": "problem: "}[finding.status]
+        table.add_row(Text(f"  {finding.name}"), Text(mark, _STYLES[finding.status]) + Text(finding.text))
+    problems = sum(finding.status == "problem" for finding in found)
+    verdict = Text(f"{problems} problem{'s' * (problems != 1)} found", style=_STYLES["problem" if problems else "ok"])
+    data = {"num_problems": problems, "findings": [asdict(finding) for finding in found]}
+    return Group(table, verdict), data
 
 
 def _versions() -> Iterator[Finding]:

@@ -3,7 +3,8 @@
 - `Output` writes results to stdout, as text or as JSON, and progress, notes and errors to stderr.
 - `exit_on_error` turns exceptions into a message and one of the documented exit codes (`ExitCode`).
 - The functions at the end (`estimate`, `plan`, `sweep`, ...) convert the library's results to a pair of text and
-  JSON data, for `Output.result`. Predicted numbers are marked as such in both.
+  JSON data, for `Output.result`. Predicted numbers are marked as such in both. Results of the command's own have a
+  method for that: `Comparison.display`, or `doctor.display`.
 """
 
 from __future__ import annotations
@@ -12,32 +13,24 @@ import contextlib
 import difflib
 import itertools
 import json
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 import lowtide
 from lowtide.api.estimate import Estimate, ParallelEstimate
 from lowtide.errors import UnitError
 from lowtide.plans import Frontier
-from lowtide.units import format_bytes, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    from lowtide.cli.bench import Comparison
-    from lowtide.cli.doctor import Finding
+from lowtide.units import format_bytes, parse_bytes
 
 _PIPE_WIDTH = 200
 
@@ -167,8 +160,6 @@ def _raised_at(error: BaseException) -> str:
 
 Display = tuple[RenderableType, dict[str, Any]]
 
-_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
-
 
 def _fields(item: Any, names: str) -> dict[str, Any]:
     """Return the named attributes of an object; all None if there is none."""
@@ -254,49 +245,3 @@ def explanation(plan: lowtide.Plan, module: str) -> Display:
         "regions": [asdict(region) for region in plan.regions if any(map(is_inside, region.paths))],
         "values": [asdict(row) for row in plan.rows if is_inside(row.path)],
     }
-
-
-def comparison(compared: Comparison) -> Display:
-    """Return a table and data of the measurements of `lowtide bench`."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("measured")
-    for heading in ("peak", "step", "slower", "gradient difference"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    rows = []
-    for row in compared.rows:
-        slower = compared.slowdown(row)
-        apart = row.gradient_difference
-        is_odd = apart is not None and not math.isfinite(apart)  # JSON has no infinity
-        rows.append({**asdict(row), "gradient_difference": str(apart) if is_odd else apart, "slowdown": slower})
-        if row.problem or row.peak_bytes is None or row.step_s is None:
-            table.add_row(row.name, row.problem, "", "", "")
-            continue
-        percent = "" if slower is None else f"{100 * slower:+.1f} %"
-        table.add_row(row.name, format_bytes(row.peak_bytes), format_seconds(row.step_s), percent, f"{apart:g}")
-    verdict = Text(f"budget {format_bytes(compared.budget_bytes)}: ", style="bold")
-    verdict.append(
-        "held, with the same gradients" if compared.holds else "did not hold", "green" if compared.holds else "red"
-    )
-    data = {
-        "holds": compared.holds,
-        "budget_bytes": compared.budget_bytes,
-        "rows": rows,
-        "predicted_slowdown": compared.plan.slowdown,
-    }
-    return Group(table, verdict), data
-
-
-def findings(found: list[Finding]) -> Display:
-    """Return a table and data of the findings of `lowtide doctor`."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    group = ""
-    for finding in found:
-        if finding.group != group:
-            table.add_row(Text(finding.group, style="bold"))
-            group = finding.group
-        mark = {"ok": "", "note": "note: ", "problem": "problem: "}[finding.status]
-        table.add_row(Text(f"  {finding.name}"), Text(mark, _STYLES[finding.status]) + Text(finding.text))
-    problems = sum(finding.status == "problem" for finding in found)
-    verdict = Text(f"{problems} problem{'s' * (problems != 1)} found", style=_STYLES["problem" if problems else "ok"])
-    data = {"num_problems": problems, "findings": [asdict(finding) for finding in found]}
-    return Group(table, verdict), data
