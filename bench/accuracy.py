@@ -1,6 +1,6 @@
 """How far simulated peaks and times are from measured ones, for every model of the zoo.
 
-    python bench/accuracy.py [--device cuda] [--scale 2] [--out FOLDER] [names ...]
+    python bench/accuracy.py [names ...] [--device cuda] [--scale 2] [--out FOLDER]
 
 Each model is traced twice, on fake and on real tensors, and run plainly and with a checkpoint on each block. Peaks are
 whole-step peaks on a GPU (the allocator's counter) and, on the CPU, what the step allocates (the profiler's events).
@@ -9,14 +9,14 @@ whole-step peaks on a GPU (the allocator's counter) and, on the CPU, what the st
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 import zoo
-from reporting import RESULTS, device_name, save, timed, versions
+from reporting import Page, device_name, options_of, timed, versions
 
 import lowtide
 from lowtide.plans import Plan, Recompute
@@ -58,8 +58,10 @@ def simulated_peak(graph: lowtide.StepGraph, plan: Plan | None, device: str) -> 
     return peak
 
 
-def row(name: str, device: str, dtype: torch.dtype, scale: int, rounds: int) -> list[str]:
-    job = zoo.make(name, device, dtype, min(scale, SCALE_OF_OTHERS.get(name, scale)))
+def rows_of(name: str, options: argparse.Namespace) -> Iterator[str]:
+    device, rounds = options.device, options.rounds
+    scale = min(options.scale, SCALE_OF_OTHERS.get(name, options.scale))
+    job = zoo.make(name, device, getattr(torch, options.dtype), scale)
     plain_s = step_seconds(job, device, rounds)
     started = time.perf_counter()
     real = lowtide.trace(job.model, job.loss_fn, *job.batch, mode="real")
@@ -79,7 +81,7 @@ def row(name: str, device: str, dtype: torch.dtype, scale: int, rounds: int) -> 
         return f"{100 * (simulated / measured - 1):+.1f} %"
 
     extra, foretold = blocks_s - plain_s, simulate(real, plan).extra_s
-    return [
+    cells = [
         name,
         str(len(real.ops)),
         f"{plain / 2**20:.1f}",
@@ -93,11 +95,12 @@ def row(name: str, device: str, dtype: torch.dtype, scale: int, rounds: int) -> 
         f"{1e3 * foretold:.2f}",
         f"{trace_s / plain_s:.0f}",
     ]
+    yield f"| {' | '.join(cells)} |"
 
 
-def growth(device: str) -> list[str]:
+def growth(device: str) -> Iterator[str]:
     """Seconds to trace GPTs of more and more layers."""
-    lines = ["", "| layers | ops | fake trace s | real trace s | simulate s |", "|---|---|---|---|---|"]
+    yield from ("", "| layers | ops | fake trace s | real trace s | simulate s |", "|---|---|---|---|---|")
     for layers in (12, 24, 48, 96):
         job = zoo.gpt(layers)
         job.model.to(device)
@@ -110,21 +113,18 @@ def growth(device: str) -> list[str]:
         started = time.perf_counter()
         simulate(graph, block_plan(job, graph))
         times.append(time.perf_counter() - started)
-        lines.append(f"| {layers} | {len(graph.ops)} | " + " | ".join(f"{seconds:.3f}" for seconds in times) + " |")
-    return lines
+        yield f"| {layers} | {len(graph.ops)} | " + " | ".join(f"{seconds:.3f}" for seconds in times) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--device", default="cpu")
+    parser = options_of(__doc__, zoo.ZOO, rounds=10)
+    parser.set_defaults(device="cpu")
     parser.add_argument("--scale", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
-    lines = [
+    page = Page(
+        options.out,
+        f"accuracy-{options.device}.md",
         f"# Simulated against measured, {device_name(options.device)}",
         "",
         f"{versions()}, {options.dtype}, scale {options.scale}. Peaks in MiB; errors are simulated over measured.",
@@ -132,16 +132,10 @@ def main() -> None:
         "| model | ops | plain peak | real trace | fake trace | a checkpoint per block | real trace | fake trace "
         "| plain ms | extra ms measured | extra ms simulated | trace / step |",
         "|" + "---|" * 12,
-    ]
-    for name in options.names or zoo.ZOO:
-        try:
-            lines.append("| " + " | ".join(row(name, options.device, dtype, options.scale, options.rounds)) + " |")
-        except Exception as error:
-            lines.append(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0][:100]} |")
-        print(lines[-1], file=sys.stderr, flush=True)
-    if not options.names:
-        lines += ["", "Cost of tracing, a GPT of width 64:", *growth(options.device)]
-    save(lines, options.out, f"accuracy-{options.device}.md")
+    )
+    page.add_cases(options, functools.partial(rows_of, options=options))
+    if options.cases == list(zoo.ZOO):
+        page.add("", "Cost of tracing, a GPT of width 64:", *growth(options.device))
 
 
 if __name__ == "__main__":

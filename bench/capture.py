@@ -1,4 +1,4 @@
-"""Fitted steps as CUDA graphs: `python bench/capture.py`, on a CUDA device.
+"""Captured steps under plans against eager ones: `python bench/capture.py`, on a CUDA device.
 
 The plain eager step, torch's checkpoint on every second block, and plans of lowtide's that recompute every second block
 and every block, captured. The ways take turns within one run, three steps in a row each. Peaks are those of
@@ -8,23 +8,23 @@ graph's memory pool. Writes bench/results/capture-cuda.md.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import families
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
-from ways import Way, checkpointed, free, in_turns, peak_of, step, switched_on
+from reporting import NUM_IN_A_ROW, Page, device_name, free, options_of, versions
+from ways import Way, checkpointed, in_turns, peak_of, step, switched_on
 from zoo import Job
 
 import lowtide
 from lowtide.plans import Plan, Recompute
 from lowtide.tracing.model_blocks import find_regions
 
-FAMILIES = (("convnext", False), ("whisper", False), ("gpt", True), ("llama", True), ("bert", True), ("vit", False))
+# Whether each family runs at the batch at which the host is the limit.
+FAMILIES = {"convnext": False, "whisper": False, "gpt": True, "llama": True, "bert": True, "vit": False}
 
 
 def captured(job: Job, every: int) -> tuple[Any, Any]:
@@ -41,15 +41,15 @@ def captured(job: Job, every: int) -> tuple[Any, Any]:
 CAPTURED = {"captured, no plan": 0, "captured, every second": 2, "captured, every block": 1}
 
 
-def rows_of(name: str, small_batch: bool, rounds: int) -> list[str]:
-    job = families.make(name, "cuda", small_batch=small_batch)
+def rows_of(name: str, rounds: int) -> Iterator[str]:
+    job = families.make(name, "cuda", small_batch=FAMILIES[name])
     rows = measured(name, job, rounds)
+    yield from rows
     if any("random numbers" in row for row in rows):
         for path, module in job.model.named_modules():
             if isinstance(module, torch.nn.Dropout) and ".attention." in path:
                 module.p = 0.0
-        return [rows[0], *measured(f"{name}, no dropout in attention", job, rounds), *rows[1:]]
-    return rows
+        yield from measured(f"{name}, no dropout in attention", job, rounds)
 
 
 def measured(name: str, job: Job, rounds: int) -> list[str]:
@@ -63,7 +63,7 @@ def measured(name: str, job: Job, rounds: int) -> list[str]:
         try:
             handle, graph = captured(job, every)
         except lowtide.LowtideError as error:
-            notes.append(f"{name}, {way}: {' '.join(str(error).split())[:300]}")
+            notes.append(f"| {name}, {way}: {' '.join(str(error).split())[:300]} |")
             continue
         peaks[way] = graph.peak_bytes
         ways = dict(eager)
@@ -87,11 +87,7 @@ def measured(name: str, job: Job, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--families", nargs="*", default=[name for name, _ in FAMILIES])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = options_of(__doc__, FAMILIES, rounds=6).parse_args()
     page = Page(
         options.out,
         "capture-cuda.md",
@@ -105,20 +101,7 @@ def main() -> None:
         "| family | plain | torch, every second | captured, no plan | captured, every second | captured, every block |",
         "|" + "---|" * 6,
     )
-    notes: list[str] = []
-    for name, small_batch in FAMILIES:
-        if name not in options.families:
-            continue
-        with page.rows_of(name):
-            for line in rows_of(name, small_batch, options.rounds):
-                if line.startswith("|"):
-                    page.add(line)
-                else:
-                    notes.append(line)
-                    print(line)
-        free("cuda")
-    if notes:
-        page.add("", *(f"- {note}" for note in notes))
+    page.add_cases(options, functools.partial(rows_of, rounds=options.rounds))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ SVG by hand: a few kilobytes, sharp at any size, and with colours that follow th
 
 from __future__ import annotations
 
+import argparse
 import re
 from html import escape
 from pathlib import Path
@@ -115,6 +116,7 @@ def charts() -> dict[str, str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, image in charts().items():
         (IMAGES / name).write_text(image)

@@ -6,24 +6,22 @@ Writes a table to bench/results/checkpoint-<device>.md.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from reporting import RESULTS, device_name, save, timed, versions
+from reporting import NUM_IN_A_ROW, Page, device_name, options_of, versions
 from torch import Tensor, nn
+from ways import Way, in_turns
 
 import lowtide
 
 CASES = {
     "cpu": {"small": (128, 4, 64, torch.float32), "medium": (512, 4, 256, torch.float32)},
-    "cuda": {"small": (1024, 2, 512, torch.bfloat16), "large": (4096, 4, 2048, torch.bfloat16)},
+    "cuda": {"small": (1024, 2, 512, torch.bfloat16), "medium": (4096, 4, 2048, torch.bfloat16)},
 }
 
 
@@ -55,19 +53,6 @@ def plain(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
 
 
-def compare(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Median seconds of each call, taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    for turn in range(rounds):
-        order = list(calls.items())[:: 1 if turn % 2 else -1]
-        for name, call in order:
-            times[name].append(timed(call, device))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def train(run: Callable[..., Tensor], blocks: nn.ModuleList, x: Tensor) -> None:
     h = x
     for block in blocks:
@@ -82,40 +67,39 @@ def infer(run: Callable[..., Tensor], blocks: nn.ModuleList, x: Tensor) -> None:
             h = run(block, h)
 
 
+def rows_of(case: str, device: str, rounds: int) -> Iterator[str]:
+    width, batch, tokens, dtype = CASES[device][case]
+    blocks = nn.ModuleList(Block(width) for _ in range(4)).to(device, dtype)
+    x = torch.randn(batch, tokens, width, device=device, dtype=dtype, requires_grad=True)
+    ms: list[dict[str, float]] = []
+    for step in (train, infer):
+        runs = {"plain": plain, "torch": torch_checkpoint, "lowtide": lowtide.checkpoint}
+        ways = {name: Way(functools.partial(step, run, blocks, x)) for name, run in runs.items()}
+        times = in_turns(ways, device, rounds, num_warm=3)
+        ms.append({name: 1e3 * statistics.median(seconds) for name, seconds in times.items()})
+    training, inference = ms
+    yield (
+        f"| {case}: {batch} x {tokens} x {width}, {str(dtype).removeprefix('torch.')} "
+        f"| {training['plain']:.2f} | {training['torch']:.2f} | {training['lowtide']:.2f} "
+        f"| **{training['lowtide'] / training['torch']:.3f}** | {inference['plain']:.2f} | {inference['lowtide']:.2f} "
+        f"| {inference['lowtide'] / inference['plain']:.3f} |"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    lines = [
+    options = options_of(__doc__, ("small", "medium"), rounds=20).parse_args()
+    page = Page(
+        options.out,
+        f"checkpoint-{options.device}.md",
         f"# `lowtide.checkpoint` against torch's, {device_name(options.device)}",
         "",
-        f"{versions()}; 4 Llama-like blocks, each checkpointed; medians of {options.rounds} turns in one run.",
+        f"{versions()}; 4 Llama-like blocks, each checkpointed; medians of {options.rounds} turns in one run, "
+        f"{NUM_IN_A_ROW} steps in a row.",
         "",
         "| case | plain ms | torch ms | lowtide ms | lowtide / torch | no_grad: plain ms | lowtide ms | ratio |",
         "|---|---|---|---|---|---|---|---|",
-    ]
-    for case, (width, batch, tokens, dtype) in CASES[options.device].items():
-        blocks = nn.ModuleList(Block(width) for _ in range(4)).to(options.device, dtype)
-        x = torch.randn(batch, tokens, width, device=options.device, dtype=dtype, requires_grad=True)
-        runs = {"plain": plain, "torch": torch_checkpoint, "lowtide": lowtide.checkpoint}
-        training, inference = (
-            compare(
-                {name: functools.partial(step, run, blocks, x) for name, run in runs.items()},
-                options.device,
-                options.rounds,
-            )
-            for step in (train, infer)
-        )
-        lines.append(
-            f"| {case}: {batch} x {tokens} x {width}, {str(dtype).removeprefix('torch.')} "
-            f"| {training['plain'] * 1e3:.2f} | {training['torch'] * 1e3:.2f} | {training['lowtide'] * 1e3:.2f} "
-            f"| **{training['lowtide'] / training['torch']:.3f}** "
-            f"| {inference['plain'] * 1e3:.2f} | {inference['lowtide'] * 1e3:.2f} "
-            f"| {inference['lowtide'] / inference['plain']:.3f} |"
-        )
-    save(lines, options.out, f"checkpoint-{options.device}.md")
+    )
+    page.add_cases(options, functools.partial(rows_of, device=options.device, rounds=options.rounds))
 
 
 if __name__ == "__main__":

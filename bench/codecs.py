@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import RESULTS, device_name, save, timed, versions
+from reporting import Page, device_name, options_of, timed, versions
 from torch import Tensor
 
 from lowtide.store import CODECS
@@ -33,12 +31,11 @@ def inputs(device: str, numel: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = options_of(__doc__, CODECS).parse_args()
     device, numel = options.device, (1 << 26 if options.device == "cuda" else 1 << 22)
-    lines = [
+    page = Page(
+        options.out,
+        f"codecs-{device}.md",
         f"# Codecs on {device_name(device)}",
         "",
         f"{versions()}; {numel} values in rows of 1024; medians of 7. Error: the "
@@ -47,11 +44,11 @@ def main() -> None:
         "",
         "| input | codec | bytes | rms error | largest error | write GB/s | read GB/s |",
         "|---|---|---|---|---|---|---|",
-    ]
+    )
     for kind, flat in inputs(device, numel).items():
         copy_s = seconds(flat.clone, device)
-        lines.append(f"| {kind} | *copy* | 100 % | 0 | 0 | {flat.nbytes / copy_s / 1e9:.1f} | |")
-        for codec in CODECS.values():
+        page.add(f"| {kind} | *copy* | 100 % | 0 | 0 | {flat.nbytes / copy_s / 1e9:.1f} | |")
+        for codec in map(CODECS.__getitem__, options.cases):
             encoded = codec.encode(flat, 1024)
             if encoded is None:
                 continue
@@ -60,11 +57,10 @@ def main() -> None:
             error = (codec.decode(encoded, encoded.parts).double() - flat.double()).abs()
             scale = flat.double().abs().max()
             rms, largest = (error.square().mean().sqrt() / scale).item(), (error.max() / scale).item()
-            lines.append(
+            page.add(
                 f"| {kind} | `{codec.name}` | {encoded.nbytes / flat.nbytes:.1%} | {rms:.1e} | {largest:.1e} "
                 f"| {flat.nbytes / write_s / 1e9:.1f} | {flat.nbytes / read_s / 1e9:.1f} |"
             )
-    save(lines, options.out, f"codecs-{device}.md")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Compiled training under a budget against torch.compile's own ways to save memory: measured peaks and times.
 
-    python bench/compiled.py [--device cuda] [--families gpt llama ...] [--seconds S] [--out FOLDER]
+    python bench/compiled.py [gpt llama ...] [--device cuda] [--limit-s S] [--out FOLDER]
     python bench/compiled.py --depth 8 16 24 [--device cuda]
 
 Every contestant compiles each block as a graph of its own (`block.compile()`), which is as fast as one whole graph and
 compiles far sooner. Peers: torch.compile as it is; its `activation_memory_budget` at 0.9, 0.6, 0.3 and 0.05; torch's
 checkpoint on each block, inside the compiled graph. Ours is `lowtide.compile` at the peak of each peer, without and
 with host memory. All run in turns, and times are compared with the plain steps of the same round, as clock rates drift.
-`--seconds` is the time for each family: cases that are not reached are listed, and a family that takes far longer is
-stopped. The file is written after each family. On the CPU the families are tiny and the table shows only that the
-script works.
+Budgets of a family that are not reached within `--limit-s` are listed, and a family that takes far longer is stopped.
+On the CPU the families are tiny and the table shows only that the script works.
 
 `--depth` compares blocks compiled one by one (`regional=True`) with the model as one graph (`regional=False`),
 both with the smallest peak that they reach: a GPT of so many layers, whose peak in regional mode grows with the depth.
@@ -20,22 +19,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import statistics
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import families
 import torch
 import zoo
-from reporting import NUM_IN_A_ROW, RESULTS, Page, TooSlow, at_most, device_name, median_over, timed, versions
+from reporting import NUM_IN_A_ROW, Page, TooSlow, at_most, device_name, free, options_of, timed, versions
 from sharing import TURN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from ways import Way, cost_of, in_turns
 
 import lowtide
 from lowtide.compiled.compiled_handle import describe
@@ -44,8 +41,8 @@ from lowtide.tracing.model_blocks import find_regions
 GIB = 2**30
 FAMILIES = ("gpt", "llama", "qwen2", "vit", "convnext", "whisper", "t5", "mixtral")
 FRACTIONS = (0.9, 0.6, 0.3, 0.05)
-CHECKPOINT = "checkpoint per block"
-DEAR = 0.02  # what a peer costs, of the plain step, from which ours is said as a share of it
+PLAIN, CHECKPOINT = "torch.compile", "checkpoint per block"
+DEAR = 2.0  # percent of the plain step that a peer costs from which ours is said as a share of it
 HOST = 64 * GIB
 _ROUNDS_SHARE = 0.25  # of the time that there is, for timing what has been compiled
 _PEERS_SHARE = 0.35  # of the time that there is, after which no further peer is compiled: ours need as long
@@ -60,6 +57,9 @@ class Regional:
         self.job, self._checkpointed = job, checkpointed
         self._patch = {"activation_memory_budget": fraction}
         self.blocks = list(find_regions(job.model, job.blocks).values())
+
+    def way(self) -> Way:
+        return Way(functools.partial(step, self.job), lambda: self)
 
     def backend(self, module: Any, inputs: Any) -> Any:
         # A backend of its own for each contestant: Dynamo would serve one the code of another.
@@ -157,27 +157,6 @@ def peak_of(contestant: Regional, device: str) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Median seconds, and by how much they are over those of the plain steps of the same round, in the median."""
-
-    seconds: float
-    over: float
-
-
-def in_turns(contestants: list[Regional], options: argparse.Namespace, deadline: float) -> list[Found]:
-    """Some steps of each contestant that has settled, then again, and so on: clocks drift. The first is plain."""
-    times: list[list[float]] = [[] for _ in contestants]
-    for number in range(options.rounds):
-        if number and now() > deadline:
-            break
-        for found, contestant in zip(times, contestants, strict=True):
-            with contestant:
-                step(contestant.job)
-                found.append(timed(functools.partial(step, contestant.job), options.device, NUM_IN_A_ROW))
-    return [Found(statistics.median(found), median_over(found, times[0])) for found in times]
-
-
-@dataclass(frozen=True)
 class Peer:
     """One of torch's ways to compile the blocks, and its measurements."""
 
@@ -200,12 +179,12 @@ class Target:
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     """The peers, then ours at their peaks, then all of them in turns. Waiting for other benchmarks counts for none."""
     start = now()
-    with at_most(options.seconds):
+    with at_most(options.limit_s):
         job = families.make(name, options.device)
-        peers, alike = _peers(job, options.device, start + _PEERS_SHARE * options.seconds)
+        peers, alike = _peers(job, options.device, start + _PEERS_SHARE * options.limit_s)
     TURN.take()
     page.add("", f"## {name}", "")
-    with at_most(1.5 * options.seconds):
+    with at_most(1.5 * options.limit_s):
         _compare_ours(job, peers, alike, start, options, page)
     torch._dynamo.reset()
 
@@ -213,7 +192,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> None:
 def _compare_ours(
     job: zoo.Job, peers: list[Peer], alike: list[str], start: float, options: argparse.Namespace, page: Page
 ) -> None:
-    last_compile = start + (1 - _ROUNDS_SHARE) * options.seconds
+    last_compile = start + (1 - _ROUNDS_SHARE) * options.limit_s
     ours: list[tuple[Target, Ours, float]] = []
     for target in _targets(peers, options):
         if now() > last_compile:
@@ -232,16 +211,13 @@ def _compare_ours(
         else:  # its next steps would still compile
             peak = peak_of(each, options.device) / GIB
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: not settled in {settled_s:.0f} s, {peak:.3f}", "")
-    contestants = [*(peer.contestant for peer in peers), *(each for _, each, _ in ours)]
-    found = in_turns(contestants, options, start + options.seconds)
-    by_peer = dict(zip((peer.label for peer in peers), found, strict=False))
+    ways = {peer.label: peer.contestant.way() for peer in peers}
+    ways |= {f"ours, {target.label}": each.way() for target, each, _ in ours}
+    times = in_turns(ways, options.device, options.rounds, is_over=lambda: now() > start + options.limit_s)
     page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer in peers:
-        each = by_peer[peer.label]
-        page.add(
-            f"| {peer.label} | {1e3 * each.seconds:.1f} | {_over(each.over)} | {peer.peak_bytes / GIB:.3f} "
-            f"| {peer.settled_s:.1f} |"
-        )
+        ms, over = cost_of(times, peer.label, PLAIN)
+        page.add(f"| {peer.label} | {ms:.1f} | {over:+.1f} % | {peer.peak_bytes / GIB:.3f} | {peer.settled_s:.1f} |")
     page.add("", *alike)
     page.add(
         "",
@@ -249,14 +225,15 @@ def _compare_ours(
         "| settled s | compiling, planning |",
         "|" + "---|" * 9,
     )
-    for (target, contestant, settled_s), each in zip(ours, found[len(peers) :], strict=True):
-        theirs = by_peer[target.peer.label].over
-        page.add(_row(target, theirs, each, peak_of(contestant, options.device), settled_s, contestant))
+    for target, contestant, settled_s in ours:
+        _, theirs = cost_of(times, target.peer.label, PLAIN)
+        found = cost_of(times, f"ours, {target.label}", PLAIN)
+        page.add(_row(target, theirs, *found, peak_of(contestant, options.device), settled_s, contestant))
 
 
 def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list[str]]:
     """Every peer, the plain one first; those that fail, or do what another did before, are only named."""
-    contestants = {"torch.compile": Regional(job), CHECKPOINT: Regional(job, checkpointed=True)}
+    contestants = {PLAIN: Regional(job), CHECKPOINT: Regional(job, checkpointed=True)}
     contestants |= {f"activation_memory_budget {fraction}": Regional(job, fraction) for fraction in FRACTIONS}
     found: dict[int, Peer] = {}
     alike: list[str] = []
@@ -294,17 +271,13 @@ def _first_lines(error: BaseException) -> str:
     return " ".join([f"{type(error).__name__}:", *said]).strip()
 
 
-def _over(share: float) -> str:
-    return f"{100 * share:+.1f} %"
-
-
-def _row(target: Target, theirs: float, ours: Found, peak: int, settled_s: float, contestant: Ours) -> str:
-    """A row of the table of ours."""
-    share = "" if theirs < DEAR else f"{100 * ours.over / theirs:.0f} %"
-    behind = " **behind**" if ours.over > theirs + DEAR else ""
+def _row(target: Target, theirs: float, ms: float, ours: float, peak: int, settled_s: float, contestant: Ours) -> str:
+    """A row of the table of ours. `theirs` and `ours` are percent above the plain step."""
+    share = "" if theirs < DEAR else f"{100 * ours / theirs:.0f} %"
+    behind = " **behind**" if ours > theirs + DEAR else ""
     return (
-        f"| {target.label} | {target.budget / GIB:.3f} | {_over(theirs)} | {1e3 * ours.seconds:.1f} "
-        f"| {_over(ours.over)}{behind} | {share} | {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} "
+        f"| {target.label} | {target.budget / GIB:.3f} | {theirs:+.1f} % | {ms:.1f} "
+        f"| {ours:+.1f} %{behind} | {share} | {peak / GIB:.3f}{'' if peak <= target.budget else ' **over**'} "
         f"| {settled_s:.1f} | {contestant.handle.session.watch} |"
     )
 
@@ -319,7 +292,7 @@ def compare_depths(options: argparse.Namespace, page: Page) -> None:
     for layers in options.depth:
         for regional in (True, False):
             name = "blocks" if regional else "one graph"
-            with page.rows_of(f"{layers} | {name}", options.seconds):
+            with page.rows_of(f"{layers} | {name}", options.limit_s):
                 page.add(f"| {layers} | {name} | {_depth_row(layers, regional, options.device)} |")
             torch._dynamo.reset()
 
@@ -344,22 +317,18 @@ def _depth_row(layers: int, regional: bool, device: str) -> str:
         found.append((handle.measured_peak_bytes or 0, min(times), handle.stats()))
     (plain, plain_s, _), (least, least_s, stats) = found
     return (
-        f"{plain / 2**20:.1f} | {least / 2**20:.1f} | {100 * least / plain:.0f} % | {_over(least_s / plain_s - 1)} "
-        f"| {stats.compiling_s:.1f} | {stats.planning_s:.1f}"
+        f"{plain / 2**20:.1f} | {least / 2**20:.1f} | {100 * least / plain:.0f} % "
+        f"| {100 * (least_s / plain_s - 1):+.1f} % | {stats.compiling_s:.1f} | {stats.planning_s:.1f}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(families.FAMILIES))
+    parser = options_of(__doc__, families.FAMILIES, rounds=5, limit_s=3600.0)
+    parser.set_defaults(cases=list(FAMILIES))
     parser.add_argument("--depth", type=int, nargs="+", help="compare blocks with whole graphs of so many layers")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="for each family")
     parser.add_argument("--no-host", action="store_true", help="leave out budgets with host memory")
     parser.add_argument("--explain", action="store_true", help="print what ours saves in each call")
     parser.add_argument("--suffix", default="", help="of the name of the file with results")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     page = Page(
@@ -372,16 +341,14 @@ def main() -> None:
     if options.depth:
         compare_depths(options, page)
         return
-    for name in options.families:
+    for name in options.cases:
         try:
             compare(name, options, page)
         except (Exception, TooSlow) as error:  # the other families shall still be measured
             traceback.print_exc()
             page.add(f"{name}: **failed**, {_first_lines(error)}", "")
             torch._dynamo.reset()
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+        free(options.device)
         TURN.give()
 
 

@@ -10,6 +10,7 @@ per data-parallel rank, under FSDP2 by block; the 70B one also under tensor para
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -130,4 +131,6 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "8B")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="8B", choices=SHAPES)
+    main(parser.parse_args().model)

@@ -26,10 +26,10 @@ from typing import Any
 import families
 import rows
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, versions
+from reporting import NUM_IN_A_ROW, Page, TooSlow, at_most, device_name, free, median_over, options_of, versions
 from rows import Row
 from sharing import TURN, Stages, one_trace
-from ways import Way, checkpointed, free, host_and_device_s, in_turns, peak_of, selective, step, switched_on
+from ways import Way, checkpointed, cost_of, host_and_device_s, in_turns, peak_of, selective, step, switched_on
 from zoo import Job
 
 import lowtide
@@ -39,6 +39,7 @@ from lowtide.plans.plan_text import KEPT, Trial
 PER_BLOCK, EVERY_SECOND = "checkpoint per block", "every second block"
 SELECTIVE, EVERY_OTHER = "selective, all products", "selective, every other product"
 HOST = 64 << 30
+_HARD_LIMIT = 1.5  # times `--limit-s`, after which no further budget is begun: a family is then given up
 BEATEN = 0.8  # of the time of a way; those that another way beats by as much take no turns
 # Regions learn from the first two steps under a plan, which is applied anew in each turn.
 NUM_WARM = 2
@@ -126,7 +127,7 @@ class Comparison:
         once = in_turns({"plain": self._plain, **self._ways}, self._device, 1, clock=CLOCKS[self._device])
         for way in [way for way in self._ways if self._is_beaten(way, once)]:
             del self._ways[way]
-            ms, over = _timed(once, way)
+            ms, over = cost_of(once, way)
             size = rows.gib(self.peaks[way] / 2**30)
             yield from (f"{way}, in one round: {ms:.1f} ms, {over:+.1f} %, {size} GiB: another is better.", "")
 
@@ -203,7 +204,7 @@ class Comparison:
         yield from (f"Plain: {1e3 * statistics.median(times['plain']):.1f} ms.", "")
         yield from ("| torch's | GiB | ms | + % |", "|---|---|---|---|")
         for way in self._ways:
-            ms, over = _timed(times, way)
+            ms, over = cost_of(times, way)
             yield f"| {way} | {rows.gib(self.peaks[way] / 2**30)} | {ms:.1f} | {over:+.1f} |"
         yield from ("", rows.HEAD, "|" + "---|" * (rows.HEAD.count("|") - 1))
         for each in found:
@@ -217,8 +218,8 @@ class Comparison:
             fitted.target.label,
             fitted.target.budget / 2**30,
             peer,
-            *_timed(times, peer),
-            *_timed(times, ours),
+            *cost_of(times, peer),
+            *cost_of(times, ours),
             predicted=predicted,
             ours_gib=fitted.peak / 2**30,
             holds=fitted.peak <= fitted.target.budget,
@@ -234,11 +235,6 @@ class Comparison:
             file.write(graph.to_json())
         plans = {each.target.label: [each.plan.to_json(graph=False), each.trials] for each in found}
         (folder / f"{self._name}-plans.json").write_text(json.dumps(plans, default=asdict))
-
-
-def _timed(times: dict[str, list[float]], way: str) -> tuple[float, float]:
-    """Milliseconds of a step, and percent above the plain steps of the same round."""
-    return 1e3 * statistics.median(times[way]), 100 * median_over(times[way], times["plain"])
 
 
 def _failed(error: BaseException) -> str:
@@ -259,7 +255,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
     with one_trace():
         for number, target in enumerate(targets):
             seconds = time.perf_counter() - start
-            if options.seconds is not None and seconds > options.seconds:
+            if 0 < options.limit_s < seconds:
                 others.append(f"Stopped after {seconds:.0f} s, with {number} of {len(targets)} budgets.")
                 break
             for each in comparison.fitted(target):
@@ -275,11 +271,12 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
 
 def run(options: argparse.Namespace, page: Page) -> None:
     found: list[Row | str] = []
-    for name in options.families:
+    for name in options.cases:
         try:
-            for row in compare(name, options, page):
-                found.append(row)
-        except Exception as error:  # one family must not cost the others their rows
+            with at_most(_HARD_LIMIT * options.limit_s):
+                for row in compare(name, options, page):
+                    found.append(row)
+        except (Exception, TooSlow) as error:  # one family must not cost the others their rows
             found.append(_failed(error))
             page.add("", f"{name} {found[-1]}")
         free(options.device)
@@ -310,18 +307,13 @@ def title_of(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--families", nargs="*", default=list(families.FAMILIES), choices=list(families.FAMILIES))
+    parser = options_of(__doc__, families.FAMILIES, rounds=4)
     parser.add_argument("--targets", type=int, help="budgets for each family; all by default")
     parser.add_argument("--only", nargs="*", help="budgets by their labels in the table")
-    parser.add_argument("--seconds", type=float, help="for each family, after which no further budget is begun")
-    parser.add_argument("--rounds", type=int, default=4, help="of turns")
     parser.add_argument("--tune-s", type=float, default=10.0, help="of `fit`")
     parser.add_argument("--data", type=Path, help="a folder for graphs and plans")
     parser.add_argument("--join", nargs="*", type=Path, help="measure nothing: join these pages, newest versions last")
     parser.add_argument("--suffix", default="", help="of the name of the page")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -106,6 +106,16 @@ def _mend_masks_while_capturing() -> None:
         masking_utils.is_tracing = is_tracing_values
 
 
+def _sizes(size: Size, *, heads: int = 0, inner: int = 0) -> dict[str, int]:
+    """The keywords that most configs of transformers share; by default heads of 64 and MLPs of four times the width."""
+    return {
+        "hidden_size": size.width,
+        "intermediate_size": inner or 4 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": heads or max(4, size.width // 64),
+    }
+
+
 def _paths(model: nn.Module, kind: str) -> list[str]:
     """Modules of the class with that name: their paths differ between versions of transformers."""
     return [path for path, module in model.named_modules() if type(module).__name__ == kind]
@@ -132,11 +142,8 @@ def llama(size: Size) -> Job:
     model = _transformer(
         *("Llama", "LlamaForCausalLM"),
         vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=11 * size.width // 4,
-        num_hidden_layers=size.layers,
-        num_attention_heads=heads,
         num_key_value_heads=heads,
+        **_sizes(size, heads=heads, inner=11 * size.width // 4),
     )
     return _language(model, size, "model.layers.*")
 
@@ -172,11 +179,8 @@ def qwen2(size: Size) -> Job:
     model = _transformer(
         *("Qwen2", "Qwen2ForCausalLM"),
         vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=35 * size.width // 6,
-        num_hidden_layers=size.layers,
-        num_attention_heads=12,
         num_key_value_heads=2,
+        **_sizes(size, heads=12, inner=35 * size.width // 6),
     )
     return _language(model, size, _paths(model, "Qwen2DecoderLayer"))
 
@@ -186,10 +190,7 @@ def gemma2(size: Size) -> Job:
     model = _transformer(
         *("Gemma2", "Gemma2ForCausalLM"),
         vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=6 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
+        **_sizes(size, heads=4, inner=6 * size.width),
         num_key_value_heads=1,
         head_dim=2 * size.width // 9,
         attn_implementation="eager",  # the others leave out the softcapping of attention
@@ -214,14 +215,7 @@ def gpt2(size: Size) -> Job:
 
 @family(device=Size(24, 1024, 32, 512), cpu=Size(6, 128, 2, 64))
 def bert(size: Size) -> Job:
-    model = _transformer(
-        *("Bert", "BertForMaskedLM"),
-        vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(4, size.width // 64),
-    )
+    model = _transformer("Bert", "BertForMaskedLM", vocab_size=size.words, **_sizes(size))
     ids = torch.randint(size.words, (size.batch, size.length))
     return Job(model, lambda ids: model(input_ids=ids, labels=ids).loss, (ids,), "bert.encoder.layer.*")
 
@@ -230,10 +224,7 @@ def bert(size: Size) -> Job:
 def vit(size: Size) -> Job:
     model = _transformer(
         *("ViT", "ViTForImageClassification"),
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(4, size.width // 64),
+        **_sizes(size),
         image_size=size.length,
         hidden_dropout_prob=0.1,
     )
@@ -325,10 +316,7 @@ def mixtral(size: Size) -> Job:
     model = _transformer(
         *("Mixtral", "MixtralForCausalLM"),
         vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=11 * size.width // 4,
-        num_hidden_layers=size.layers,
-        num_attention_heads=16,
+        **_sizes(size, heads=16, inner=11 * size.width // 4),
         num_key_value_heads=4,
         num_local_experts=8,
     )
@@ -405,10 +393,7 @@ def deberta(size: Size) -> Job:
     model = _transformer(
         *("DebertaV2", "DebertaV2ForMaskedLM"),
         vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(4, size.width // 64),
+        **_sizes(size),
         relative_attention=True,
         position_buckets=256,
         norm_rel_ebd="layer_norm",
@@ -450,10 +435,7 @@ def olmoe(size: Size) -> Job:
     model = _transformer(
         *("Olmoe", "OlmoeForCausalLM"),
         vocab_size=size.words,
-        hidden_size=size.width,
-        intermediate_size=size.width // 2,
-        num_hidden_layers=size.layers,
-        num_attention_heads=16,
+        **_sizes(size, heads=16, inner=size.width // 2),
         num_key_value_heads=16,
         num_experts=64 if size.width >= 1024 else 8,
         num_experts_per_tok=8 if size.width >= 1024 else 2,
@@ -467,10 +449,7 @@ def wav2vec2(size: Size) -> Job:
     """Speech: a stack of convolutions before the transformer; ten seconds a sample."""
     model = _transformer(
         *("Wav2Vec2", "Wav2Vec2ForSequenceClassification"),
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(4, size.width // 64),
+        **_sizes(size),
         layerdrop=0.0,
         mask_time_prob=0.0,
         feat_extract_norm="layer",
@@ -484,12 +463,7 @@ def wav2vec2(size: Size) -> Job:
 @family(device=Size(12, 768, 128, 224), cpu=Size(2, 64, 2, 32), small_batch=16)
 def clip(size: Size) -> Job:
     """Two towers whose outputs meet in the loss."""
-    tower = {
-        "hidden_size": size.width,
-        "intermediate_size": 4 * size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": max(4, size.width // 64),
-    }
+    tower = _sizes(size)
     model = _transformer(
         *("CLIP", "CLIPModel"),
         text_config={**tower, "vocab_size": size.words, "eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0},

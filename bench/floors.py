@@ -7,8 +7,8 @@ counts the programs for which `fit` refuses 1.01 times a floor, or measures more
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,4 +179,6 @@ def main(num: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num", type=int, nargs="?", default=100, help="of programs; by default %(default)s")
+    main(parser.parse_args().num)

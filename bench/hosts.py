@@ -1,7 +1,7 @@
 """What hosts do about memory, against a budget: `python bench/hosts.py llama lora unet`; `--small` tries it on the CPU.
 
-`--ways ours,plain` runs some of the ways only; the table so far is written to `--out` after each row. A row that takes
-longer than `--row-s` is given up, and no row begins when the job's share of `--total-s` is used up.
+`--ways ours plain` runs some of the ways only. A way that takes longer than `--limit-s` is given up. Writes
+bench/results/hosts-<device>.md.
 
 Each job runs whole training steps (forward, backward, gradient clipping, AdamW) in these ways:
 
@@ -14,31 +14,26 @@ Each job runs whole training steps (forward, backward, gradient clipping, AdamW)
 The machine may have no accelerate, TRL, PEFT or diffusers. The loops are therefore written here as the hosts run them:
 the Trainer's step in bfloat16 autocast with float32 weights, a LoRA on `q_proj` and `v_proj` of a frozen bfloat16
 model, and a UNet with the widths and depths of SDXL's. Peaks are the allocator's over a whole step; times are medians
-of steps of one process, way by way. lowtide's rows come first, after the one whose peak is their budget.
+of steps of one process, way by way. lowtide's rows come right after the one whose peak is their budget.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import TooSlow, at_most, device_name, versions
+from reporting import Page, device_name, free, options_of, timed, versions
 from sharing import TURN, Stages
 from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention, silu
-from torch.utils.checkpoint import checkpoint
+from ways import TORCH, wrapped
 
 import lowtide
-from lowtide.errors import LowtideError
 from lowtide.units import format_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,22 +239,15 @@ def _millions(model: nn.Module) -> int:
 # The ways.
 
 
-@contextlib.contextmanager
 def checkpointed(job: HostJob, offload: bool = False) -> Any:
     """Every block by torch's checkpoint, as the hosts' switches do; with `offload`, its inputs in host memory."""
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         saved = torch.autograd.graph.save_on_cpu(pin_memory=DEVICE.type == "cuda")
         with saved if offload else contextlib.nullcontext():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return TORCH(forward, *args, **kwargs)
 
-    for block in job.blocks:
-        block.forward = partial(run, type(block).forward.__get__(block))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for block in job.blocks:
-            del block.forward
+    return wrapped(job.blocks, run)
 
 
 @contextlib.contextmanager
@@ -278,153 +266,84 @@ def offloaded(job: HostJob) -> Any:
         job.loss_fn = plain
 
 
-def measured(job: HostJob, limit_s: float = 25.0) -> tuple[int, float]:
-    """The peak of a whole step, and the median of as many steps as fit into `limit_s`, 3 to 8."""
+def measured(job: HostJob, most_s: float = 25.0) -> tuple[int, float]:
+    """The peak of a whole step, and the median of as many steps as fit into `most_s`, 3 to 8."""
     for _ in range(2):
         job.step()
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
+    free(DEVICE.type)
     peak = lowtide.measure(job.step, device=DEVICE).total_peak_bytes
     if DEVICE.type == "cpu":  # what was there before the step does not count there
         states = [item for state in job.optimizer.state.values() for item in state.values()]
         peak += sum(each.nbytes for each in (*job.model.parameters(), *job.model.buffers(), *states))
     times: list[float] = []
-    while len(times) < 3 or (len(times) < 8 and sum(times) < limit_s):
-        times.append(lowtide.measure(job.step, device=DEVICE).seconds if DEVICE.type == "cuda" else _seconds(job.step))
+    while len(times) < 3 or (len(times) < 8 and sum(times) < most_s):
+        times.append(timed(job.step, DEVICE.type))
     return peak, statistics.median(times)
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-@dataclass
-class Row:
-    """One way: its measured peak and median step, or a note on why there is none."""
-
-    name: str
-    peak_bytes: int = 0
-    seconds: float = 0.0
-    note: str = ""
-
-    def text(self, plain_s: float) -> str:
-        """A line of the Markdown table."""
-        if not self.seconds:
-            return f"| {self.name} | | | | {self.note} |"
-        slower = f"{100 * (self.seconds / plain_s - 1):+.1f} %" if plain_s else ""
-        return (
-            f"| {self.name} | {format_bytes(self.peak_bytes)} | {1000 * self.seconds:.0f} ms | {slower} | {self.note} |"
-        )
-
-
-class HostTable:
-    """Runs the ways of one job, lowtide's before those that only it is compared with."""
-
-    def __init__(self, job: HostJob, row_s: float, ends_at: float, write: Callable[[str], None]) -> None:
-        self.job, self.row_s, self.ends_at, self._write = job, row_s, ends_at, write
-        self.rows: list[Row] = []
-        self._budget = 0
-
-    def run(self, ways: list[str]) -> None:
-        """Add a row for each way, in the order of `WAYS`."""
-        for way, name in WAYS.items():
-            if way in ways and not (way == "ours-host" and DEVICE.type == "cpu"):
-                self._add(way, name)
-
-    def __str__(self) -> str:
-        plain_s = next((row.seconds for row in self.rows if row.name == WAYS["plain"]), 0.0)
-        head = [f"### {self.job.title}", "", "| | peak | step | over plain | |", "|---|---|---|---|---|"]
-        return "\n".join([*head, *(row.text(plain_s) for row in self.rows)])
-
-    def _add(self, way: str, name: str) -> None:
-        left_s = min(self.row_s, self.ends_at - time.perf_counter())
-        row = Row(name, note="not run: no time left")
-        if left_s > 0:
-            try:
-                with TURN, at_most(left_s):
-                    row = self._measured(way, name)
-            except (torch.OutOfMemoryError, TooSlow, LowtideError) as error:
-                is_memory = isinstance(error, torch.OutOfMemoryError)
-                row = Row(name, note="out of memory" if is_memory else str(error).splitlines()[0])
-                self.job.optimizer.zero_grad(set_to_none=True)
-        self.rows.append(row)
-        print(row.text(0.0), flush=True)
-        self._write(str(self))
-
-    def _measured(self, way: str, name: str) -> Row:
-        job = self.job
-        if way in ("ours", "ours-host"):
-            budget, stages = self._checkpointing_peak(), Stages()
-            host = "64GiB" if way == "ours-host" else 0
-            with stages.listening():
-                handle = lowtide.fit(
-                    job.model, job.loss_fn, job.batch, budget=budget, optimizer=job.optimizer, host=host
-                )
-            with handle:
-                return Row(name, *measured(job), f"budget {format_bytes(budget)}, fit s {stages}")
-        contexts = {"plain": contextlib.nullcontext(), "offloading": offloaded(job)}
-        with contexts.get(way) or checkpointed(job, offload=way == "checkpointing-offloading"):
-            row = Row(name, *measured(job))
-        if way == "checkpointing":
-            self._budget = row.peak_bytes
-        return row
-
-    def _checkpointing_peak(self) -> int:
-        """The budget, measured here if the row of the host's checkpointing was not wanted or has failed."""
-        if not self._budget:
-            with checkpointed(self.job):
-                self._budget, _ = measured(self.job, limit_s=0.0)
-        return self._budget
-
-
 WAYS = {
+    "plain": "plain",
     "checkpointing": "checkpointing, every block",
     "ours": "lowtide, at the checkpointing's peak",
     "ours-host": "lowtide, the same with host memory",
-    "plain": "plain",
     "checkpointing-offloading": "checkpointing, inputs of blocks offloaded",
     "offloading": "offloading, every saved tensor",
 }  # in the order in which they run
 JOBS = {"llama": llama, "lora": lora, "unet": unet}
 
 
+class Ways:
+    """The ways of one job, run one after the other: the plain step's time and the checkpointing's peak are kept."""
+
+    def __init__(self, job: HostJob) -> None:
+        self.job, self._plain_s, self._budget = job, 0.0, 0
+
+    def row(self, way: str) -> str:
+        """The row of a way."""
+        job, note = self.job, ""
+        if way in ("ours", "ours-host"):
+            if not self._budget:  # its row was not wanted, or has failed
+                with checkpointed(job):
+                    self._budget, _ = measured(job, most_s=0.0)
+            given = job.model, job.loss_fn, job.batch
+            stages, host = Stages(), "64GiB" if way == "ours-host" else 0
+            with stages.listening():
+                handle = lowtide.fit(*given, budget=self._budget, optimizer=job.optimizer, host=host)
+            with handle:
+                peak, seconds = measured(job)
+            note = f"budget {format_bytes(self._budget)}, fit s {stages}"
+        else:
+            contexts = {"plain": contextlib.nullcontext(), "offloading": offloaded(job)}
+            with contexts.get(way) or checkpointed(job, offload=way == "checkpointing-offloading"):
+                peak, seconds = measured(job)
+        if way == "checkpointing":
+            self._budget = peak
+        self._plain_s = seconds if way == "plain" else self._plain_s
+        slower = f"{100 * (seconds / self._plain_s - 1):+.1f} %" if self._plain_s else ""
+        return f"| {WAYS[way]} | {format_bytes(peak)} | {1000 * seconds:.0f} ms | {slower} | {note} |"
+
+
+def run(name: str, options: argparse.Namespace, page: Page) -> None:
+    torch.manual_seed(0)
+    ways = Ways(JOBS[name](options.small))
+    page.add("", f"### {ways.job.title}", "", "| | peak | step | over plain | |", "|---|---|---|---|---|")
+    for way in WAYS:
+        if way in options.ways and not (way == "ours-host" and DEVICE.type == "cpu"):
+            with TURN, page.rows_of(WAYS[way], options.limit_s):
+                page.add(ways.row(way))
+            ways.job.optimizer.zero_grad(set_to_none=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(JOBS)}; all by default")
-    parser.add_argument("--ways", default=",".join(WAYS), help="those to run, with commas; all by default: %(default)s")
-    parser.add_argument("--out", type=Path, help="a file for the tables, written after each row")
-    parser.add_argument("--row-s", type=float, default=120.0, help="the most that a row may take")
-    parser.add_argument("--total-s", type=float, default=560.0, help="the most that all rows may take")
+    parser = options_of(__doc__, JOBS, limit_s=120.0)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="those to run, of each job")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
     options = parser.parse_args()
-    jobs, ways = options.jobs or list(JOBS), options.ways.split(",")
-    for given, known in ((jobs, JOBS), (ways, WAYS)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
-    ends_at = time.perf_counter() + options.total_s
-    tables = [f"{device_name(DEVICE.type)}, {versions()}"]
-    print(tables[0], flush=True)
-
-    def write(table: str) -> None:
-        if options.out is not None:
-            options.out.write_text("\n\n".join([*tables, table]) + "\n", encoding="utf-8")
-
-    for number, name in enumerate(jobs):
-        torch.manual_seed(0)
-        now = time.perf_counter()
-        share = now + (ends_at - now) / (len(jobs) - number)
-        table = HostTable(JOBS[name](options.small), options.row_s, share, write)
-        print(f"\n### {table.job.title}", flush=True)
-        table.run(ways)
-        tables.append(str(table))
-        del table
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-    print("\n" + "\n\n".join(tables[1:]))
+    title = f"# Training steps as hosts run them, {device_name(DEVICE.type)}"
+    page = Page(options.out, f"hosts-{DEVICE.type}.md", title, "", versions())
+    for name in options.cases:
+        run(name, options, page)
+        free(DEVICE.type)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def counted(names: list[str], ways: list[str], directory: str) -> dict[str, dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(SIZES))
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--keep", help="directory to leave callgrind's files in")

@@ -2,20 +2,21 @@
 
 One run, one model, one batch. The link's bandwidth is measured first; from it and the bytes moved follows the best
 possible step (copies wholly beside compute), and from that the share of copy time that each way of offloading hides.
+Needs a CUDA device. Writes bench/results/offload-cuda.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from checkpoint import Block
-from reporting import RESULTS, device_name, save, versions
+from reporting import Page, device_name, options_of, versions
 from torch import Tensor, nn
 
 import lowtide
@@ -57,15 +58,6 @@ def bandwidth_gb_s() -> tuple[float, float]:
     return GIB / out / 1e6, GIB / back / 1e6
 
 
-def trl_context() -> Any:
-    """TRL's offloading with its defaults, but for the smallest size it moves; None where TRL cannot be imported."""
-    try:
-        from trl.models.activation_offloading import OffloadActivations
-    except Exception:
-        return None
-    return OffloadActivations(min_offload_size=1024 * 1024)
-
-
 class Model(nn.Module):
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -77,97 +69,105 @@ class Model(nn.Module):
         return x
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    model = Model(options.layers, options.width).to("cuda", torch.bfloat16)
-    x = torch.randn(
-        options.batch, options.tokens, options.width, device="cuda", dtype=torch.bfloat16, requires_grad=True
-    )
-    gb_out, gb_in = bandwidth_gb_s()
-    everything = lowtide.ActivationStore(host="48GiB", in_flight="1GiB")
-    plain_context: Callable[[], Any] = contextlib.nullcontext
+KEPT = {"keep-25": 0.25, "keep-50": 0.5, "keep-75": 0.75}  # shares of what is saved that stay on the device
+NAMES = {
+    "nothing": "nothing offloaded",
+    "everything": "`lowtide.offload`, everything",
+    **{case: f"ours, {share:.0%} kept on the device" for case, share in KEPT.items()},
+    "slim": "ours, everything, 256 MiB in flight",
+    "trl": "TRL's `OffloadActivations`",
+    "save-on-cpu": "`save_on_cpu(pin_memory=True)`",
+}
 
-    def forward(context: Callable[[], Any]) -> Tensor:
+
+class Bench:
+    """The model, its plain step and the link, which every way is compared with."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._rounds = options.rounds
+        shape = options.batch, options.tokens, options.width
+        self._model = Model(options.layers, options.width).to("cuda", torch.bfloat16)
+        self._x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        self.gb_out, self.gb_in = bandwidth_gb_s()
+        self._forward_ms = milliseconds(lambda: self._forward(contextlib.nullcontext), self._rounds)
+        self._plain_ms = milliseconds(lambda: self._step(contextlib.nullcontext), self._rounds)
+        self._everything = lowtide.ActivationStore(host="48GiB", in_flight="1GiB")
+        self.out_bytes, self.in_bytes = self._moved(self._everything)
+
+    def _forward(self, context: Callable[[], Any]) -> Tensor:
         with context():
-            return model(x).float().square().mean()
+            return self._model(self._x).float().square().mean()
 
-    def step(context: Callable[[], Any]) -> None:
-        forward(context).backward()
-        model.zero_grad()
-        x.grad = None
+    def _step(self, context: Callable[[], Any]) -> None:
+        self._forward(context).backward()
+        self._model.zero_grad()
+        self._x.grad = None
 
-    forward_ms = milliseconds(lambda: forward(plain_context), options.rounds)
-    plain_ms = milliseconds(lambda: step(plain_context), options.rounds)
-    step(lambda: lowtide.offload(everything))
-    before = everything.stats()
-    step(lambda: lowtide.offload(everything))
-    after = everything.stats()
-    out_bytes = after.moved_down_bytes - before.moved_down_bytes
-    in_bytes = after.moved_up_bytes - before.moved_up_bytes
-    keep = [(f"ours, {share:.0%} kept on the device", int(out_bytes * share)) for share in (0.25, 0.5, 0.75)]
-    ways: dict[str, Callable[[], Any]] = {
-        "nothing offloaded": plain_context,
-        "`lowtide.offload`, everything": lambda: lowtide.offload(everything),
-    }
-    stores = {"`lowtide.offload`, everything": everything}
-    stores |= {name: lowtide.ActivationStore(device=nbytes, host="48GiB", in_flight="1GiB") for name, nbytes in keep}
-    for name, _ in keep:
-        ways[name] = lambda store=stores[name]: lowtide.offload(store)
-    slim = lowtide.ActivationStore(host="48GiB", in_flight="256MiB")
-    stores["ours, everything, 256 MiB in flight"] = slim
-    ways["ours, everything, 256 MiB in flight"] = lambda: lowtide.offload(slim)
-    trl = trl_context()
-    if trl is not None:
-        ways["TRL's `OffloadActivations`"] = lambda: trl
-    ways["`save_on_cpu(pin_memory=True)`"] = lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
+    def _moved(self, store: lowtide.ActivationStore) -> tuple[int, int]:
+        """Bytes that a step moves out and in, after a first one."""
+        self._step(lambda: lowtide.offload(store))
+        before = store.stats()
+        self._step(lambda: lowtide.offload(store))
+        after = store.stats()
+        return after.moved_down_bytes - before.moved_down_bytes, after.moved_up_bytes - before.moved_up_bytes
 
-    lines = [
+    def _store(self, case: str) -> lowtide.ActivationStore | None:
+        if case in KEPT:
+            kept_bytes = int(self.out_bytes * KEPT[case])
+            return lowtide.ActivationStore(device=kept_bytes, host="48GiB", in_flight="1GiB")
+        if case == "slim":
+            return lowtide.ActivationStore(host="48GiB", in_flight="256MiB")
+        return self._everything if case == "everything" else None
+
+    def rows_of(self, case: str) -> Iterator[str]:
+        store, rounds, moved, rest = self._store(case), self._rounds, "", "| |"
+        context: Callable[[], Any] = contextlib.nullcontext
+        if store is not None:
+            moved_bytes, _ = self._moved(store)
+            context = functools.partial(lowtide.offload, store)
+        elif case != "nothing":
+            rounds = min(rounds, 3)
+            context = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
+        if case == "trl":
+            from trl.models.activation_offloading import OffloadActivations
+
+            # Its defaults, but for the smallest size that it moves.
+            offloading = OffloadActivations(min_offload_size=1024 * 1024)
+            context = lambda: offloading  # noqa: E731
+        ms = milliseconds(lambda: self._step(context), rounds)
+        peak = peak_gib(lambda: self._step(context))
+        if store is not None:
+            out_ms, in_ms = moved_bytes / self.gb_out / 1e6, moved_bytes / self.gb_in / 1e6
+            best_ms = max(self._forward_ms, out_ms) + max(self._plain_ms - self._forward_ms, in_ms)
+            serial_ms = self._plain_ms + out_ms + in_ms
+            moved = f"{moved_bytes / GIB:.2f}"
+            rest = f"{best_ms:.0f} | {(serial_ms - ms) / (serial_ms - best_ms):.0%} |"
+        yield f"| {NAMES[case]} | {ms:.1f} | {peak:.2f} | {moved} | {rest}"
+
+
+def main() -> None:
+    parser = options_of(__doc__, NAMES, rounds=7)
+    for name, default in {"layers": 16, "width": 2048, "batch": 4, "tokens": 2048}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    bench = Bench(options)
+    page = Page(
+        options.out,
+        "offload-cuda.md",
         f"# Offload on {device_name('cuda')}",
         "",
         f"{versions()}. {options.layers} Llama-like blocks of width {options.width}, {options.batch} x "
         f"{options.tokens} tokens, bfloat16, eager, forward and backward; medians of {options.rounds} steps, one run. "
-        f"Pinned copies alone: {gb_out:.1f} GB/s out, {gb_in:.1f} GB/s in. "
-        f"Everything offloaded is {out_bytes / GIB:.2f} GiB out, {in_bytes / GIB:.2f} GiB in.",
+        f"Pinned copies alone: {bench.gb_out:.1f} GB/s out, {bench.gb_in:.1f} GB/s in. "
+        f"Everything offloaded is {bench.out_bytes / GIB:.2f} GiB out, {bench.in_bytes / GIB:.2f} GiB in.",
         "",
         "*Best possible* lets copies run wholly beside compute: the longer of the two in the forward, and in the "
         "backward. *Hidden* is the share of the copy time that could be hidden and was.",
         "",
         "| | ms | peak GiB | moved out GiB | best possible ms | hidden |",
         "|---|---|---|---|---|---|",
-    ]
-    for name, context in ways.items():
-        store = stores.get(name)
-        is_ours = store is not None
-        rounds = options.rounds if is_ours or name == "nothing offloaded" else 3
-        moved = 0.0
-        if is_ours:
-            step(context)
-            start = store.stats().moved_down_bytes
-            step(context)
-            moved = float(store.stats().moved_down_bytes - start)
-        elif name != "nothing offloaded":
-            moved = float("nan")
-        ms = milliseconds(lambda context=context: step(context), rounds)
-        peak = peak_gib(lambda context=context: step(context))
-        best, hidden = "", ""
-        if store is not None:
-            out_ms, in_ms = moved / gb_out / 1e6, moved / gb_in / 1e6
-            best_ms = max(forward_ms, out_ms) + max(plain_ms - forward_ms, in_ms)
-            serial_ms = plain_ms + out_ms + in_ms
-            best = f"{best_ms:.0f}"
-            hidden = f"{(serial_ms - ms) / (serial_ms - best_ms):.0%}"
-        shown = "" if moved != moved else f"{moved / GIB:.2f}"
-        lines.append(f"| {name} | {ms:.1f} | {peak:.2f} | {shown} | {best} | {hidden} |")
-    if trl is None:
-        lines += ["", "TRL's `OffloadActivations` is not in the table: TRL could not be imported."]
-    save(lines, options.out, "offload-cuda.md")
+    )
+    page.add_cases(options, bench.rows_of)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ bench/results/predictions-<device>.md, and with --graphs the graphs.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import families
-import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, versions
+from reporting import NUM_IN_A_ROW, Page, device_name, free, median_over, options_of, versions
 from rows import PREDICTED_WITHIN
-from ways import Way, free, in_turns, step
+from ways import Way, in_turns, step
 
 import lowtide
 from lowtide.plans import Plan
@@ -37,8 +35,10 @@ def plans_of(graph: lowtide.StepGraph) -> dict[str, Plan]:
     return {**plans, "solved, half way": lowtide.solve(graph, middle, time_limit_s=SOLVE_S)}
 
 
-def rows_of(family: str, device: str, rounds: int, graphs: Path | None) -> Iterator[tuple[str, tuple[float, float]]]:
-    """A row for each plan, and by how many points its prediction differs from the medians and the fastest rounds."""
+def rows_of(
+    family: str, device: str, rounds: int, graphs: Path | None, found: list[tuple[float, float]]
+) -> Iterator[str]:
+    """A row for each plan; adds to `found` by how many points predictions differ from medians and fastest rounds."""
     job = families.make(family, device)
     run = functools.partial(step, job)
     for _ in range(3):
@@ -61,16 +61,13 @@ def rows_of(family: str, device: str, rounds: int, graphs: Path | None) -> Itera
         cells = [family, limit, *(f"{1e3 * each:.1f}" for each in seconds), name]
         cells += [f"{100 * share:+.1f}" for share in (told, *measured)]
         median, fastest = (100 * abs(told - share) for share in measured)
-        yield f"| {' | '.join(cells)} |", (median, fastest)
+        found.append((median, fastest))
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--families", nargs="*", default=list(families.FAMILIES), choices=list(families.FAMILIES))
-    parser.add_argument("--graphs", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = options_of(__doc__, families.FAMILIES, rounds=6)
+    parser.add_argument("--graphs", type=Path, help="a folder for the graphs")
     options = parser.parse_args()
     page = Page(
         options.out,
@@ -87,12 +84,8 @@ def main() -> None:
         "|" + "---|" * 11,
     )
     found: list[tuple[float, float]] = []
-    for family in options.families:
-        with page.rows_of(family):
-            for row, differences in rows_of(family, options.device, options.rounds, options.graphs):
-                page.add(row)
-                found.append(differences)
-        free(options.device)
+    given = {"device": options.device, "rounds": options.rounds, "graphs": options.graphs, "found": found}
+    page.add_cases(options, functools.partial(rows_of, **given))
     median, fastest = (sum(each[index] <= PREDICTED_WITHIN for each in found) for index in (0, 1))
     page.add(
         "",

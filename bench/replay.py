@@ -8,20 +8,17 @@ computes, so that other processes do not count. Writes bench/results/replay-<dev
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import families
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, versions
-from sharing import TURN
+from reporting import NUM_IN_A_ROW, Page, device_name, options_of, versions
 from ways import Way, checkpointed, host_and_device_s, in_turns, step
 from zoo import Job
 
@@ -119,13 +116,8 @@ def rows_of(name: str, device: str, small_batch: bool, rounds: int) -> Iterator[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--families", nargs="*", default=list(families.FAMILIES))
+    parser = options_of(__doc__, families.FAMILIES, rounds=8)
     parser.add_argument("--small", action="store_true", help="only the batches that the host limits")
-    parser.add_argument("--limit-s", type=float, default=0, help="seconds for each family and batch; 0 for no limit")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -145,13 +137,9 @@ def main() -> None:
         "| full collections per 100 steps: plain / torch / plan |",
         "|" + "---|" * 14,
     )
-    for name in options.families:
-        for small_batch in (True,) if options.small else (False, True):
-            with TURN, page.rows_of(name, options.limit_s):
-                for line in rows_of(name, options.device, small_batch, options.rounds):
-                    page.add(line)
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+    for small_batch in (True,) if options.small else (False, True):
+        given = {"device": options.device, "small_batch": small_batch, "rounds": options.rounds}
+        page.add_cases(options, functools.partial(rows_of, **given))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ without the host's time. Prints the rows of the table in bench/results/segments-
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 import segments
+from reporting import options_of
 from rivals import Offers, Regions
 
 import lowtide
@@ -266,14 +266,11 @@ def compare(name: str, graph: StepGraph, blocks: Sequence[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="chains whose names contain this")
-    options = parser.parse_args()
-    for name, make in segments.chains("cpu").items():
-        if options.only in name:
-            chain, x = make()
-            graph = lowtide.trace(chain, functools.partial(segments.loss_of, chain), x, mode="fake", device="H100")
-            compare(name, graph, [graph.calls_by_path[f"blocks.{n}"][0] for n in range(len(chain.blocks))])
+    chains = segments.chains("cpu")
+    for name in options_of(__doc__, chains).parse_args().cases:
+        chain, x = chains[name]()
+        graph = lowtide.trace(chain, functools.partial(segments.loss_of, chain), x, mode="fake", device="H100")
+        compare(name, graph, [graph.calls_by_path[f"blocks.{n}"][0] for n in range(len(chain.blocks))])
 
 
 if __name__ == "__main__":

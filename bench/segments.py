@@ -5,25 +5,24 @@ hand, and the time at equal peak of these and of what `lowtide.fit` keeps; also 
 activations and gradients: what is allocated before the plain step, the parameters among it, is subtracted from all of
 them. On a GPU budgets are the allocator's peak of the peer as it is. The variants of a chain are timed in turns; on the
 CPU one thread computes, and its own seconds are counted, by `fit` too, so that other processes do not change them.
-Writes bench/results/segments-<device>.md.
+Writes bench/results/segments-<device>.md; with names of chains, adds their rows to it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from reporting import NUM_IN_A_ROW, RESULTS, Page, device_name, median_over, timed, versions
+from reporting import Page, device_name, options_of, versions
 from sharing import TURN, Stages, one_trace, trace_once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from ways import Way, cost_of, in_turns
 from zoo import Block as TransformerBlock
 
 import lowtide
@@ -32,7 +31,6 @@ from lowtide.api.measure import Measured
 from lowtide.plans.plan_text import KEPT
 from lowtide.solvers.solve import search_for
 
-NUM_ROUNDS = 5
 OUR_FLOOR = "none: our floor"
 SOLVE_S, TUNE_S = 3.0, 2.0  # of each fit
 
@@ -85,10 +83,10 @@ def chains(device: str) -> dict[str, Callable[[], tuple[Chain, Tensor]]]:
         ((1024, 8, 1024), (256, 16, 512), (64, 64, 56)) if is_large else ((64, 4, 128), (32, 4, 128), (8, 4, 32))
     )
     return {
-        **{f"{number} layers": functools.partial(layers, number) for number in (16, 64, 144)},
-        "GPT, 48 blocks": functools.partial(transformer, 48, *gpt),
-        "narrow transformer, 96 blocks": functools.partial(transformer, 96, *narrow),
-        "ResNet, 48 blocks": functools.partial(resnet, 48, *images),
+        **{f"layers-{number}": functools.partial(layers, number) for number in (16, 64, 144)},
+        "gpt-48": functools.partial(transformer, 48, *gpt),
+        "narrow-96": functools.partial(transformer, 96, *narrow),
+        "resnet-48": functools.partial(resnet, 48, *images),
     }
 
 
@@ -140,7 +138,8 @@ def numbers(num_blocks: int) -> list[int]:
     return sorted({max(2, round(root * factor)) for factor in (0.5, 0.7, 1.0, 1.4, 2.0)})
 
 
-def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Iterator[str]:
+def rows_of(name: str, device: str, rounds: int) -> Iterator[str]:
+    chain, x = chains(device)[name]()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     chain, x = chain.to(device, dtype).train(), x.to(device, dtype)
     blocks = list(chain.blocks)
@@ -174,23 +173,17 @@ def rows_of(name: str, chain: Chain, x: Tensor, device: str, rounds: int) -> Ite
     for peer, (plan, _) in fits.items():
         ways |= {peer: peers[peer][1]} if peer in peers else {}
         ways[f"ours, {peer}"] = functools.partial(lowtide.apply, chain, plan)
-    times: dict[str, list[float]] = {each: [] for each in ways}
     clock = time.perf_counter if device == "cuda" else time.thread_time
-    for turn in range(rounds + 1):
-        for each, way in ways.items():
-            with way():
-                step(chain, x)
-                seconds = timed(functools.partial(step, chain, x), device, NUM_IN_A_ROW, clock)
-            if turn:
-                times[each].append(seconds)
+    run = functools.partial(step, chain, x)
+    times = in_turns({each: Way(run, way) for each, way in ways.items()}, device, rounds, clock=clock)
     for peer, (plan, kept) in fits.items():
         peak, slower = "", ""
         if peer in peers:
-            peak, slower = mib(peers[peer][0] - base), f"{100 * median_over(times[peer], times['plain']):+.0f}"
+            peak, slower = mib(peers[peer][0] - base), f"{cost_of(times, peer)[1]:+.0f}"
         ours = measured(chain, x, ways[f"ours, {peer}"], device).total_peak_bytes
         yield (
             f"| {name} | {peer} | {mib(plain.peak_bytes)} | {peak} | {mib(ours - base)} "
-            f"| {slower} | {100 * median_over(times[f'ours, {peer}'], times['plain']):+.0f} "
+            f"| {slower} | {cost_of(times, f'ours, {peer}')[1]:+.0f} "
             f"| {100 * plan.slowdown:+.0f} | {kept} |"
         )
 
@@ -209,18 +202,13 @@ def mib(size: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="chains whose names contain this; their rows are added to the page")
-    parser.add_argument("--limit-s", type=float, default=0, help="seconds for each chain; 0 for no limit")
-    options = parser.parse_args()
+    options = options_of(__doc__, chains("cpu"), rounds=5).parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
         measure.perf_counter = time.thread_time  # what `fit` compares candidates by
-    name = f"segments-{options.device}.md"
-    header = [
+    page = Page(
+        options.out,
+        f"segments-{options.device}.md",
         f"# Chains in segments, {device_name(options.device)}",
         "",
         f"{versions()}. Peaks in MiB without parameters, measured; `ours` is what `fit` keeps for the peak of the "
@@ -230,17 +218,10 @@ def main() -> None:
         "",
         "| chain | peer | plain | peer's peak | our peak | peer's time | our time | our time, predicted | kept |",
         "|" + "---|" * 9,
-    ]
-    if options.only and (options.out / name).exists():
-        header = (options.out / name).read_text().splitlines()
-    page = Page(options.out, name, *header)
-    for title, make in chains(options.device).items():
-        if options.only in title:
-            with TURN, one_trace(), page.rows_of(title, options.limit_s):
-                for line in rows_of(title, *make(), options.device, options.rounds):
-                    page.add(line)
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+        is_added_to=options.cases != list(chains("cpu")),
+    )
+    with one_trace():
+        page.add_cases(options, functools.partial(rows_of, device=options.device, rounds=options.rounds))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the budget is no answer.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,12 +17,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import zoo
 from checkmate import Answer, Checkmate
-from reporting import RESULTS, device_name, save, versions
+from reporting import Page, device_name, options_of, versions
 from rivals import block_knapsack, torch_knapsack
 from rotor import chain_of
 
@@ -240,12 +238,11 @@ def losses(results: list[Result]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller graphs, 5 s for each MILP")
     parser.add_argument("--milp-seconds", type=float)
     parser.add_argument("--repeats", type=int, default=3, help="how often each of our plans is solved for, to time it")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     milp_seconds = options.milp_seconds or (5.0 if options.quick else 60.0)
     names = options.names or (QUICK if options.quick else GRAPHS)
@@ -275,7 +272,7 @@ def main() -> None:
     ]
     for result in results:
         lines += table(result)
-    save(lines[:-1], options.out, "solver.md")
+    Page(options.out, "solver.md").add(*lines[:-1])
 
 
 if __name__ == "__main__":

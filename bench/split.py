@@ -17,7 +17,7 @@ measurement is a row that is appended to `<out>/split-<part>.md` at once, so a r
 from __future__ import annotations
 
 import argparse
-import statistics
+import functools
 import subprocess
 import sys
 import time
@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reporting import device_name, timed, versions
+from reporting import Page, device_name, options_of, versions
 from sharing import TURN
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from ways import Way, cost_of, in_turns
 
 import lowtide
 from lowtide.api.measure import can_measure, trace_largest
@@ -157,18 +158,9 @@ class Bench:
     """The device and the page of one run."""
 
     def __init__(self, part: str, out: Path, *, small: bool) -> None:
-        self.small, self._part = small, part
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._path = out / f"split-{part}.md"
-        out.mkdir(parents=True, exist_ok=True)
-
-    def say(self, *lines: str) -> None:
-        """Print lines and append them to the page."""
-        title = f"# {self._path.stem}, {device_name(self.device)}"
-        head = [] if self._path.exists() else [title, "", versions(), "", *HEADS[self._part]]
-        with self._path.open("a") as page:
-            page.write("\n".join([*head, *lines, ""]))
-        print(*lines, sep="\n", flush=True)
+        self.small, self.device = small, "cuda" if torch.cuda.is_available() else "cpu"
+        head = [f"# split-{part}, {device_name(self.device)}", "", versions(), "", *HEADS[part]]
+        self.say = Page(out, f"split-{part}.md", *head, is_added_to=True).add
 
     def peak(self, call: Callable[[], Any]) -> int:
         """Bytes allocated at most during a call, what was there before included; 0 on the CPU."""
@@ -249,7 +241,7 @@ def loss_part(bench: Bench, rounds: int) -> None:
         x.grad = None
         way().backward()
 
-    peaks, times = {}, {name: list[float]() for name in ways}
+    peaks = {}
     for name, way in list(ways.items()):
         try:
             step(way)
@@ -257,20 +249,18 @@ def loss_part(bench: Bench, rounds: int) -> None:
         except (RuntimeError, NotImplementedError) as error:
             bench.say(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             del ways[name]
-    for _ in range(rounds):
-        for name, way in ways.items():
-            times[name].append(timed(lambda way=way: step(way), bench.device))  # type: ignore[misc]
-    plain_s = statistics.median(times["plain"])
+    steps = {name: Way(functools.partial(step, way)) for name, way in ways.items()}
+    times = in_turns(steps, bench.device, rounds)
     bench.say(
-        f"{rows} tokens x {width} x {words} words, bfloat16; medians of {rounds} steps in turns.",
+        f"{rows} tokens x {width} x {words} words, bfloat16; medians of {rounds} rounds in turns.",
         "",
-        "| | peak GB | of plain | ms | of plain |",
+        "| | peak GB | of plain | ms | over plain |",
         "|---|---|---|---|---|",
     )
     for name in ways:
-        seconds = statistics.median(times[name])
+        ms, over = cost_of(times, name)
         share = peaks[name] / peaks["plain"] if peaks["plain"] else 0.0
-        bench.say(f"| {name} | {peaks[name] / 1e9:.2f} | {share:.2f} | {1e3 * seconds:.1f} | {seconds / plain_s:.2f} |")
+        bench.say(f"| {name} | {peaks[name] / 1e9:.2f} | {share:.2f} | {ms:.1f} | {over:+.1f} % |")
 
 
 # The longest sequence.
@@ -450,14 +440,12 @@ def case_name(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=10)
     parser.add_argument("cases", nargs="*", type=case_name)
     parser.add_argument("--list", action="store_true", help="print the usual cases")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds after which a case tries no more lengths")
     parser.add_argument("--tokens", type=int, help="the first length tried")
     parser.add_argument("--host", default="64GiB", help="host memory of the way host")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
     given = parser.parse_args()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from reporting import NUM_IN_A_ROW, timed
+from reporting import NUM_IN_A_ROW, free, median_over, timed
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from zoo import Job
 
@@ -36,10 +37,14 @@ def step(job: Job) -> None:
     job.step()
 
 
+def checkpointed(job: Job, *, every: int = 1, function: Callable[..., Any] = TORCH) -> Any:
+    """A context with a checkpoint function around every n-th block. A plan on the model must be switched off."""
+    return wrapped(list(find_regions(job.model, job.blocks).values())[::every], function)
+
+
 @contextlib.contextmanager
-def checkpointed(job: Job, *, every: int = 1, function: Callable[..., Any] = TORCH) -> Iterator[None]:
-    """A checkpoint function around the forward of every n-th block. A plan on the model must be switched off."""
-    blocks = list(find_regions(job.model, job.blocks).values())[::every]
+def wrapped(blocks: list[nn.Module], function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `function` is called with the forward of each block, and its arguments."""
     before = [vars(block).pop("forward", None) for block in blocks]  # of a plan
     for block in blocks:
         block.forward = functools.partial(function, type(block).forward.__get__(block))  # type: ignore[method-assign]
@@ -92,16 +97,27 @@ def in_turns(
     *,
     num_warm: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]]:
-    """Seconds of a step in each way, one number for each round. Ways take turns, with several steps in a row each."""
+    """Seconds of a step in each way, one number for each round. Ways take turns, with several steps in a row each.
+
+    No round but the first begins when `is_over()`.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
+        if turn and is_over():
+            break
         for name, way in ways.items():
             with way.context():
                 for _ in range(num_warm if turn else num_warm + 1):  # what is done once is none of the step's
                     way.step()
                 times[name].append(timed(way.step, device, NUM_IN_A_ROW, clock))
     return times
+
+
+def cost_of(times: Mapping[str, list[float]], way: str, plain: str = "plain") -> tuple[float, float]:
+    """Milliseconds of a step, and percent above the plain steps of the same round; both in the median."""
+    return 1e3 * statistics.median(times[way]), 100 * median_over(times[way], times[plain])
 
 
 def peak_of(job: Job, device: str, context: Callable[[], Any] = contextlib.nullcontext) -> int:
@@ -133,10 +149,3 @@ def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
         step(job)
         torch.cuda.synchronize()
     return host_s, sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
-
-
-def free(device: str) -> None:
-    """Give memory back that nothing uses."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
