@@ -89,6 +89,19 @@ def test_views_are_the_values_they_look_at() -> None:
     assert {part.name for part in step.parts[1]} == {"getitem_3", "getitem_4"}
 
 
+class Rotated(nn.Module):
+    """Its backward has the conjugate of a number, `aten._conj(1j)`: a view by its schema, which makes a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * 1j, n=8).sin()
+
+
+def test_a_view_of_a_number_is_an_op() -> None:
+    graph = joint_of(Rotated(), torch.randn(4, 8, requires_grad=True)).graph
+    names = [op.name for op in graph.ops]
+    assert any("conj" in name for name in names) and "sin" in forward_names(graph)
+
+
 def test_attention_that_draws_nothing_can_be_recomputed() -> None:
     assert all(recomputable(joint_of(Attention(), torch.randn(2, 3, 4)).graph).values())
 

@@ -221,9 +221,11 @@ class _Reader:
     def _flags_of(self, node: fx.Node, is_forward: bool) -> tuple[str, ...]:
         """Flags of an op; "rerun" for one that a checkpoint of the user's recomputes, and for a gathered weight."""
         flags = _flags(node)
+        sources = [each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor)]
+        if not sources:  # a "view" of a number, as in the backward of `x * 1j`, makes a tensor
+            flags = tuple(flag for flag in flags if flag != "view")
         if not is_forward:
             return flags
-        sources = [each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor)]
         if sources and all(each in self._weights for each in sources):
             gathers = "collective" in flags and any(name in str(node.target) for name in _GATHERS)
             is_fused = not is_own_kernel(str(node.target), _compat.node_flops(node), flags)
