@@ -140,6 +140,36 @@ def test_the_recompile_limit_is_said_once() -> None:
     assert "recompile_limit for 'forward'" in str(caught[0].message) and "dynamic=True" in str(caught[0].message)
 
 
+def test_the_recompile_limit_is_said_for_later_models_too() -> None:
+    """Dynamo says it once: a later compile of the same code runs eagerly from its first step on, until a reset."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (20, 21, 22):
+            model = lowtide.compile(stack(), budget=PLENTY, options={"max_fusion_size": size})
+            if size == 20:
+                squared(model).backward()
+                continue
+            with pytest.warns(UserWarning, match=r"recompile_limit for 'forward'.*Call torch.compiler.reset\(\)"):
+                squared(model).backward()
+    squared(model).backward()
+    assert not session_of(model).graphs, "a limit that is raised afterwards changes nothing"
+    torch.compiler.reset()
+    squared(model).backward()
+    assert session_of(model).graphs
+
+
+def test_blocks_of_torchs_own_classes_do_not_reach_the_limit_together(compiler: Compiler) -> None:
+    """They begin in a function of lowtide's, whose entries Dynamo counts."""
+    kinds = [nn.ReLU, nn.Tanh, nn.SiLU]
+    models = [Stack(*(nn.Sequential(nn.Linear(8, 8), each()) for _ in range(2))) for each in (*kinds, *kinds)]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for model in models:
+            lowtide.compile(model, budget=PLENTY, regional=True)
+            for _ in range(2):
+                squared(model).backward()
+            assert explain_compiled(model).startswith("2 calls of 1 compiled graph ")
+    assert len(compiler.splits) == len(kinds), "equal blocks share their code"
+
+
 def test_the_recompile_limit_of_the_backend_is_said() -> None:
     def step(budget: int) -> None:
         model = torch.compile(Stack(MLP()), backend=backend.backend, options={"budget": budget})

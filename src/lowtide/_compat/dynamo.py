@@ -12,6 +12,7 @@ import copy
 import logging
 import re
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -63,24 +64,25 @@ _CALLED_BY_DYNAMO = "_forward_pre_hooks_with_kwargs", "lowtide.compile"
 
 
 def compile_module(
-    module: nn.Module, enter: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call, **options: Any
+    module: nn.Module,
+    enter: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda function, call: call,
+    **options: Any,
 ) -> None:
     """Call `module.compile()` so that it also works for classes of torch's own and inside of another `torch.compile`.
 
-    `enter` wraps the compiled call. The result runs outside of any other compiled code: where an outer `torch.compile`
-    meets the module, its graph ends, and continues after it. Dynamo does not begin a graph in torch's own code, such as
+    `enter` wraps the compiled call, and is also given the name of the function in which Dynamo begins, as in
+    `traced_functions`. The result runs outside of any other compiled code: where an outer `torch.compile` meets the
+    module, its graph ends, and continues after it. Dynamo does not begin a graph in torch's own code, such as
     nn.Sequential, and would inline the forward of a compiled module into an outer graph. Obsolete when `Module.compile`
     adds a frame of its own, as `torch.compile(module)` does, and has an option for outer graphs.
     """
-    call = module._call_impl
+    call: Callable[..., Any] = module._call_impl
+    code = getattr(module.forward, "__code__", None)
     if type(module).forward.__module__.startswith("torch.nn."):
-        inner = call
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs)
-
+        call = _with_frame(call, module)
+        code = call.__code__
     reason = "lowtide.compile compiles this module within a memory budget, as a graph of its own"
-    compiled = enter(torch.compile(call, **options))
+    compiled = enter("" if code is None else _function_name(code), torch.compile(call, **options))
 
     def run(*args: Any, **kwargs: Any) -> Any:  # `disable` would look through the compiled function itself
         return compiled(*args, **kwargs)
@@ -88,6 +90,25 @@ def compile_module(
     module._compiled_call_impl = torch.compiler.disable(run, reason=reason)
     attribute, key = _CALLED_BY_DYNAMO
     getattr(module, attribute)[key] = False
+
+
+_frames: dict[str, types.CodeType] = {}
+
+
+def _with_frame(inner: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A Python function that calls `inner`, in which Dynamo begins a graph.
+
+    Dynamo counts its entries per code object, so modules of other structures have code objects of their own: they
+    would reach `recompile_limit` together.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    structure = repr(module)
+    if structure not in _frames:
+        _frames[structure] = call.__code__.replace(co_name=f"{type(module).__name__}_{len(_frames)}")
+    return types.FunctionType(_frames[structure], call.__globals__, call.__name__, None, call.__closure__)
 
 
 def uncompile(module: nn.Module) -> None:
@@ -149,7 +170,11 @@ def traced_functions() -> set[str]:
     """
     context = required("torch._guards.TracingContext", _COMPILE).try_get()
     codes = getattr(context, "traced_code", None) or ()
-    return {f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})" for code in codes}
+    return set(map(_function_name, codes))
+
+
+def _function_name(code: types.CodeType) -> str:
+    return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
 
 
 class TracingContext:

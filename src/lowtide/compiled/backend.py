@@ -163,10 +163,10 @@ def without_warnings() -> Iterator[None]:
 
 
 class SessionCall:
-    """The compiled call of a module, given by its path and class, run for a session."""
+    """The compiled call of a module, given by its path and class, run for a session. Dynamo begins in `function`."""
 
-    def __init__(self, session: Session, module: tuple[str, str], compiled: Callable[..., Any]) -> None:
-        self._session, self._module, self._compiled = session, module, compiled
+    def __init__(self, session: Session, module: tuple[str, str], function: str, compiled: Callable[..., Any]) -> None:
+        self._session, self._module, self._function, self._compiled = session, module, function, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, before = self._session, _current.session
@@ -187,11 +187,14 @@ class SessionCall:
         known = {id(each) for each in taken}
         if any(isinstance(each, torch.Tensor) and each.grad_fn is not None and id(each) not in known for each in made):
             path, kind = self._module
+            limit = _stopped.get(self._function)
             warn_unplanned(
                 self._session,
                 f"torch.compile ran {path or 'the model'} ({kind}) eagerly, without a compiled graph, so it saves "
                 "whatever autograd saves: its memory budget does not apply. TORCH_LOGS=graph_breaks,recompiles says "
-                "why; lowtide.compile(..., fullgraph=True) makes it an error",
+                "why; lowtide.compile(..., fullgraph=True) makes it an error"
+                if limit is None
+                else _limit_message(self._function, limit),
             )
 
 
@@ -204,7 +207,10 @@ def shared_backend(
     """The Dynamo backend of all models that are compiled with equal settings: inductor's options, mode and dynamic."""
 
     def backend(module: Any, inputs: list[Any]) -> Any:
-        return PlannedGraph(current_session, module, inputs, compiler)
+        graph = PlannedGraph(current_session, module, inputs, compiler)
+        for function in graph.functions:  # compiled again, after torch.compiler.reset()
+            _stopped.pop(function, None)
+        return graph
 
     options, *others = settings
     try:
@@ -226,16 +232,23 @@ def warn_unplanned(session: Session, message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
+_stopped: dict[str, str] = {}  # functions that Dynamo runs eagerly, and the limit that each has reached
+
+
 def _stopped_compiling(function: str, limit: str) -> None:
+    _stopped[function] = limit
     for session in list(SESSIONS):
         running = _current.session
         if session is running or (running is None and any(function in graph.functions for graph in session.graphs)):
-            warn_unplanned(
-                session,
-                f"torch.compile has reached torch._dynamo.config.{limit} for {function} and runs it eagerly from now "
-                "on, so it saves whatever autograd saves: its memory budget does not apply. Raise "
-                f"torch._dynamo.config.{limit}, or let shapes be symbolic (dynamic=True)",
-            )
+            warn_unplanned(session, _limit_message(function, limit))
+
+
+def _limit_message(function: str, limit: str) -> str:
+    return (
+        f"torch.compile has reached torch._dynamo.config.{limit} for {function} and runs it eagerly from now on, so it "
+        "saves whatever autograd saves: its memory budget does not apply. Call torch.compiler.reset(), without which "
+        f"it is not compiled again, and raise torch._dynamo.config.{limit} or let shapes be symbolic (dynamic=True)"
+    )
 
 
 _limit_watch = _compat.LimitWatch(_stopped_compiling)
