@@ -42,8 +42,10 @@ def test_modules_are_compiled_and_uncompiled() -> None:
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     expected = model(x)
     dynamo.compile_module(model, backend=backend)
+    assert dynamo.is_compiled_module(model)
     assert torch.equal(model(x), expected) and len(graphs) == 1, "_compiled_call_impl no longer replaces the call"
     dynamo.uncompile(model)
+    assert not dynamo.is_compiled_module(model)
     assert torch.equal(model(x), expected) and len(graphs) == 1, "_compiled_call_impl = None no longer undoes it"
 
 
@@ -71,6 +73,17 @@ def test_functions_that_dynamo_stops_compiling_are_reported() -> None:
         torch._dynamo.reset()
     ((function, limit),) = reports
     assert limit == "recompile_limit" and function in traced[0], "the message of convert_frame.py has changed"
+
+
+@pytest.mark.filterwarnings("ignore")  # those of importing inductor
+def test_the_options_of_a_compiled_module() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: object, options: object = None) -> object:
+        return graph.forward
+
+    options, model = {"budget": 1}, nn.Linear(2, 2)
+    compiled = torch.compile(model, backend=backend, options=options)
+    assert dynamo.backend_options(compiled) == options, "the chain of _torchdynamo_orig_backend ends elsewhere"
+    assert dynamo.backend_options(model) is dynamo.backend_options(torch.compile(model)) is None
 
 
 @pytest.mark.filterwarnings("ignore")

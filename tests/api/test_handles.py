@@ -100,6 +100,57 @@ def test_several_handles_are_told_apart() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
+def test_a_model_has_one_budget_at_a_time() -> None:
+    model = lowtide.compile(stack(), budget=PLENTY)
+    refused = r"lowtide.compile has compiled blocks.0 within a budget of its own already.*handle_of\(model\).remove"
+    with pytest.raises(lowtide.LowtideError, match=refused):
+        lowtide.fit(model, squared, model, budget="1GiB")
+    with pytest.raises(lowtide.LowtideError, match=refused):
+        lowtide.apply(model, lowtide.Plan())
+    handle_of(model).remove()
+    lowtide.apply(model, lowtide.Plan())
+    with pytest.raises(lowtide.LowtideError, match=r"has put a plan on the model already: lowtide\.handle_of"):
+        lowtide.compile(model, budget=PLENTY)
+    handle_of(model).remove()
+    lowtide.compile(model, budget=PLENTY)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_of_a_policy_inside_of_a_compiled_model() -> None:
+    """Its regions are the user's own; the compiled model has the budget."""
+    model = stack()
+    policy = lowtide.apply(model, lowtide.EveryN(2))
+    lowtide.compile(model, budget=PLENTY)
+    squared(model).backward()
+    handle = compiled_handle(model)
+    other = stack()
+    lowtide.apply(other, lowtide.EveryN(2))
+    with pytest.raises(lowtide.LowtideError, match="2 handles on this ModuleList, the first ones found at 0, 1"):
+        handle_of(nn.ModuleList([model, other]))
+    handle.remove()
+    assert handle_of(model) is policy
+
+
+@pytest.mark.usefixtures("compiler")
+def test_of_a_model_that_the_backend_compiles_for_another_budget() -> None:
+    """Dynamo keeps the code of the first compile, and may run it again."""
+    model = stack()
+    first, second = (
+        torch.compile(model, backend=backend.backend, options={"budget": PLENTY + extra}) for extra in (0, 1)
+    )
+    squared(first).backward()
+    with pytest.raises(lowtide.LowtideError, match=NO_HANDLE.replace("Stack", "OptimizedModule")):
+        handle_of(second)
+    squared(second).backward()
+    for number, each in enumerate((first, second)):
+        handle = handle_of(each)
+        assert isinstance(handle, CompiledHandle) and handle.session.budget == PLENTY + number
+        assert handle_of(nn.Sequential(each)) is handle
+    with pytest.raises(lowtide.LowtideError, match=r"2 handles on this Stack.*or with what torch.compile returned"):
+        handle_of(model)
+
+
+@pytest.mark.usefixtures("compiler")
 def test_before_the_first_step(tmp_path: Path) -> None:
     model = lowtide.compile(stack(), budget=PLENTY)
     handle = compiled_handle(model)

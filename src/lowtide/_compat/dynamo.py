@@ -118,6 +118,24 @@ def uncompile(module: nn.Module) -> None:
     getattr(module, attribute).pop(key, None)
 
 
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether `compile_module` has compiled this module. Obsolete likewise."""
+    attribute, key = _CALLED_BY_DYNAMO
+    return key in getattr(module, attribute)
+
+
+def backend_options(module: nn.Module) -> Any:
+    """Return the `options` that `torch.compile(model, options=...)` was given, of what it returned; None elsewhere.
+
+    Relies on `dynamo_ctx` of `OptimizedModule` and on the chain of `_torchdynamo_orig_backend`, which torch's
+    convert_frame.py describes. Obsolete when what `torch.compile` returns names its options.
+    """
+    inner: Any = getattr(vars(module).get("dynamo_ctx"), "callback", None)
+    while hasattr(inner, "_torchdynamo_orig_backend"):
+        inner = inner._torchdynamo_orig_backend
+    return getattr(inner, "kwargs", {}).get("options")
+
+
 def active_data_parallel() -> Any:
     """Return the `DistributedDataParallel` whose forward runs now; None outside of one.
 

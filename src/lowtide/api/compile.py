@@ -39,6 +39,7 @@ from lowtide.compiled.session import Session
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes
 from lowtide.eager.handle import Applied, handle_at
+from lowtide.eager.plan_handle import AppliedPlan
 from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan
 from lowtide.solvers.solve import solve
@@ -83,6 +84,7 @@ def compile(
     what the first one did.
     """
     given, model = model, checks.module(model)
+    _refuse_planned(model)
     check_bytes(budget)  # raise for a malformed budget now, not in the first forward
     check_options({} if options is None else options, own=())
     check_on_over(on_over)
@@ -136,15 +138,19 @@ def handle_of(model: nn.Module) -> Applied | CompiledHandle:
     checks.module(model)
     handles: dict[int, Applied | CompiledHandle] = {}
     paths: list[str] = []
+    inside_compiled: set[nn.Module] = set()  # a policy in there is part of what is compiled
     for path, module in model.named_modules():
-        for handle in (handle_at(module), _handle_on(module)):
-            if handle is not None and id(handle) not in handles:
-                handles[id(handle)] = handle
-                paths.append(path or "the model itself")
-    if not handles:
-        for each in _backend_handles(model):
-            handles[id(each)] = each
-            paths.append(f"torch.compile(backend='lowtide'), budget {each.session.budget}")
+        found: Applied | CompiledHandle | None = _handle_on(module)
+        if found is not None:
+            inside_compiled.update(module.modules())
+        elif module not in inside_compiled:
+            found = handle_at(module)
+        if found is not None and id(found) not in handles:
+            handles[id(found)] = found
+            paths.append(path or "the model itself")
+    for each in [] if handles else _backend_handles(model):
+        handles[id(each)] = each
+        paths.append(f"torch.compile(backend='lowtide'), budget {each.session.budget}")
     if not handles:
         raise LowtideError(
             f"there is no handle on this {type(model).__name__}: call lowtide.fit, lowtide.apply or lowtide.compile on "
@@ -153,7 +159,8 @@ def handle_of(model: nn.Module) -> Applied | CompiledHandle:
     if len(handles) > 1:
         raise LowtideError(
             f"there are {len(handles)} handles on this {type(model).__name__}, the first ones found at "
-            f"{', '.join(paths)}: call handle_of with the part of the model that is meant"
+            f"{', '.join(paths)}: call handle_of with the part of the model that is meant, or with what torch.compile "
+            "returned"
         )
     (handle,) = handles.values()
     return handle
@@ -187,6 +194,16 @@ def plan_joint_graph(
     return plan
 
 
+def _refuse_planned(model: nn.Module) -> None:
+    """Raise if `fit`, or `apply` with a plan, is on the model. Policies of `apply` are regions of the user's own."""
+    for name, module in model.named_modules():
+        if isinstance(handle_at(module), AppliedPlan):
+            raise LowtideError(
+                f"lowtide.fit or lowtide.apply has put a plan on {name or 'the model'} already: "
+                "lowtide.handle_of(model).remove() takes it off"
+            )
+
+
 def _handle_on(module: nn.Module) -> CompiledHandle | None:
     """The handle that `compile` put on this module; None if there is none, or if it was removed."""
     handle = _by_model.get(_compat.unwrapped(module))
@@ -196,6 +213,9 @@ def _handle_on(module: nn.Module) -> CompiledHandle | None:
 def _backend_handles(model: nn.Module) -> list[CompiledHandle]:
     """The handles of what `torch.compile(backend="lowtide")` compiled with parameters of this model."""
     sessions = [session for session in _sessions_of(model) if session.options is not None]
+    given = [options for options in map(_compat.backend_options, model.modules()) if options is not None]
+    if given:  # of several compiles of one model this one. Dynamo gives compiles with equal options the same code
+        sessions = [session for session in sessions if session.options in given]
     for session in sessions:
         if session.handle is None:
             session.handle = CompiledHandle(session, [], None)

@@ -31,7 +31,7 @@ from lowtide.api.plan_search import FitCache, PlanSearch
 from lowtide.api.tuner import Tuner
 from lowtide.distributed.agreement import check_same_plan
 from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
-from lowtide.eager.handle import refuse_other_checkpointing
+from lowtide.eager.handle import refuse_compiled, refuse_other_checkpointing
 from lowtide.eager.over_budget import BudgetWatch
 from lowtide.eager.plan_handle import AppliedPlan, apply_plan
 from lowtide.eager.replanning import Limits, Planner, shapes_of, tensor_from_spec, tensor_spec
@@ -137,6 +137,7 @@ def fit(
     with ranks_of(group).together("arguments of fit"):
         check_bytes(budget)
         model, limits = checks.module(model), Limits(host, lossy, time_limit_s, split)
+        refuse_compiled(model)
         examples = _examples(args, more_batches)
         request = FitRequest(loss_fn, examples, budget, optimizer, limits, verify, tune_s, cache, group)
     return _fit(model, request, apply_plan)

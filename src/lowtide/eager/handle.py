@@ -557,3 +557,13 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
                 "DataParallel copies modules for every step, without their plans: start one process per device "
                 "and wrap the model by DistributedDataParallel"
             )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise if `lowtide.compile` is on the model: its blocks already save what another budget decided."""
+    for name, module in model.named_modules():
+        if _compat.is_compiled_module(module):
+            raise LowtideError(
+                f"lowtide.compile has compiled {name or 'the model'} within a budget of its own already: "
+                "lowtide.handle_of(model).remove() takes it off"
+            )

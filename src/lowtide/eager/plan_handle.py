@@ -35,7 +35,7 @@ from lowtide.eager.calls import (
     levels_of,
     set_inner_paths,
 )
-from lowtide.eager.handle import Applied, AppliedStats, refuse_other_checkpointing
+from lowtide.eager.handle import Applied, AppliedStats, refuse_compiled, refuse_other_checkpointing
 from lowtide.eager.moves import Moves, counted_paths
 from lowtide.eager.over_budget import OutOfMemory, Stepper
 from lowtide.eager.replanning import PlannedInputs, Replan, ShapePlans, matching_modules, with_parameters
@@ -405,4 +405,5 @@ def apply_plan(model: nn.Module, plan: Plan) -> AppliedPlan:
         raise PlanError(f"this plan is for the {plan.engine} engine: solve with engine='eager' for apply()")
     model = _compat.unwrapped(model)
     refuse_other_checkpointing(model)
+    refuse_compiled(model)
     return AppliedPlan(model, plan)
