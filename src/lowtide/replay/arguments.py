@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide._compat.modules import companion_of
+from lowtide.replay.object_state import attributes_of
 
 _MAX_DEPTH = 32
 # Values that are passed on as they are: they cannot change, and nothing is reached through them.
@@ -357,15 +358,11 @@ class Fingerprint:
             return tuple(self._read(part, depth + 1, seen) for part in value)
         if isinstance(value, set | frozenset):
             return frozenset(id(part) for part in value)
-        kind = type(value)
-        attributes = {
-            name: part
-            for name, part in getattr(value, "__dict__", {}).items()
-            if not isinstance(getattr(kind, name, None), functools.cached_property)
-        }
-        slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
-        parts = {**attributes, **{name: getattr(value, name) for name in slots}}
-        return id(value), tuple((name, self._read(part, depth + 1, seen)) for name, part in parts.items())
+        return id(value), tuple(
+            (name, self._read(part, depth + 1, seen))
+            for name, part in attributes_of(value).items()
+            if not isinstance(getattr(type(value), name, None), functools.cached_property)
+        )
 
 
 # Types without tensors that most arguments of ops are: known sooner than by the checks in `tensors_in`.

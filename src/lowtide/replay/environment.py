@@ -199,7 +199,8 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[State]) 
 
 def _generators(devices: Iterable[torch.device], generators: Sequence[torch.Generator]) -> tuple[torch.Generator, ...]:
     found: tuple[torch.Generator, ...] = _CPU_GENERATOR
-    if _compat.accelerator() is not None and _is_initialized():
+    # (Reading the generators of an accelerator that is not in use would initialise it: seconds, hundreds of MiB.)
+    if _compat.accelerator() is not None and _device_module().is_initialized():
         if _num_devices() == 1:
             found = _default_generators(frozenset({0}))
         else:
@@ -209,11 +210,6 @@ def _generators(devices: Iterable[torch.device], generators: Sequence[torch.Gene
 
 
 _CPU_GENERATOR = (torch.default_generator,)
-
-
-def _is_initialized() -> bool:
-    """Whether the accelerator is in use. (Reading its generators would initialise it: seconds, hundreds of MiB.)"""
-    return _device_module().is_initialized()
 
 
 @functools.cache

@@ -18,20 +18,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide._compat.modules import WHOLE_MODULE_METHODS
-from lowtide.replay.module_state import snapshot_of
-from lowtide.replay.object_state import Containers, code_names, drawn_from, imported, is_plain_state, nothing
+from lowtide.graph.arrays import ALWAYS_COPIED_BYTES
+from lowtide.replay.module_state import is_copyable_state, snapshot_of
+from lowtide.replay.object_state import Containers, Variable, is_plain_state, nothing, states_drawn_by, variables_of
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
-_SMALL_BYTES = 256 * 1024
-_ABSENT: Any = object()
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
@@ -43,34 +42,6 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
         is_whole = getattr(method, "__name__", "") in WHOLE_MODULE_METHODS
         return function.__self__ if is_whole and getattr(method, "__closure__", None) is None else None
     return None
-
-
-class Variable(NamedTuple):
-    """A variable that a function reads, and its value: a closure cell, or a name in a namespace."""
-
-    place: types.CellType | dict[str, Any]
-    name: str  # empty for a cell
-    value: Any
-
-    def read(self) -> Any:
-        """Return the present value."""
-        if isinstance(self.place, dict):
-            return self.place.get(self.name, _ABSENT)
-        try:
-            return self.place.cell_contents
-        except ValueError:
-            return _ABSENT
-
-    def bind(self, value: Any) -> None:
-        if isinstance(self.place, dict):
-            if value is _ABSENT:
-                self.place.pop(self.name, None)
-            else:
-                self.place[self.name] = value
-        elif value is _ABSENT:
-            del self.place.cell_contents
-        else:
-            self.place.cell_contents = value
 
 
 class CapturedState:
@@ -103,9 +74,7 @@ class CapturedState:
             self.generators.append(value)
         elif is_plain_state(value):
             self.states.append(value)
-        elif isinstance(value, _SKIPPED) or id(value) in self._seen:
-            return
-        elif _is_hidden(value):
+        elif isinstance(value, _SKIPPED) or id(value) in self._seen or _is_hidden(value):
             return
         elif depth <= _MAX_DEPTH and len(self._seen) < _MAX_OBJECTS:
             self._seen.add(id(value))
@@ -122,11 +91,8 @@ class CapturedState:
             self._add(value.__func__, depth, False)
         elif isinstance(value, types.FunctionType):
             self._open_function(value, depth)
-        elif isinstance(value, dict):
-            for part in list(value.values()):
-                self._add(part, depth, False)
-        elif isinstance(value, list | tuple | set | frozenset):
-            for part in list(value):
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            for part in list(value.values() if isinstance(value, dict) else value):
                 self._add(part, depth, False)
         elif hasattr(value, "__wrapped__"):  # functools.lru_cache and other decorators
             self._add(value.__wrapped__, depth, False)
@@ -137,26 +103,12 @@ class CapturedState:
                 self._add(part, depth, False)
 
     def _open_function(self, function: types.FunctionType, depth: int) -> None:
-        names = code_names(function.__code__)
-        for module in imported(function.__code__):
-            self.states += drawn_from(module, names)
-        for cell in function.__closure__ or ():
-            try:
-                contents = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-            self.variables.append(Variable(cell, "", contents))
-            self.states += drawn_from(contents, names)
-            self._add(contents, depth, False)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._add(default, depth, False)
-        for name in names:
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                self.states += drawn_from(value, names)
-                if not isinstance(value, _SKIPPED):
-                    self.variables.append(Variable(function.__globals__, name, value))
-                    self._add(value, depth, False)
+        variables = variables_of(function)
+        self.states += states_drawn_by(function, variables)
+        self.variables += [each for each in variables if not (each.name and isinstance(each.value, _SKIPPED))]
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for value in (*defaults, *(each.value for each in variables)):
+            self._add(value, depth, False)
 
 
 def _is_hidden(value: Any) -> bool:
@@ -185,9 +137,11 @@ class FunctionState:
         self._snapshots = list(map(snapshot_of, captured.modules))
         self._runs_all = list(captured.modules.values())
         self._generators, self._variables = captured.generators, captured.variables
-        self._copied = list({id(tensor): tensor for tensor in captured.tensors if _is_small_state(tensor)}.values())
+        small = [t for t in captured.tensors if is_copyable_state(t) and t.nbytes <= ALWAYS_COPIED_BYTES]
+        self._copied = list({id(tensor): tensor for tensor in small}.values())
         self._copies, self._copied_versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
-        self._tracked = [tensor for tensor in captured.tensors if not _is_small_state(tensor)]
+        copied = set(map(id, small))
+        self._tracked = [tensor for tensor in captured.tensors if id(tensor) not in copied]
         self._tracked_versions: list[int] | None = None  # None before the forward is done
         states = list({id(state): state for state in captured.states}.values())
         self._states = Containers(states) if states else None
@@ -238,8 +192,3 @@ class FunctionState:
                 undo_module()
 
         return undo
-
-
-def _is_small_state(tensor: Tensor) -> bool:
-    is_state = not tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-    return is_state and _compat.is_copyable(tensor) and tensor.nbytes <= _SMALL_BYTES

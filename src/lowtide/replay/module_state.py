@@ -36,15 +36,13 @@ from lowtide import _compat
 from lowtide._compat.modules import companion_of, set_companion
 from lowtide.graph.arrays import ALWAYS_COPIED_BYTES
 from lowtide.replay.arguments import LastCall
-from lowtide.replay.object_state import Containers, code_facts, nothing, reachable
+from lowtide.replay.object_state import ABSENT, Containers, code_facts, nothing, reachable
 
 _LOST = -1  # a version that no tensor has
 _COUNTER = "num_batches_tracked"
 # Written by kernels that do not raise the version. Where there is a counter, its version shows such a write.
 _STATISTICS = frozenset({"running_mean", "running_var", _COUNTER})
 
-
-_ABSENT: Any = object()
 # Attributes that `nn.Module` sets itself, and `forward`, which engines patch.
 _INTERNAL_NAMES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 
@@ -120,7 +118,7 @@ class ModuleTree:
 
     def read(self) -> list[Any]:
         """Return the values that all names are bound to now."""
-        return list(map(dict.get, self._slot_names, self._slot_keys, repeat(_ABSENT)))
+        return list(map(dict.get, self._slot_names, self._slot_keys, repeat(ABSENT)))
 
     def are_bound_to(self, values: list[Any]) -> bool:
         """Return whether the names are bound to these values and no names were added."""
@@ -164,7 +162,7 @@ class ModuleTree:
             is_written = self.is_written(slot)
             is_candidate = is_written is None and not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES
             return (is_written or is_candidate) and _compat.is_copyable(tensor)
-        if not _is_copyable_state(tensor):
+        if not is_copyable_state(tensor):
             return False
         return tensor.nbytes <= ALWAYS_COPIED_BYTES or self.is_written(slot) is not False
 
@@ -213,10 +211,10 @@ class ModuleTree:
         for slot in self._new_slots():
             del slot.names[slot.key]
         for slot, value in zip(self.slots, values, strict=True):
-            live = slot.names.get(slot.key, _ABSENT)
+            live = slot.names.get(slot.key, ABSENT)
             if live is value or slot.key in _INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
                 continue
-            if value is _ABSENT:
+            if value is ABSENT:
                 slot.names.pop(slot.key, None)
             else:
                 slot.names[slot.key] = value
@@ -269,7 +267,7 @@ class StateParts:
             if isinstance(value, Tensor) and not _compat.is_uninitialized(value):
                 (copied if tree.is_copied(slot, value) else uncopied).setdefault(id(value), (slot, value))
         for value in state.tensors:
-            is_small = _is_copyable_state(value) and value.nbytes <= ALWAYS_COPIED_BYTES
+            is_small = is_copyable_state(value) and value.nbytes <= ALWAYS_COPIED_BYTES
             (copied if is_small else uncopied).setdefault(id(value), (None, value))
         self._known_writes = dict(tree.writes)
         self._divide(list(copied.values()), [each for each in uncopied.values() if not each[1].is_inference()])
@@ -516,5 +514,5 @@ def _all_modules(root: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def _is_copyable_state(tensor: Tensor) -> bool:
+def is_copyable_state(tensor: Tensor) -> bool:
     return not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and _compat.is_copyable(tensor)

@@ -39,6 +39,7 @@ _MAX_ARRAY_BYTES = 256 * 1024  # likewise
 
 _RANDOM_STATES = (random.Random, np.random.Generator, np.random.RandomState)
 _ARRAYS = (np.ndarray, bytearray)
+_COPIED = (*_RANDOM_STATES, *_ARRAYS)  # without parts to compare
 _SEQUENCES = (list, deque, set)
 _INERT = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
@@ -99,18 +100,18 @@ def _is_container(value: Any) -> bool:
     kind = type(value)
     if kind.__module__.partition(".")[0] in _NOT_OPENED or getattr(kind, "hidden_from_replay", False):
         return False
-    return 0 < len(_attributes(value)) <= _MAX_ATTRIBUTES
+    return 0 < len(attributes_of(value)) <= _MAX_ATTRIBUTES
 
 
 def _parts(container: Any) -> Iterable[Any]:
     if isinstance(container, _SEQUENCES):
         return container
-    if isinstance(container, (*_RANDOM_STATES, *_ARRAYS)):
+    if isinstance(container, _COPIED):
         return ()
-    return (container if isinstance(container, dict) else _attributes(container)).values()
+    return (container if isinstance(container, dict) else attributes_of(container)).values()
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, from its `__dict__` and its slots."""
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     slots = _slots(type(value))
@@ -135,17 +136,17 @@ class Containers:
     """A snapshot of the contents of some containers."""
 
     def __init__(self, containers: list[Any]) -> None:
-        self._sequences = [each for each in containers if isinstance(each, _SEQUENCES)]
+        self._sequences: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._copied: list[Any] = []
         for each in containers:
-            if isinstance(each, dict):
+            if isinstance(each, _SEQUENCES):
+                self._sequences.append(each)
+            elif isinstance(each, dict):
                 self._dicts.append(each)
-            elif isinstance(each, (*_RANDOM_STATES, *_ARRAYS)) or (
-                not isinstance(each, _SEQUENCES) and _slots(type(each))
-            ):
+            elif isinstance(each, _COPIED) or _slots(type(each)):
                 self._copied.append(each)
-            elif not isinstance(each, _SEQUENCES):
+            else:
                 self._dicts.append(vars(each))
         self._sizes, self._parts = self._lengths(), list(self._read())
         self._contents = self._copy()
@@ -158,7 +159,8 @@ class Containers:
         return [*map(len, self._dicts), *map(len, self._sequences)]
 
     def _copy(self) -> list[Any]:
-        return [*map(copy_of, self._copied), *map(tuple, self._sequences), *map(_items, self._dicts)]
+        items = (list(each.items()) for each in self._dicts)
+        return [*map(_copy_of, self._copied), *map(tuple, self._sequences), *items]
 
     def are_unchanged(self) -> bool:
         # By identity: comparing keys may run any code, or raise, as of tensors.
@@ -178,11 +180,7 @@ class Containers:
 
     def _fill(self, contents: list[Any]) -> None:
         for container, wanted in zip((*self._copied, *self._sequences, *self._dicts), contents, strict=True):
-            fill(container, wanted)
-
-
-def _items(names: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(names.items())
+            _fill(container, wanted)
 
 
 def is_plain_state(value: Any) -> bool:
@@ -192,18 +190,18 @@ def is_plain_state(value: Any) -> bool:
     return isinstance(value, _RANDOM_STATES)
 
 
-def copy_of(container: Any) -> Any:
-    """Return a copy of the contents of an object without comparable parts, for `fill`."""
+def _copy_of(container: Any) -> Any:
+    """Return a copy of the contents of an object without comparable parts, for `_fill`."""
     if isinstance(container, random.Random):
         return container.getstate()
     if isinstance(container, np.random.Generator):
         return container.bit_generator.state
     if isinstance(container, np.random.RandomState):
         return container.get_state()
-    return container.copy() if isinstance(container, _ARRAYS) else dict(_attributes(container))
+    return container.copy() if isinstance(container, _ARRAYS) else dict(attributes_of(container))
 
 
-def fill(container: Any, wanted: Any) -> None:
+def _fill(container: Any, wanted: Any) -> None:
     """Set the contents of a container, by methods of its base class (`Counter.update` would add)."""
     if isinstance(container, list):
         list.__setitem__(container, slice(None), wanted)
@@ -277,56 +275,89 @@ def _read_code(kind: type) -> CodeFacts:
     hides_writes = reads_training = False
     states: dict[int, PythonState] = {}
     for function in functions:  # grows while it is walked
-        names = code_names(function.__code__)
+        names = _code_names(function.__code__)
         hides_writes = hides_writes or not names.isdisjoint(_NORM_KERNELS)
         reads_training = reads_training or "training" in names
-        for value in (*_read_globals(function, names), *_cell_contents(function), *imported(function.__code__)):
-            states.update((id(state), state) for state in drawn_from(value, names))
+        variables = variables_of(function)
+        states.update((id(state), state) for state in states_drawn_by(function, variables))
+        for _, _, value in variables:
             is_users = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch"
             if is_users and value not in functions and len(functions) < _MAX_FUNCTIONS:
                 functions.append(value)
     return CodeFacts(hides_writes, tuple(states.values()), reads_training)
 
 
-def _read_globals(function: types.FunctionType, names: frozenset[str]) -> list[Any]:
-    return [function.__globals__[name] for name in names if name in function.__globals__]
+ABSENT: Any = object()
 
 
-def _cell_contents(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+class Variable(NamedTuple):
+    """A variable that a function reads, and its value: a closure cell, or a name in a namespace."""
+
+    place: types.CellType | dict[str, Any]
+    name: str  # empty for a cell
+    value: Any
+
+    def read(self) -> Any:
+        """Return the present value."""
+        return self.place.get(self.name, ABSENT) if isinstance(self.place, dict) else _contents_of(self.place)
+
+    def bind(self, value: Any) -> None:
+        if isinstance(self.place, dict):
+            if value is ABSENT:
+                self.place.pop(self.name, None)
+            else:
+                self.place[self.name] = value
+        elif value is ABSENT:
+            del self.place.cell_contents
+        else:
+            self.place.cell_contents = value
+
+
+def variables_of(function: types.FunctionType) -> list[Variable]:
+    """Return the closure cells of a function, and the globals that its code names."""
+    namespace, cells = function.__globals__, function.__closure__ or ()
+    contents = ((cell, _contents_of(cell)) for cell in cells)
+    found = [Variable(cell, "", value) for cell, value in contents if value is not ABSENT]
+    names = (name for name in _code_names(function.__code__) if name in namespace)
+    return found + [Variable(namespace, name, namespace[name]) for name in names]
+
+
+def _contents_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return ABSENT
 
 
 @functools.lru_cache(maxsize=4096)
-def code_names(code: types.CodeType) -> frozenset[str]:
+def _code_names(code: types.CodeType) -> frozenset[str]:
     """Return the names that code, and functions defined inside it, may look up in globals or on objects."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= code_names(constant)
+            names |= _code_names(constant)
     return frozenset(names)
 
 
 @functools.lru_cache(maxsize=4096)
-def imported(code: types.CodeType) -> tuple[types.ModuleType, ...]:
+def _imported(code: types.CodeType) -> tuple[types.ModuleType, ...]:
     """Return the modules that code, and functions defined inside it, import when they run; those loaded so far."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
     # `import numpy.random` binds numpy, and `from numpy.random import rand` what it names.
     modules = {sys.modules.get(part) for name in found for part in (name, name.partition(".")[0])}
-    inner = (imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    inner = (_imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return (*(module for module in modules if module is not None), *(module for each in inner for module in each))
 
 
-def drawn_from(value: Any, names: frozenset[str]) -> Iterator[PythonState]:
-    """Yield the global generators of Python and numpy that a value leads to."""
-    owner = getattr(value, "__self__", None) if callable(value) else None
-    if value is random or owner is _PYTHON_STATE:
-        yield _PYTHON_STATE
-    if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
-        yield _NUMPY_STATE
+def states_drawn_by(function: types.FunctionType, variables: list[Variable]) -> Iterator[PythonState]:
+    """Yield the global generators of Python and numpy that a function's variables and imports lead to."""
+    names = _code_names(function.__code__)
+    for value in (*(variable.value for variable in variables), *_imported(function.__code__)):
+        owner = getattr(value, "__self__", None) if callable(value) else None
+        if value is random or owner is _PYTHON_STATE:
+            yield _PYTHON_STATE
+        if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
+            yield _NUMPY_STATE
 
 
 _MAX_FUNCTIONS = 500  # of a class and what it calls

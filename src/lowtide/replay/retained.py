@@ -112,8 +112,8 @@ class RetainingFrame(Frame):
 
     # fmt: off
     __slots__ = (
-        "_asked", "_has_replayed", "_keeps", "_mode", "_of_parameters", "_ops", "_profile", "_shapes", "_whole",
-        "random", "values",
+        "_asked", "_has_replayed", "_keeps", "_of_parameters", "_ops", "_profile", "_shapes", "_whole", "random",
+        "values",
     )
     # fmt: on
 
@@ -135,7 +135,6 @@ class RetainingFrame(Frame):
         self.random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd unpacked before the first replay
         self._has_replayed = False
-        self._mode: CaptureProfileMode | RetainedOutputMode | None = None
 
     # The forward.
 
@@ -217,37 +216,47 @@ class RetainingFrame(Frame):
         if self._profile is not None and not self.values.keys() >= self._profile.by_save.keys():
             # An earlier replay has consumed them, or they were written to.
             self._profile, self._has_replayed = None, True
-        is_profiling = self._profile is None and not self._has_replayed
-        # A profile lists every save. Where all of them are needed, the replay reaches the last one without running on.
-        stop = NO_STOP if is_profiling and not (is_whole and not self.values) else self._stop(needed)
-        collector: Collector = RetainingCollector(self._options, needed, stop, self)
-        if self._profile is not None:
-            self._mode = RetainedOutputMode(self, self._profile, collector)
-        elif is_profiling:
-            self._mode = CaptureProfileMode(
-                self._ops, [each for call in self.calls for each in call.module.parameters()]
-            )
-        try:
-            self._run_again(tensors, collector, self._mode)
-            found, expected = self._compared(collector)
-            is_right = self._agrees_with_profile(saves_agree=found == expected)
-        except Exception as error:
-            if not self._may_have_caused(error):
-                raise
-            is_right = False
-        if not is_right:
-            # A retained output was not what its op makes in this replay. Computing everything is always right.
-            self._forget()
-            self._mode = None
-            self._end_replay()
+        collector: Collector | None = None
+        if self._profile is not None or not self._has_replayed:
+            # A profile lists every save. Where all are needed, the replay reaches the last one without running on.
+            runs_on = self._profile is None and not (is_whole and not self.values)
+            collector = self._replayed_in_mode(tensors, needed, NO_STOP if runs_on else self._stop(needed))
+        self._has_replayed = True
+        for index in self._asked:
+            del self.values[index]
+        self._asked.clear()
+        self.random.clear()
+        if collector is None:
             collector = Collector(self._options, needed, self._stop(needed))
             self._run_again(tensors, collector)
         self._finish(collector, tensors)
 
-    def saved_again(self, index: int, tensor: Tensor) -> None:
-        """Called when the replay saves a tensor."""
-        if self._mode is not None:
-            self._mode.saved(index, tensor)
+    def _replayed_in_mode(self, tensors: list[Tensor], needed: list[bool], stop: StopAt) -> Collector | None:
+        """Replay with retained outputs, or record a profile; None if the replay has to compute everything instead."""
+        collector = RetainingCollector(self._options, needed, stop)
+        mode: CaptureProfileMode | RetainedOutputMode
+        if self._profile is None:
+            mode = CaptureProfileMode(self._ops, [each for call in self.calls for each in call.module.parameters()])
+        else:
+            mode = RetainedOutputMode(self, self._profile, collector)
+        collector.mode = mode
+        try:
+            self._run_again(tensors, collector, mode)
+            found, expected = self._compared(collector)
+            if isinstance(mode, CaptureProfileMode):
+                if found == expected:
+                    self._ops.add_profile(self._shapes, mode.profile())
+                return collector
+            if mode.was_right() and (found == expected or not mode.taken):
+                return collector
+        except Exception as error:
+            taking = isinstance(mode, RetainedOutputMode) and bool(mode.taken)
+            is_ours = taking and not isinstance(error, torch.OutOfMemoryError)
+            if not is_ours and not isinstance(error, RetryReplay):
+                raise
+        # A retained output was not what its op makes in this replay. Computing everything is always right.
+        self._forget()
+        return None
 
     def fetch(self, index: int, part: RetainedPart) -> Tensor:
         """Return a kept output as its op made it. One from a store stays on the device until autograd unpacks it."""
@@ -257,44 +266,16 @@ class RetainingFrame(Frame):
             self.values[index] = KeptHere(tensor)
         return tensor if index in self._whole else as_geometry(tensor, part.saved, part.made)
 
-    def _agrees_with_profile(self, *, saves_agree: bool) -> bool:
-        """Return whether all retained outputs were used as profiled; if so, the replay is done.
-
-        `saves_agree`: whether the replay saved the same tensors as the forward.
-        """
-        mode, self._mode = self._mode, None
-        if isinstance(mode, CaptureProfileMode):
-            if saves_agree:
-                self._ops.add_profile(self._shapes, mode.profile())
-        elif mode is not None and not (mode.was_right() and (saves_agree or not mode.taken)):
-            return False
-        self._end_replay()
-        return True
-
-    def _may_have_caused(self, error: Exception) -> bool:
-        """Return whether a replay may have failed because of retained outputs."""
-        if isinstance(error, RetryReplay):
-            return True
-        taking = isinstance(self._mode, RetainedOutputMode) and bool(self._mode.taken)
-        return taking and not isinstance(error, torch.OutOfMemoryError)
-
-    def _end_replay(self) -> None:
-        self._has_replayed = True
-        for index in self._asked:
-            del self.values[index]
-        self._asked.clear()
-        self.random.clear()
-
 
 class RetainingCollector(Collector):
-    """A collector that reports each save to the frame."""
+    """A collector that reports each save to the dispatch mode of the replay."""
 
-    __slots__ = ("_frame",)
+    __slots__ = ("mode",)
+    mode: CaptureProfileMode | RetainedOutputMode
 
-    def __init__(self, options: Options, needed: list[bool], stop: StopAt, frame: RetainingFrame) -> None:
+    def __init__(self, options: Options, needed: list[bool], stop: StopAt) -> None:
         # Retained outputs are those up to the last save: what follows would run without them.
         super().__init__(options, needed, stop._replace(at_end=False))
-        self._frame = frame
 
     @_compat.never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
@@ -302,7 +283,7 @@ class RetainingCollector(Collector):
         try:
             return super().pack(tensor)
         finally:
-            self._frame.saved_again(index, tensor)
+            self.mode.saved(index, tensor)
 
 
 class RetryReplay(Exception):
