@@ -20,21 +20,23 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide import _compat
+from lowtide.graph.arrays import ALWAYS_COPIED_BYTES
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.function_state import CapturedState
+from lowtide.replay.object_state import fill
 
 # Caches of a module may be nested this deep; deeper contents are taken for other objects' state and not restored.
 _MAX_DEPTH = 6
@@ -65,13 +67,9 @@ class ObjectSnapshot:
     def restore(self) -> None:
         """Restore the containers that were changed."""
         for container, content in self._contents:
-            if isinstance(container, dict):
-                if not _same(container, content) or not _same(container.values(), content.values()):
-                    container.clear()
-                    container.update(content)
-            elif not _same(container, content):
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(content)
+            is_dict = isinstance(container, dict)
+            if not _same(container, content) or (is_dict and not _same(container.values(), content.values())):
+                fill(container, content.items() if is_dict else content)
 
 
 def containers(items: Iterable[Any]) -> list[Any]:
@@ -229,24 +227,18 @@ class Restorer:
 
 
 def generator_states(device: torch.device | None) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    states = {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy": np.random.get_state()}
     if device is not None:
         states["device"] = torch.get_device_module(device).get_rng_state(device)
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
     return states
 
 
 def set_generator_states(states: dict[str, Any], device: torch.device | None) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["random"])
+    np.random.set_state(states["numpy"])
     if device is not None:
         torch.get_device_module(device).set_rng_state(states["device"], device)
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-
-
-_SMALL_BYTES = 256 * 1024
 
 
 class SnapshotBuffers:
@@ -320,8 +312,8 @@ class StepUndo:
         self._generators = [(generator, generator.get_state()) for generator in (*captured.generators, *own)]
 
     def _add_buffers(self, buffers: list[Tensor]) -> None:
-        self._small = [b for b in buffers if b.nbytes <= _SMALL_BYTES]
-        large = [b for b in buffers if b.nbytes > _SMALL_BYTES]
+        self._small = [b for b in buffers if b.nbytes <= ALWAYS_COPIED_BYTES]
+        large = [b for b in buffers if b.nbytes > ALWAYS_COPIED_BYTES]
         self._large = [b for b in large if self._buffers.is_written.get(b, True)]
         self._trusted = [b for b in large if not self._buffers.is_written.get(b, True)]
         self._small_copies = _compat.clone_all(self._small)
@@ -343,7 +335,9 @@ class StepUndo:
         if _compat.versions_of(self._weights) != self._versions:
             return "the step changes parameters itself (an optimizer in the backward, or max_norm)"
         if _compat.versions_of(self._trusted) != self._buffer_versions[2]:
-            return f"the step wrote to a buffer of more than {_SMALL_BYTES >> 10} KiB that it used to leave alone"
+            return (
+                f"the step wrote to a buffer of more than {ALWAYS_COPIED_BYTES >> 10} KiB that it used to leave alone"
+            )
         return None
 
     def restore(self) -> None:

@@ -150,11 +150,6 @@ class Decisions:
         split = self.splits.get(path)
         return forward if split is None else functools.partial(split.run, module, forward)
 
-    def frame(self, ops: RetainedOps, path: str, nth: int, args: Any, kwargs: dict[str, Any]) -> MakeFrame:
-        """The function that makes the frame of a region which begins with this call and retains outputs of `ops`."""
-        keeps = {} if self.moves is None else self.moves.keeping_outputs(path, nth)
-        return ops.frame(args, kwargs, keeps)
-
 
 NO_DECISIONS = Decisions()
 
@@ -345,7 +340,9 @@ class RegionRunner(ABC):
         input_hooks = self._hooks_for_inputs(run, region, nth, args, kwargs)
         new_frame: MakeFrame | None = None
         if retained is not None:  # of a segment's calls only the first, which always begins a frame
-            new_frame = run.decisions.frame(retained, region.name, nth, args, kwargs)
+            moves = run.decisions.moves
+            keeps = {} if moves is None else moves.keeping_outputs(region.name, nth)
+            new_frame = retained.frame(args, kwargs, keeps)
         if region.has_index_choices:
             log, start = choices.begin()
             function = functools.partial(choices.recording, log, function)

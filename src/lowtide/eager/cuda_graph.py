@@ -503,6 +503,6 @@ def _drawn_on_host(before: dict[str, Any], after: dict[str, Any]) -> str | None:
         return "torch's CPU generator"
     if before["random"] != after["random"]:
         return "Python's random"
-    if "numpy" in before and str(before["numpy"]) != str(after["numpy"]):
+    if str(before["numpy"]) != str(after["numpy"]):
         return "numpy"
     return None

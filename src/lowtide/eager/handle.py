@@ -533,6 +533,14 @@ def plain_forward_of(module: nn.Module) -> Any:
     return next((region.own_forward for region in applied._regions if region.module is module), None)
 
 
+_OTHER_SWITCHES = {
+    "gradient_checkpointing": (
+        "model.gradient_checkpointing_disable() first (diffusers: disable_gradient_checkpointing())"
+    ),
+    "grad_checkpointing": "model.set_grad_checkpointing(False) first",  # timm's name for it
+}
+
+
 def refuse_other_checkpointing(model: nn.Module) -> None:
     """Raise if a policy, or another library's checkpointing, is on the model already."""
     for name, module in model.named_modules():
@@ -542,16 +550,9 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
             raise LowtideError(
                 f"{name or 'the model'} is wrapped by torch's checkpoint_wrapper already: apply to the unwrapped model"
             )
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise LowtideError(
-                f"{name or 'the model'} has gradient checkpointing on already: "
-                "call model.gradient_checkpointing_disable() first (diffusers: disable_gradient_checkpointing())"
-            )
-        if getattr(module, "grad_checkpointing", False) is True:  # timm's name for it
-            raise LowtideError(
-                f"{name or 'the model'} has gradient checkpointing on already: call "
-                "model.set_grad_checkpointing(False) first"
-            )
+        for attribute, cure in _OTHER_SWITCHES.items():
+            if getattr(module, attribute, False) is True:
+                raise LowtideError(f"{name or 'the model'} has gradient checkpointing on already: call {cure}")
         if isinstance(module, nn.DataParallel):
             raise LowtideError(
                 "DataParallel copies modules for every step, without their plans: start one process per device "

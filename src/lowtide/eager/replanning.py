@@ -475,9 +475,8 @@ class Planner:
         """
 
         def traced(args: Any) -> tuple[StepGraph, list[Shapes]]:
-            with recorded_input_shapes(self._model) as inputs, splitting(self._model, self._splits), largest_shapes():
-                graph = trace(self._model, loss_fn, *args, optimizer=self._optimizer, mode="fake")
-            return replace(graph, splits=self._splits), inputs
+            with recorded_input_shapes(self._model) as inputs:
+                return self._traced(self._model, loss_fn, *args), inputs
 
         (graph, inputs), target = _first_that_works(target, seen, args, traced, self.ranks)
         graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes)
@@ -503,9 +502,12 @@ class Planner:
                 losses = [output_sum_loss(model(*args, **kwargs)) for _ in range(self._num_forwards)]
                 return sum(losses[1:], losses[0])
 
+        return self._traced(model, loss_fn, args, kwargs)
+
+    def _traced(self, model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any) -> StepGraph:
         # Largest shapes: of outputs whose size depends on values, such as `x[mask]`.
         with splitting(model, self._splits), largest_shapes():
-            graph = trace(model, loss_fn, args, kwargs, optimizer=self._optimizer, mode="fake")
+            graph = trace(model, loss_fn, *args, optimizer=self._optimizer, mode="fake")
         return replace(graph, splits=self._splits)
 
 

@@ -161,9 +161,8 @@ class CaptureProfileMode(OpCountingMode):
         self._of_parameters: set[int] = set()
         self._kinds: list[Any] = []
         self._made: dict[int, tuple[RetainedPart, _compat.StorageReference]] = {}  # parts of outputs, by storage
-        self._retained: dict[
-            Op, tuple[RetainedOp, int, int]
-        ] = {}  # with the number of parts, and of random ops before it
+        # With the number of parts, and of random ops before it.
+        self._retained: dict[Op, tuple[RetainedOp, int, int]] = {}
         self._by_save: dict[int, RetainedPart] = {}
         self._num_draws = 0
         self._states: dict[Op, RandomStates] = {}  # after ops that draw random numbers

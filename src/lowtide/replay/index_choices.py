@@ -169,9 +169,7 @@ class _IndexChoiceMode(_compat.DispatchMode):
         return choice.build(parts)
 
     def _note_pending(self, parts: list[Tensor]) -> None:
-        for part in parts:
-            reference = _compat.StorageReference(part)
-            self._cursor.pending[_compat.storage_id(part)] = reference
+        self._cursor.pending.update((each.id, each) for each in map(_compat.StorageReference, parts))
 
 
 def _written_before(choice: IndexChoice, func: Any, args: Any) -> Any:

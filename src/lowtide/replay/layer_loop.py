@@ -364,7 +364,9 @@ class ActivationCheckpointer:
         for index in reversed(range(len(layers))):
             x = self._states.get(self._slot(layers[index]))
             if x is not None:
-                return self._pass.replay_saved(x, layers[index + 1 :], fn)
+                for layer in layers[index + 1 :]:
+                    x = self._pass.run(fn, x, layer, again=True)
+                return x
         raise StoreError(f"there is no input to start from: {_CALL_FORWARD}")
 
     def _new_store(self) -> ActivationStore:

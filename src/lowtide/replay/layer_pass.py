@@ -11,7 +11,6 @@ A state is the output of the layer at a position, a tensor or a numpy array; the
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -87,8 +86,7 @@ class KeptStates:
         self._name = f"checkpointer {next(_numbers)}"
         self._kept: dict[Hashable, _Kept] = {}
         self._evicted: set[Hashable] = set()
-        self._by_worth: list[tuple[float, int, Hashable]] = []  # the least valuable first
-        self._age = 0
+        self._worth: dict[Hashable, float] = {}  # cost per byte, the oldest first
         self.num_created = self.num_evicted = self.evicted_bytes = 0
         self._num_evicted_by_store = 0  # at the last `look` of a `put`; the store may be shared
 
@@ -160,12 +158,13 @@ class KeptStates:
 
         Return the bytes dropped, or None if this one has the lowest cost per byte.
         """
-        self._age += 1
-        heapq.heappush(self._by_worth, ((1.0 if cost is None else cost) / max(nbytes, 1), -self._age, key))
+        self._worth.pop(key, None)
+        self._worth[key] = (1.0 if cost is None else cost) / max(nbytes, 1)
         needed = nbytes - budget_bytes + sum(self._kept[each].nbytes for each in self if each != key)
         dropped_bytes = 0
         while needed > dropped_bytes:
-            least = heapq.heappop(self._by_worth)[2]
+            least = min(reversed(self._worth), key=self._worth.__getitem__)
+            del self._worth[least]
             if least == key:
                 self.drop(key)
                 return None
@@ -179,7 +178,7 @@ class KeptStates:
         for key in list(self._kept):
             self.drop(key)
         self._evicted.clear()
-        self._by_worth.clear()
+        self._worth.clear()
         self.num_created = self.num_evicted = self.evicted_bytes = 0
 
     def look(self) -> None:
@@ -205,7 +204,7 @@ class KeptStates:
             value = self.get(key)
             if value is not None:
                 new.put(key, value.clone() if deep and isinstance(value, Tensor) else value, kept.cost)
-        new._evicted, new._by_worth, new._age = set(self._evicted), list(self._by_worth), self._age
+        new._evicted, new._worth = set(self._evicted), dict(self._worth)
         new.num_created, new.num_evicted = self.num_created, self.num_evicted
         new.evicted_bytes = self.evicted_bytes
         return new
@@ -365,12 +364,6 @@ class LayerPass:
                 if capture and stop == end:
                     self._captured[end] = captured = LayerState(fn, x)
                     captured.done()
-        return x
-
-    def replay_saved(self, x: State, layers: list[int], fn: LayerFn) -> State:
-        """Run `layers` from an activation that the user saved, outside of any pass."""
-        for layer in layers:
-            x = self.run(fn, x, layer, again=True)
         return x
 
     # Backward

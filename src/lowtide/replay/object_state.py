@@ -178,9 +178,9 @@ class Containers:
         if not self.are_unchanged():
             self._fill(self._contents)
 
-    def _fill(self, contents: list[Any]) -> None:
+    def fill(self, contents: list[Any]) -> None:
         for container, wanted in zip((*self._copied, *self._sequences, *self._dicts), contents, strict=True):
-            _fill(container, wanted)
+            fill(container, wanted)
 
 
 def is_plain_state(value: Any) -> bool:
@@ -191,7 +191,7 @@ def is_plain_state(value: Any) -> bool:
 
 
 def _copy_of(container: Any) -> Any:
-    """Return a copy of the contents of an object without comparable parts, for `_fill`."""
+    """Return a copy of the contents of an object without comparable parts, for `fill`."""
     if isinstance(container, random.Random):
         return container.getstate()
     if isinstance(container, np.random.Generator):
@@ -201,7 +201,7 @@ def _copy_of(container: Any) -> Any:
     return container.copy() if isinstance(container, _ARRAYS) else dict(attributes_of(container))
 
 
-def _fill(container: Any, wanted: Any) -> None:
+def fill(container: Any, wanted: Any) -> None:
     """Set the contents of a container, by methods of its base class (`Counter.update` would add)."""
     if isinstance(container, list):
         list.__setitem__(container, slice(None), wanted)
