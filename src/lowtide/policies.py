@@ -82,31 +82,38 @@ class Policy(ABC):
 
 
 @dataclass(frozen=True)
-class KeepAll(Policy):
-    """Keeps all layers: nothing is recomputed, and memory is highest."""
+class _LayerwisePolicy(Policy):
+    """Base class of policies that decide for a layer by its number alone."""
 
     def should_checkpoint(self, i: int, n: int | None = None) -> bool:
         _check_layer(i, n)
-        return False
-
-    def _kept(self, n: int, costs: Any, bytes: Any) -> range:
-        return range(n)
-
-
-@dataclass(frozen=True)
-class RecomputeAll(Policy):
-    """Recomputes every layer by itself: only layer inputs are held, for one more forward."""
-
-    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        _check_layer(i, n)
-        return True
+        return not self._keeps(i)
 
     def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
-        return set()
+        return {layer for layer in range(n) if self._keeps(layer)}
+
+    @abstractmethod
+    def _keeps(self, i: int) -> bool: ...
 
 
 @dataclass(frozen=True)
-class EveryN(Policy):
+class KeepAll(_LayerwisePolicy):
+    """Keeps all layers: nothing is recomputed, and memory is highest."""
+
+    def _keeps(self, i: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class RecomputeAll(_LayerwisePolicy):
+    """Recomputes every layer by itself: only layer inputs are held, for one more forward."""
+
+    def _keeps(self, i: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class EveryN(_LayerwisePolicy):
     """Keeps layers 0, n, 2n, ... and recomputes the others. `EveryN(0)` keeps none."""
 
     n: int
@@ -114,12 +121,8 @@ class EveryN(Policy):
     def __post_init__(self) -> None:
         _check_count("EveryN", self.n)
 
-    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        _check_layer(i, n)
-        return self.n == 0 or i % self.n != 0
-
-    def _kept(self, n: int, costs: Any, bytes: Any) -> range | set[int]:
-        return range(0, n, self.n) if self.n else set()
+    def _keeps(self, i: int) -> bool:
+        return self.n > 0 and i % self.n == 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Segments(Policy):
+class Segments(_LayerwisePolicy):
     """Recomputes each of the segments from its input, and keeps the other layers."""
 
     segments: tuple[Segment, ...]
@@ -174,15 +177,11 @@ class Segments(Policy):
             if after.start <= before.end:
                 raise ValueError(f"{before} and {after} overlap: each layer belongs to one segment at most")
 
-    def should_checkpoint(self, i: int, n: int | None = None) -> bool:
-        _check_layer(i, n)
-        return any(i in segment for segment in self.segments)
+    def _keeps(self, i: int) -> bool:
+        return not any(i in segment for segment in self.segments)
 
     def regions(self, n: int, costs: Any = None, bytes: Any = None) -> list[Segment]:
         return [Segment(segment.start, min(segment.end, n - 1)) for segment in self.segments if segment.start < n]
-
-    def _kept(self, n: int, costs: Any, bytes: Any) -> set[int]:
-        return {layer for layer in range(n) if not self.should_checkpoint(layer)}
 
     def _to_fields(self) -> dict[str, Any]:
         return {"segments": [[segment.start, segment.end] for segment in self.segments]}

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.replay import environment
 from lowtide.replay.arguments import tensors_in
-from lowtide.replay.environment import RandomStates
 from lowtide.replay.op_facts import facts_of
 from lowtide.replay.recomputing import replay_depth
 
@@ -165,7 +165,7 @@ class CaptureProfileMode(OpCountingMode):
         self._retained: dict[Op, tuple[RetainedOp, int, int]] = {}
         self._by_save: dict[int, RetainedPart] = {}
         self._num_draws = 0
-        self._states: dict[Op, RandomStates] = {}  # after ops that draw random numbers
+        self._states: dict[Op, environment.Environment] = {}  # after ops that draw random numbers
         self._unseen = UnseenWrites() if ops.written_unseen is None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,7 +210,7 @@ class CaptureProfileMode(OpCountingMode):
         form = form_of(args), form_of(kwargs)
         self._retained[op] = RetainedOp(position, {}, others, build, facts.may_draw, form), len(full), self._num_draws
         if facts.may_draw:
-            self._states[op] = RandomStates([part.device for part in full.values()])
+            self._states[op] = environment.capture(part.device for part in full.values())
 
     def _forget(self, storages: set[int]) -> None:
         """Drop outputs in storages that an op writes: they are no longer what their ops made."""
@@ -238,7 +238,7 @@ class CaptureProfileMode(OpCountingMode):
         if tensor.is_conj() or tensor.is_neg():
             return
         # The forward captures random states when the output is saved: they must be those right after the op.
-        if op.is_random and (num_draws != self._num_draws or not self._states[part.op].are_current()):
+        if op.is_random and (num_draws != self._num_draws or not self._states[part.op].has_current_random_states()):
             return
         op.saves.setdefault(part.number, index)
         self._by_save[index] = replace(part, saved=_geometry_of(tensor))

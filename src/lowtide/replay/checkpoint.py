@@ -18,6 +18,7 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide import _compat
 from lowtide.replay.arguments import Arguments
 from lowtide.replay.function_state import FunctionState, module_of
+from lowtide.replay.object_state import variables_of
 from lowtide.replay.recomputing import Hooks, Options, one_deeper
 from lowtide.replay.region import run
 from lowtide.store.activation_store import ActivationStore
@@ -178,8 +179,7 @@ def _names_only_others(policy: Callable[..., Any], ran: list[str]) -> bool:
     code = getattr(policy, "__code__", None)
     if code is None:
         return False
-    values = [cell.cell_contents for cell in policy.__closure__ or ()]
-    values += [policy.__globals__[name] for name in code.co_names if name in policy.__globals__]
+    values = (each.value for each in variables_of(policy))
     mentioned = [op for value in values for op in (value if isinstance(value, _COLLECTIONS) else [value])]
     ops = {str(op) for op in mentioned if _compat.is_op(op)}
     if not ops and "ops" not in code.co_names:

@@ -42,6 +42,20 @@ class Environment:
         _set_states(self._generators, self._states)
         return True
 
+    def set_random_states(self) -> bool:
+        """Set the generators to these states. Returns False if that changed the seed of one of them."""
+        seeds = self._seeds()
+        _set_states(self._generators, self._states)
+        return seeds == self._seeds()
+
+    def _seeds(self) -> list[int]:
+        pairs = zip(self._generators, self._states, strict=True)
+        # While a CUDA graph is captured there are only whole states, and no other seed can be set.
+        return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
+
+    def has_current_random_states(self) -> bool:
+        return self._states == list(map(_state_of, self._generators))
+
     def restore(self) -> Callable[[], None]:
         """Set the modes and random states of the forward; call the result to set the present ones again.
 
@@ -89,7 +103,7 @@ _last: Environment | None = None  # captured last; shared until something change
 
 
 def capture(
-    devices: Iterable[torch.device], generators: Sequence[torch.Generator], *, preserve_rng_state: bool = True
+    devices: Iterable[torch.device], generators: Sequence[torch.Generator] = (), *, preserve_rng_state: bool = True
 ) -> Environment:
     """Return the present environment: the one that was captured last, if nothing has changed since.
 
@@ -125,30 +139,6 @@ _NO_AUTOCAST: Autocast = ()
 def _device_types() -> tuple[str, ...]:
     accelerator = _compat.accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-class RandomStates:
-    """The states at one moment of the generators that an op on some devices may draw from."""
-
-    __slots__ = ("_generators", "_states")
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._generators = _generators(devices, ())
-        self._states = list(map(_state_of, self._generators))
-
-    def set(self) -> bool:
-        """Set the generators to these states. Returns False if that changed the seed of one of them."""
-        seeds = self._seeds()
-        _set_states(self._generators, self._states)
-        return seeds == self._seeds()
-
-    def _seeds(self) -> list[int]:
-        pairs = zip(self._generators, self._states, strict=True)
-        # While a CUDA graph is captured there are only whole states, and no other seed can be set.
-        return [each.initial_seed() for each, state in pairs if each.device.type == "cpu" or type(state) is tuple]
-
-    def are_current(self) -> bool:
-        return self._states == list(map(_state_of, self._generators))
 
 
 def _state_of(generator: torch.Generator) -> State:

@@ -105,9 +105,10 @@ class CapturedState:
     def _open_function(self, function: types.FunctionType, depth: int) -> None:
         variables = variables_of(function)
         self.states += states_drawn_by(function, variables)
-        self.variables += [each for each in variables if not (each.name and isinstance(each.value, _SKIPPED))]
+        opened = [each for each in variables if not (each.name and isinstance(each.value, _SKIPPED))]
+        self.variables += opened
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for value in (*defaults, *(each.value for each in variables)):
+        for value in (*defaults, *(each.value for each in opened)):
             self._add(value, depth, False)
 
 

@@ -313,7 +313,7 @@ class Variable(NamedTuple):
             self.place.cell_contents = value
 
 
-def variables_of(function: types.FunctionType) -> list[Variable]:
+def variables_of(function: Any) -> list[Variable]:
     """Return the closure cells of a function, and the globals that its code names."""
     namespace, cells = function.__globals__, function.__closure__ or ()
     contents = ((cell, _contents_of(cell)) for cell in cells)

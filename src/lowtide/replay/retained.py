@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
+from lowtide.replay import environment
 from lowtide.replay.capture_profile import (
     CaptureProfile,
     CaptureProfileMode,
@@ -50,7 +51,7 @@ from lowtide.replay.capture_profile import (
     form_of,
     storages_in,
 )
-from lowtide.replay.environment import RandomStates
+from lowtide.replay.environment import Environment
 from lowtide.replay.op_facts import facts_of
 from lowtide.replay.recomputing import NO_STOP, Collector, Options, ReplayableCall, StopAt
 from lowtide.replay.region import FIRST_TOKEN, Frame, MakeFrame
@@ -132,7 +133,7 @@ class RetainingFrame(Frame):
         self._of_parameters = frozenset() if profile is None else profile.of_parameters
         self.values: dict[int, KeptHere | KeptInStore] = {}  # by save
         self._whole: dict[int, RetainedPart] = {}  # saves that are kept as their op made them
-        self.random: dict[Op, RandomStates] = {}  # after ops that draw random numbers
+        self.random: dict[Op, Environment] = {}  # after ops that draw random numbers
         self._asked: set[int] = set()  # saves that autograd unpacked before the first replay
         self._has_replayed = False
 
@@ -159,7 +160,7 @@ class RetainingFrame(Frame):
             return
         op = profile.ops[part.op]
         if op.is_random and part.op not in self.random:
-            self.random[part.op] = RandomStates([tensor.device])
+            self.random[part.op] = environment.capture([tensor.device])
         keep = self._keeps.get(op.position) if part.number == min(op.saves) else None
         if keep is None:
             self.values[index] = KeptHere(tensor)
@@ -339,7 +340,7 @@ class RetainedOutputMode(OpCountingMode):
         with _compat.without_modes():
             random = self._frame.random.get(op)
             if random is not None:
-                if not random.set():
+                if not random.set_random_states():
                     self._give_up()  # the forward seeded a generator before the state was captured
                 self._last_state = max(self._last_state, min(retained.saves.values()))
             for number, index in retained.saves.items():

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide import _compat
 from lowtide.errors import ChangedInPlaceError
 from lowtide.replay.arguments import map_tensors, tensors_in
-from lowtide.replay.environment import Environment, RandomStates, capture
+from lowtide.replay.environment import Environment, capture
 from lowtide.replay.module_state import ModuleSnapshot, ModuleTree, snapshot_of
 from lowtide.replay.op_facts import facts_of
 from lowtide.split.chunked_loss import LOW_PRECISION, refuse_double_backward, row_ranges
@@ -200,7 +200,7 @@ def values_agree(module: nn.Module, forward: Forward, tokens: Tensor, num_parts:
     last = parts[-1][1] - parts[-1][0]
     ranges = [*row_ranges(num_rows, 2), *([(0, last)] if last < num_rows else [])]
     modes = {each: each.training for each in module.modules()}
-    states = RandomStates([tokens.device])
+    states = capture([tokens.device])
     try:
         module.eval()
         with torch.no_grad(), _compat.without_modes(), _random_states_kept(module):
@@ -213,7 +213,7 @@ def values_agree(module: nn.Module, forward: Forward, tokens: Tensor, num_parts:
                     return False
         return True
     finally:
-        states.set()
+        states.set_random_states()
         for each, training in modes.items():
             each.training = training
 
