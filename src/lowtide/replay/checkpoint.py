@@ -179,7 +179,7 @@ def _names_only_others(policy: Callable[..., Any], ran: list[str]) -> bool:
     code = getattr(policy, "__code__", None)
     if code is None:
         return False
-    values = (each.value for each in variables_of(policy))
+    values = (value for _, _, value in variables_of(policy))
     mentioned = [op for value in values for op in (value if isinstance(value, _COLLECTIONS) else [value])]
     ops = {str(op) for op in mentioned if _compat.is_op(op)}
     if not ops and "ops" not in code.co_names:

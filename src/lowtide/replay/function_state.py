@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from lowtide import _compat
 from lowtide._compat.modules import WHOLE_MODULE_METHODS
 from lowtide.graph.arrays import ALWAYS_COPIED_BYTES
 from lowtide.replay.module_state import is_copyable_state, snapshot_of
-from lowtide.replay.object_state import Containers, Variable, is_plain_state, nothing, states_drawn_by, variables_of
+from lowtide.replay.object_state import ABSENT, Containers, is_plain_state, nothing, states_drawn_by, variables_of
 
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 500
@@ -42,6 +42,34 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
         is_whole = getattr(method, "__name__", "") in WHOLE_MODULE_METHODS
         return function.__self__ if is_whole and getattr(method, "__closure__", None) is None else None
     return None
+
+
+class Variable(NamedTuple):
+    """A variable that a function reads, and its value: a closure cell, or a name in a namespace."""
+
+    place: types.CellType | dict[str, Any]
+    name: str  # empty for a cell
+    value: Any
+
+    def read(self) -> Any:
+        """Return the present value."""
+        if isinstance(self.place, dict):
+            return self.place.get(self.name, ABSENT)
+        try:
+            return self.place.cell_contents
+        except ValueError:
+            return ABSENT
+
+    def bind(self, value: Any) -> None:
+        if isinstance(self.place, dict):
+            if value is ABSENT:
+                self.place.pop(self.name, None)
+            else:
+                self.place[self.name] = value
+        elif value is ABSENT:
+            del self.place.cell_contents
+        else:
+            self.place.cell_contents = value
 
 
 class CapturedState:
@@ -105,11 +133,12 @@ class CapturedState:
     def _open_function(self, function: types.FunctionType, depth: int) -> None:
         variables = variables_of(function)
         self.states += states_drawn_by(function, variables)
-        opened = [each for each in variables if not (each.name and isinstance(each.value, _SKIPPED))]
-        self.variables += opened
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for value in (*defaults, *(each.value for each in opened)):
-            self._add(value, depth, False)
+        for place, name, value in variables:
+            if not (name and isinstance(value, _SKIPPED)):
+                self.variables.append(Variable(place, name, value))
+                self._add(value, depth, False)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(default, depth, False)
 
 
 def _is_hidden(value: Any) -> bool:
@@ -138,11 +167,15 @@ class FunctionState:
         self._snapshots = list(map(snapshot_of, captured.modules))
         self._runs_all = list(captured.modules.values())
         self._generators, self._variables = captured.generators, captured.variables
-        small = [t for t in captured.tensors if is_copyable_state(t) and t.nbytes <= ALWAYS_COPIED_BYTES]
-        self._copied = list({id(tensor): tensor for tensor in small}.values())
+        copied: dict[int, Tensor] = {}
+        self._tracked: list[Tensor] = []
+        for tensor in captured.tensors:
+            if is_copyable_state(tensor) and tensor.nbytes <= ALWAYS_COPIED_BYTES:
+                copied[id(tensor)] = tensor
+            else:
+                self._tracked.append(tensor)
+        self._copied = list(copied.values())
         self._copies, self._copied_versions = _compat.clone_all(self._copied), _compat.versions_of(self._copied)
-        copied = set(map(id, small))
-        self._tracked = [tensor for tensor in captured.tensors if id(tensor) not in copied]
         self._tracked_versions: list[int] | None = None  # None before the forward is done
         states = list({id(state): state for state in captured.states}.values())
         self._states = Containers(states) if states else None

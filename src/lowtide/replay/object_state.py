@@ -178,7 +178,7 @@ class Containers:
         if not self.are_unchanged():
             self._fill(self._contents)
 
-    def fill(self, contents: list[Any]) -> None:
+    def _fill(self, contents: list[Any]) -> None:
         for container, wanted in zip((*self._copied, *self._sequences, *self._dicts), contents, strict=True):
             fill(container, wanted)
 
@@ -290,43 +290,16 @@ def _read_code(kind: type) -> CodeFacts:
 ABSENT: Any = object()
 
 
-class Variable(NamedTuple):
-    """A variable that a function reads, and its value: a closure cell, or a name in a namespace."""
-
-    place: types.CellType | dict[str, Any]
-    name: str  # empty for a cell
-    value: Any
-
-    def read(self) -> Any:
-        """Return the present value."""
-        return self.place.get(self.name, ABSENT) if isinstance(self.place, dict) else _contents_of(self.place)
-
-    def bind(self, value: Any) -> None:
-        if isinstance(self.place, dict):
-            if value is ABSENT:
-                self.place.pop(self.name, None)
-            else:
-                self.place[self.name] = value
-        elif value is ABSENT:
-            del self.place.cell_contents
-        else:
-            self.place.cell_contents = value
-
-
-def variables_of(function: Any) -> list[Variable]:
-    """Return the closure cells of a function, and the globals that its code names."""
-    namespace, cells = function.__globals__, function.__closure__ or ()
-    contents = ((cell, _contents_of(cell)) for cell in cells)
-    found = [Variable(cell, "", value) for cell, value in contents if value is not ABSENT]
-    names = (name for name in _code_names(function.__code__) if name in namespace)
-    return found + [Variable(namespace, name, namespace[name]) for name in names]
-
-
-def _contents_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return ABSENT
+def variables_of(function: Any) -> list[tuple[types.CellType | dict[str, Any], str, Any]]:
+    """Return the variables that a function reads, with their values: closure cells, and names in its globals."""
+    found: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append((cell, "", cell.cell_contents))
+        except ValueError:  # not filled yet
+            continue
+    names, code = function.__globals__, function.__code__
+    return found + [(names, name, names[name]) for name in _code_names(code) if name in names]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -349,15 +322,17 @@ def _imported(code: types.CodeType) -> tuple[types.ModuleType, ...]:
     return (*(module for module in modules if module is not None), *(module for each in inner for module in each))
 
 
-def states_drawn_by(function: types.FunctionType, variables: list[Variable]) -> Iterator[PythonState]:
-    """Yield the global generators of Python and numpy that a function's variables and imports lead to."""
-    names = _code_names(function.__code__)
-    for value in (*(variable.value for variable in variables), *_imported(function.__code__)):
+def states_drawn_by(function: types.FunctionType, variables: list[Any]) -> list[PythonState]:
+    """Return the global generators of Python and numpy that a function's variables and imports lead to."""
+    code = function.__code__
+    found: list[PythonState] = []
+    for value in (*[value for _, _, value in variables], *_imported(code)):
         owner = getattr(value, "__self__", None) if callable(value) else None
         if value is random or owner is _PYTHON_STATE:
-            yield _PYTHON_STATE
-        if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in names):
-            yield _NUMPY_STATE
+            found.append(_PYTHON_STATE)
+        if value is np.random or owner is _NUMPY_STATE or (value is np and "random" in _code_names(code)):
+            found.append(_NUMPY_STATE)
+    return found
 
 
 _MAX_FUNCTIONS = 500  # of a class and what it calls
