@@ -255,6 +255,8 @@ class RetainingFrame(Frame):
             is_ours = taking and not isinstance(error, torch.OutOfMemoryError)
             if not is_ours and not isinstance(error, RetryReplay):
                 raise
+        finally:
+            del collector.mode  # it refers to the collector
         # A retained output was not what its op makes in this replay. Computing everything is always right.
         self._forget()
         return None
