@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide._compat.dispatch import OpNames
 from lowtide.eager import cuda_graph
+from lowtide.eager import handle as handle_module
 from lowtide.eager.captured_step import CapturedPlan, least_reserve
 from lowtide.eager.cuda_graph import StepGuards, batch_form, changed_value
 from lowtide.plans import Plan, Recompute
@@ -50,6 +52,36 @@ def test_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             handle.capture(lambda x: model(x).mean(), torch.randn(2, 4))
         with pytest.raises(ValueError, match="max_graphs"):
             handle.capture(lambda x: model(x).mean(), torch.randn(2, 4), max_graphs=0)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
+def test_numbers_are_filled_in_on_an_accelerator(make: Any) -> None:
+    for number in (0.1, 3, True):
+        plain = make(number, device="meta")
+        with cuda_graph.NumbersFilledIn(), OpNames() as ops:
+            found, on_host, empty = make(number, device="meta"), make(number), make([], device="meta")
+        assert ops.names[0] == "full" and (found.shape, found.dtype) == (plain.shape, plain.dtype)
+        assert on_host.item() == make(number).item() and empty.shape == (0,)
+    with cuda_graph.NumbersFilledIn(), torch.device("meta"):
+        assert make(0.5, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_copy_of_a_number_is_captured_by_a_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[bool] = []
+
+    def capture(*args: Any, fill_in_numbers: bool = False, **options: Any) -> str:
+        attempts.append(fill_in_numbers)
+        if not fill_in_numbers:
+            raise lowtide.CaptureError(f"the step cannot be captured: {text}")
+        return "captured"
+
+    monkeypatch.setattr(handle_module, "CapturedStep", capture)
+    with lowtide.apply(model_of_two(), Plan()) as handle:
+        text = "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
+        assert handle.capture(lambda x: x, torch.randn(1)) == "captured" and attempts == [False, True]
+        text = "operation not permitted when stream is capturing"
+        with pytest.raises(lowtide.CaptureError, match="not permitted"):
+            handle.capture(lambda x: x, torch.randn(1))
 
 
 class Pools:

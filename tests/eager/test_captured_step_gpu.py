@@ -461,6 +461,22 @@ def test_variables_and_attributes_are_never_stale() -> None:
         assert step.num_graphs == 4
 
 
+def test_numbers_made_on_the_device_are_captured() -> None:
+    model, ids = gpt(), tokens()
+
+    def loss_fn(ids: Tensor) -> Tensor:
+        penalty = torch.tensor(0.1, device=ids.device) * model.head.weight.square().mean()
+        return loss_of(model)(ids) + penalty + torch.as_tensor(1, device=ids.device)
+
+    with lowtide.apply(model, Plan(regions=PLANS["every block"])) as handle:
+        step = handle.capture(loss_fn, ids)
+        torch.manual_seed(1)
+        found = [step(ids), *seen(model)]
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        assert same(found, [eagerly(loss_fn)(ids), *seen(model)])
+
+
 LINES: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.max().item(),
     "nonzero": lambda x: x.nonzero(),

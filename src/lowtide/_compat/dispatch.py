@@ -321,3 +321,11 @@ class SynchronizingOps(DispatchMode):
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return func(*args, **(kwargs or {}))
+
+
+def is_copy_while_capturing(error: BaseException) -> bool:
+    """Return whether a capture failed at a copy from host memory that is not pinned, by torch's text.
+
+    Obsolete when torch raises an exception of its own, or makes tensors of single numbers on the device.
+    """
+    return "Cannot copy between CPU and CUDA tensors" in str(error)

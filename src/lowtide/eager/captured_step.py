@@ -56,7 +56,8 @@ class CapturedStep:
     """A step as CUDA graphs, one for each form of batch: `loss = step(*batch)`. Made by `handle.capture`.
 
     Gradients are left in `.grad`: new ones, or with `accumulate=True` added to those there. The tensors in `.grad`
-    belong to the graph, and the next step overwrites them. The returned loss is a copy.
+    belong to the graph, and the next step overwrites them. The returned loss is a copy. With `fill_in_numbers` the
+    forward runs under `cuda_graph.NumbersFilledIn`.
     """
 
     hidden_from_replay = True
@@ -70,6 +71,7 @@ class CapturedStep:
         accumulate: bool = False,
         max_graphs: int = 4,
         ignore_host_draws: bool = False,
+        fill_in_numbers: bool = False,
     ) -> None:
         if max_graphs < 1:
             raise ValueError(f"max_graphs is a number of graphs, 1 or more, not {max_graphs}")
@@ -82,7 +84,8 @@ class CapturedStep:
         self._handle, self._loss_fn = handle, loss_fn
         self._graphs: dict[Any, CapturedGraph] = {}
         self._small_bytes: int | None = None  # of the pool's segments for small tensors; known if a graph had gaps
-        self._accumulate, self._max_graphs, self._ignore_host_draws = accumulate, max_graphs, ignore_host_draws
+        self._accumulate, self._max_graphs = accumulate, max_graphs
+        self._options = {"ignore_host_draws": ignore_host_draws, "fill_in_numbers": fill_in_numbers}
         self._plans = handle.shapes
         self._device = checks.device_of(handle.model, args)
         self._filled: torch.cuda.MemPool | None = None  # the pool, if it begins with one segment
@@ -219,10 +222,7 @@ class CapturedStep:
         handle, regions = self._handle, self._handle.num_patched
         fill = None if self._filled is None or self._graphs else functools.partial(self._fill, self._replaced_bytes())
         try:
-            return CapturedGraph(
-                *(handle.model, self._loss_fn, args, self._pool, fill),
-                ignore_host_draws=self._ignore_host_draws,
-            )
+            return CapturedGraph(handle.model, self._loss_fn, args, self._pool, fill, **self._options)
         except BaseException:
             if self._filled is not None:
                 _NEVER_FREED.append(self._filled)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import lowtide
 from lowtide import _compat
@@ -174,6 +175,22 @@ def changed_value(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | 
     return None
 
 
+class NumbersFilledIn(TorchFunctionMode):
+    """Makes tensors of single numbers on an accelerator by a kernel: `torch.tensor(0.0, device=x.device)`.
+
+    torch makes them on the host and copies them, which a stream cannot capture. The mode belongs to its thread, so it
+    does not reach replays in the backward of an accelerator.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and isinstance(args[0], bool | int | float):
+            device = options.get("device") or _compat.default_device() or "cpu"
+            if torch.device(device).type != "cpu" and not options.pop("pin_memory", False):
+                return torch.full((), args[0], **{**options, "device": device})
+        return func(*args, **options)
+
+
 _NUM_WARM_UPS = 3  # as torch recommends; in the first, regions find out which saves carry retained outputs
 # Differences of a forward's bytes that are no other path: small tensors that a library caches in its first step.
 _SAME_PATH_BYTES, _SAME_PATH_SHARE = 1 << 20, 0.005
@@ -195,6 +212,7 @@ class CapturedGraph:
         fill: Callable[[], None] | None,
         *,
         ignore_host_draws: bool,
+        fill_in_numbers: bool,
     ) -> None:
         self.facts = StepGuards(model, loss_fn)
         self._model, self._loss_fn, self._pool = model, loss_fn, pool
@@ -203,6 +221,7 @@ class CapturedGraph:
         self._inputs = list(tensors_in(self._args))
         self._generators = [torch.cuda.default_generators[self._device.index or 0], *self.facts.generators]
         self._ignore_host_draws = ignore_host_draws
+        self._forward_mode = NumbersFilledIn() if fill_in_numbers else nullcontext()
         self._forward_bytes = 0  # that the last forward held at its end
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
         self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
@@ -348,7 +367,8 @@ class CapturedGraph:
 
     def _step(self, *, is_first: bool = False) -> Tensor:
         before = _requested_bytes(self._device)
-        loss = self._loss_fn(*self._args)
+        with self._forward_mode:
+            loss = self._loss_fn(*self._args)
         self._forward_bytes = _requested_bytes(self._device) - before
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")

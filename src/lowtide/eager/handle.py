@@ -37,7 +37,7 @@ from lowtide.eager.calls import (
     set_inner_paths,
 )
 from lowtide.eager.captured_step import CapturedStep
-from lowtide.errors import LowtideError
+from lowtide.errors import CaptureError, LowtideError
 from lowtide.plans.step_plan import Plan, Recompute
 from lowtide.policies import Policy, Segment, check_limit, check_policy
 from lowtide.replay.checkpoint import checkpoint, store_hooks
@@ -332,9 +332,15 @@ class Applied(RegionRunner):
         On a handle from `fit` the graph has a plan of its own, `step.plan`, as its ops take no time of the host; the
         handle's plan is left as it is.
         """
-        return CapturedStep(
-            self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
-        )
+        capture = functools.partial(CapturedStep, self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs)
+        try:
+            return capture(ignore_host_draws=ignore_host_draws)
+        except CaptureError as error:
+            if not _compat.is_copy_while_capturing(error):
+                raise
+        # The step may copy single numbers to the device. A mode changes that; without it torch.compile's guards, which
+        # depend on modes, stay those of the eager step.
+        return capture(ignore_host_draws=ignore_host_draws, fill_in_numbers=True)
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0
