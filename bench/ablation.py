@@ -142,7 +142,6 @@ _RECOMPUTE: dict[str, list[Patch]] = {
     "segments: 100 -> 32 plans": [(segment_search, "_MOST_PLANS", 32)],
     "baselines": [(eager_search, "baseline_plans", _nothing)],
     "baselines: some blocks": [(baselines, "_some_blocks", _nothing)],
-    "baselines: ranges of depths": [(baselines, "_MOST_DEPTHS", 0)],
     "local search": [(_SEARCH, "_explored", _empty())],
     "local search: 60 -> 20 budgets": [(local_search, "_NUM_SAMPLES", 20)],
     "local search: 12 -> 4 sets filled": [(local_search, "_MOST_FILLED", 4)],

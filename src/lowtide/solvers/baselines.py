@@ -1,9 +1,8 @@
-"""Candidates that users would write themselves with `torch.utils.checkpoint`, and regions at ranges of module depths.
+"""Candidates that users would write themselves with `torch.utils.checkpoint`.
 
 `reference_plans` has the four rules that reports compare a plan with. `baseline_plans` adds checkpoints on subsets of
-the blocks and on all modules between two depths of the module tree. A checkpoint on every k-th block is the scheme of
-Chen et al. (2016, "Training deep nets with sublinear memory cost"). The eager search always includes them, so that its
-plan is never slower in simulation than these rules.
+the blocks. A checkpoint on every k-th block is the scheme of Chen et al. (2016, "Training deep nets with sublinear
+memory cost"). The eager search always includes them, so that its plan is never slower in simulation than these rules.
 
 Cost: `replayed_s` is a lower bound on a baseline's time without simulating it, and baselines whose bound exceeds the
 best candidate so far are skipped. Never skipped as a whole.
@@ -49,7 +48,6 @@ def _products(graph: StepGraph, call: int) -> tuple[int, ...]:
     return tuple(op - first for op in range(first, end) if graph.ops[op].flops and can_be[op])
 
 
-_MOST_DEPTHS = 6  # of the module tree
 # Lengths of prefixes and suffixes of the blocks. On a GPT of 48 blocks, whose replays with retained outputs are
 # limited by the host, 8 lengths gave steps up to 2 % slower than `checkpoint_sequential` in its best number of parts.
 _MOST_CUTS = 64
@@ -58,24 +56,12 @@ _MOST_CUTS = 64
 def baseline_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
     """Regions of all baselines and a lower bound on the seconds each adds, the fastest first."""
     plans = [*reference_plans(graph).values(), *_some_blocks(graph)]
-    last = min(max(graph.depths, default=0), _MOST_DEPTHS)
-    plans += [_at_depths(graph, range(a, b + 1)) for a in range(1, last + 1) for b in range(a, last + 1)]
     unique: dict[tuple[object, ...], tuple[float, Regions]] = {}
     for plan in plans:
         regions = nesting.without_redundant(plan.held_ops(graph))
         if regions:
             unique.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
     return sorted(unique.values(), key=lambda pair: pair[0])
-
-
-def _at_depths(graph: StepGraph, depths: range) -> Plan:
-    """A region for every module call at these depths of the module tree."""
-    calls = [
-        index
-        for index, call in enumerate(graph.calls)
-        if graph.depths[index] in depths and call.end > call.first and index not in graph.unreplayable
-    ]
-    return Plan(regions=recomputes(graph, dict.fromkeys(calls, ())))
 
 
 def _some_blocks(graph: StepGraph) -> list[Plan]:
