@@ -19,11 +19,11 @@ PACKAGE = Path(lowtide.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # A layer may import from layers before it. Names are first path components below the package.
-TORCH_FREE = ["errors", "units", "policies", "graph", "plans", "simulator", "solvers", "reports"]
+TORCH_FREE = ["errors", "units", "policies", "graph", "plans", "simulator", "reports", "solvers"]
 ENGINES = ["store", "replay", "split", "snapshot", "distributed", "tracing", "eager", "compiled"]
 LAYERS = [*TORCH_FREE, "_compat", *ENGINES, "api", "__init__"]
 # What a reader of a plan calls on it, `plan.report()`, is imported when it is called: it sits above the plan.
-REPORTED_ON = ["plans", "solvers"]
+REPORTED_ON = ["plans"]
 PUBLIC_ONLY = ["cli", "hosts"]
 PUBLIC_MODULES = ["units", "errors", "plans", "policies", "simulator"]  # beside the names in `lowtide.__all__`
 PUBLIC_NAMES = {"lowtide.store.LOSSY_CODECS", "lowtide.eager.Applied", "lowtide.api.estimate.Estimate"}  # likewise
@@ -52,16 +52,16 @@ def imported_modules(tree: ast.AST) -> set[str]:
 
 
 class _WithoutReports(ast.NodeTransformer):
-    """Takes out imports for type checkers, and of reports inside of functions."""
+    """Takes out imports for type checkers, and inside of functions those for reports."""
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        def is_of_reports(line: ast.stmt) -> bool:
-            return isinstance(line, ast.ImportFrom) and str(line.module).startswith("lowtide.reports")
+        def is_for_reports(line: ast.stmt) -> bool:
+            return isinstance(line, ast.ImportFrom) and str(line.module).startswith(("lowtide.reports", "lowtide.api"))
 
-        node.body = [line for line in node.body if not is_of_reports(line)]
+        node.body = [line for line in node.body if not is_for_reports(line)]
         return node
 
 

@@ -1,4 +1,4 @@
-"""Parse and format numbers of bytes and seconds, as in `budget="12GiB"` and in reports; and lowtide's version."""
+"""Parse and format bytes, seconds and counts, as in `budget="12GiB"` and in reports; and lowtide's version."""
 
 from __future__ import annotations
 
@@ -105,6 +105,11 @@ def in_seconds_unit(seconds: float) -> tuple[float, str]:
         if abs(seconds) >= scale:
             return seconds / scale, unit
     return seconds / 1e-6, "µs"
+
+
+def counted(num: int, noun: str) -> str:
+    """Return `1 call` or `2 calls`."""
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
 def own_version() -> str:

@@ -23,11 +23,12 @@ import torch
 import lowtide
 from graphs import chain, random_graph, random_plan, repeated_blocks, seldom_saved
 from lowtide import Plan, PlanError, StepGraph
+from lowtide.api.report import report_facts
 from lowtide.plans import Frontier, Recompute
 from lowtide.reports import charts as series
 from lowtide.reports import page, report_text
 from lowtide.reports.charts import trace_json
-from lowtide.reports.report_facts import Layers, ReportFacts, report_facts
+from lowtide.reports.report_facts import Layers, ReportFacts
 from lowtide.reports.report_text import to_markdown
 from lowtide.simulator import KINDS, PHASES
 from lowtide.solvers.baselines import recomputes

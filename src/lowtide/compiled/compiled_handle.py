@@ -35,12 +35,11 @@ from lowtide.graph.segments import with_structures
 from lowtide.graph.step_graph import Call, Op, Save, StepGraph, Value
 from lowtide.plans.step_plan import Frontier, Plan, Reference
 from lowtide.reports.page import Report
-from lowtide.reports.report_text import counted
 from lowtide.simulator.timeline import Timeline, simulate
 from lowtide.solvers.candidate import with_predictions
 from lowtide.solvers.shared_budget import Variant
 from lowtide.split.split_forward import SplitHead
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import counted, format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

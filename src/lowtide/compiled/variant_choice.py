@@ -26,12 +26,11 @@ import torch
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.step_profile import StepProfile
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.reports.report_text import counted
 from lowtide.solvers.compiled_search import CompiledSearch
 from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, Variant, variant_of
 from lowtide.tracing.devices import block_bytes, link_bytes_per_s
 from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes
-from lowtide.units import format_bytes
+from lowtide.units import counted, format_bytes
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of the link's bandwidth; a choice is made for each, and the fastest is taken
 # Share of a copy's time by which the kernels beside it get slower, as both use the device's memory bandwidth. Measured

@@ -321,7 +321,7 @@ class Plan:
         those given as measured; the `candidates` of `lowtide.fit` are a table. The trade-off curve of a page is
         `frontier`, from `lowtide.sweep`, or computed in about `time_limit_s`; it shows `references` beside the plan.
         """
-        from lowtide.reports.page import write_report
+        from lowtide.api.report import write_report
 
         return write_report(
             self,
@@ -336,8 +336,8 @@ class Plan:
 
     def plot(self) -> Figure:
         """Return a matplotlib figure of memory over the step, with and without the plan (needs the extra `report`)."""
+        from lowtide.api.report import report_facts
         from lowtide.reports.charts import plan_figure
-        from lowtide.reports.report_facts import report_facts
 
         return plan_figure(report_facts(self))
 

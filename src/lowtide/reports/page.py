@@ -1,8 +1,8 @@
-"""`write_report`: a plan as an HTML page, a picture, Markdown or a Perfetto trace, for `plan.report()`.
+"""`to_html`: the report of a plan as one HTML page, with styles, script and data inline.
 
-`to_html` makes the page, one file with styles, script and data inline. The template and the scripts are in `assets/`;
-tables are rendered here, charts are drawn in the browser from `charts.chart_data`. To add a section, write a function
-that returns its HTML, pass it to the template in `to_html`, and put its name into `assets/page.html`.
+The template and the scripts are in `assets/`; tables are rendered here, charts are drawn in the browser from
+`charts.chart_data`. To add a section, write a function that returns its HTML, pass it to the template in `to_html`, and
+put its name into `assets/page.html`.
 
 The page loads nothing from the network. Its content security policy allows only the script whose hash it names, so a
 module name that was not escaped could still not run code.
@@ -14,10 +14,7 @@ import base64
 import gzip
 import hashlib
 import json
-import logging
-import os
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -27,16 +24,14 @@ from string import Template
 from typing import Any
 
 from lowtide.plans.plan_text import HEAD, KEPT
-from lowtide.plans.step_plan import Plan
-from lowtide.reports.charts import chart_data, plan_figure, trace_json
-from lowtide.reports.report_facts import ReportFacts, report_facts
+from lowtide.reports.charts import chart_data, trace_json
+from lowtide.reports.report_facts import ReportFacts
 from lowtide.reports.report_text import (
     Figure,
     LayerRow,
     actions_of,
     assumptions,
     cost_rows,
-    counted,
     duration,
     figures,
     layer_rows,
@@ -47,11 +42,8 @@ from lowtide.reports.report_text import (
     verdict,
     verdict_parts,
 )
-from lowtide.units import own_version
+from lowtide.units import counted, own_version
 
-logger = logging.getLogger("lowtide")
-
-SUFFIXES = (".html", ".png", ".md", ".json")
 _SCRIPTS = ("draw.js", "memory.js", "other_charts.js", "main.js")
 _MOST_LAYERS = 300  # in the table; the chart has them all
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -70,24 +62,6 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.path} ({size(self.num_bytes)}, made in {self.seconds:.1f} s)", f"  {self.verdict}"]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
-
-
-def write_report(plan: Plan, path: str | os.PathLike[str], *, time_limit_s: float, **known: Any) -> Report:
-    """Write the report of a plan, as `Plan.report` says; `known` are its other options."""
-    start = time.monotonic()
-    path, kind = Path(path), Path(path).suffix.lower()
-    if kind not in SUFFIXES:
-        raise ValueError(f"a report is written to a file that ends in {', '.join(SUFFIXES)}; {str(path)!r} does not")
-    curve_s = time_limit_s if kind == ".html" else 0.0  # only the page shows the curve
-    facts = report_facts(plan, time_limit_s=curve_s, **known)
-    if kind == ".png":
-        plan_figure(facts).savefig(path)
-    else:
-        text = {".html": to_html, ".md": to_markdown, ".json": trace_json}[kind](facts)
-        path.write_text(text, encoding="utf-8", newline="\n")
-    report = Report(path, path.stat().st_size, time.monotonic() - start, verdict(facts), facts.notes)
-    logger.info("%s", report)
-    return report
 
 
 def to_html(facts: ReportFacts) -> str:

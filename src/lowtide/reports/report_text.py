@@ -16,7 +16,7 @@ from lowtide.plans.plan_text import HEAD, split_texts
 from lowtide.plans.step_plan import ACTIONS
 from lowtide.reports.report_facts import OUTSIDE, ReportFacts
 from lowtide.simulator.timeline import PHASES
-from lowtide.units import in_bytes_unit, in_seconds_unit, own_version
+from lowtide.units import counted, in_bytes_unit, in_seconds_unit, own_version
 
 
 def short_op(name: str) -> str:
@@ -25,11 +25,6 @@ def short_op(name: str) -> str:
     if len(parts) >= 3 and parts[0] in ("aten", "prims"):
         return parts[1]
     return name
-
-
-def counted(num: int, noun: str) -> str:
-    """Return `1 call` or `2 calls`."""
-    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
 @dataclass(frozen=True)
