@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,6 +36,19 @@ def test_autotuned_kernels_hold_the_budget() -> None:
     assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= 52_000
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_backwards_are_compiled_with_their_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that compiling counts as compiling, and never falls into a backward."""
+    inductor = importlib.import_module("torch._inductor.compile_fx")
+    compiled = Mock(wraps=inductor.compile_fx_backward)
+    monkeypatch.setattr(inductor, "compile_fx_backward", compiled)
+    model = Stack(MLP(), MLP())
+    lowtide.compile(model, budget=PLENTY)
+    loss = squared(model)
+    assert compiled.call_count == 1
+    loss.backward()
+    assert compiled.call_count == 1
 
 
 @pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])

@@ -29,14 +29,15 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs with inductor, with `partition` as the partitioner of its joint graph.
 
-    AOTAutograd's cache is switched off, as its key does not contain the plan. Inductor's cache of kernels stays on: its
-    key contains the graphs that the partitioner returned, and these differ where plans do.
+    The backward is compiled with the forward: by default AOTAutograd compiles it in the first backward, inside of the
+    user's step. AOTAutograd's cache is switched off, as its key does not contain the plan. Inductor's cache of kernels
+    stays on: its key contains the graphs that the partitioner returned, and these differ where plans do.
     Obsolete when `torch.compile` takes a partitioner.
     """
     functorch_config = required("torch._functorch.config", _COMPILE)
     compile_fx = required("torch._inductor.compile_fx.compile_fx", _COMPILE)
     patches = {**options, "custom_partitioner_fn": _as_partitioner(partition)}
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=patches))
 
 
