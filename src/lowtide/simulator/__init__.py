@@ -6,8 +6,9 @@ An eager step is computed in two ways, by the same rules. When a copy to the hos
 before, so plans that move or encode values are run event by event (`eager_events`, with the state in `lifetimes`).
 Without moves the graph and the regions alone say when each value begins and ends, so all lifetimes are computed at once
 as intervals (`eager_intervals`), about 25 times as fast, which the searches need. Both give the same bytes and seconds
-for plans without moves: tests/simulator compares them, and both with tests/referee.py. A compiled step has no regions
-and has intervals of its own (`compiled_intervals`).
+for plans without moves: tests/simulator compares them, and both with tests/referee.py. What both derive from the
+regions alone is in `planned_regions`. A compiled step has no regions and has intervals of its own
+(`compiled_intervals`).
 """
 
 from lowtide.simulator.timeline import KINDS, PHASES, Timeline, simulate

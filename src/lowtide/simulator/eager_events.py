@@ -1,8 +1,7 @@
 """Simulation of an eager step op by op: replayed regions, offloaded values and codecs.
 
 `simulate` uses this module for plans with moves, where copies decide when a value's bytes leave and return; plans
-without moves take the faster `eager_intervals`. `PlannedRegions` derives from the plan which saves each region drops
-and where its replay ends, and `EagerEvents` goes through the ops:
+without moves take the faster `eager_intervals`. `EagerEvents` goes through the ops:
 
 - A region drops its saves in the forward and holds its inputs until autograd has released the last of its saves. The
   first read of a dropped save replays the region up to the last one, and every replayed op allocates its outputs
@@ -17,78 +16,17 @@ and where its replay ends, and `EagerEvents` goes through the ops:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
-from lowtide.graph.time_lines import EngineHostCosts, StepLines, step_seconds
+from lowtide.graph.time_lines import StepLines, step_seconds
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, largest
-
-
-class PlannedRegions:
-    """The regions of `plan` by call number of `graph`, which has the plan's segments as calls.
-
-    `save_owner[i]` is the region that drops save `i`, -1 for none. By region: `stops` is the position at which its
-    replay ends (for regions with saves), `ends` the position at which autograd releases the last of its saves, and
-    `last_reads` the position at which autograd last reads one.
-    """
-
-    def __init__(self, graph: StepGraph, plan: Plan) -> None:
-        self.graph, self.regions = graph, plan.calls(graph)
-        self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
-        self.retained = self._find_retained()
-        self.save_owner = [-1 if i in self.retained else self.owner[s.call] for i, s in enumerate(graph.saves)]
-        self.stops = self._find_stops()
-        self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
-        self.ends, self.last_reads = self._find_ends()
-
-    def _find_retained(self) -> set[int]:
-        """The saves that are not dropped, because their value is an output that their region retains."""
-        graph, regions = self.graph, self.regions.items()
-        kept = {(call, graph.calls[call].first + op) for call, region in regions for op in region.keep_ops}
-        makers = [(self.owner[save.call], graph.values[save.value].born) for save in graph.saves]
-        return {index for index, maker in enumerate(makers) if maker in kept}
-
-    def _find_stops(self) -> dict[int, int]:
-        """The position at which the replay of each region with saves ends: its last dropped save or inner region."""
-        calls = self.graph.calls
-        stops = {r: calls[r].first for r in {self.owner[save.call] for save in self.graph.saves} if r >= 0}
-        for save, region in zip(self.graph.saves, self.save_owner, strict=True):
-            if region >= 0:
-                stops[region] = max(stops[region], save.made)
-        for call in sorted(self.regions, reverse=True):  # inner ones first
-            outer = self.owner[self.graph.calls[call].parent]
-            if outer >= 0 and call in stops:
-                stops[outer] = max(stops.get(outer, calls[outer].first), calls[call].first)
-        return stops
-
-    def _find_ends(self) -> tuple[dict[int, int], dict[int, int]]:
-        """The positions at which autograd releases and last reads a save of each region, or of a region inside it."""
-        ends: dict[int, int] = {}
-        last_reads: dict[int, int] = {}
-        for save in self.graph.saves:
-            for region in self.around(save.call):
-                ends[region] = max(ends.get(region, 0), save.released)
-                last_reads[region] = max(last_reads.get(region, 0), save.read)
-        return ends, last_reads
-
-    def host_costs(self) -> EngineHostCosts:
-        """Host seconds of the engine for these regions."""
-        kept = {call: region.keep_ops for call, region in self.regions.items()}
-        num_saves = Counter(owner for save in self.graph.saves if (owner := self.owner[save.call]) >= 0)
-        read = [save.call for save, by in zip(self.graph.saves, self.save_owner, strict=True) if by >= 0 <= save.read]
-        replayed = {region for call in read for region in self.around(call)}
-        return EngineHostCosts(self.graph, kept, self.stops, num_saves, replayed)
-
-    def around(self, call: int) -> Iterator[int]:
-        """The regions that contain a call, or are that call, the innermost first."""
-        while (region := self.owner[call]) >= 0:
-            yield region
-            call = self.graph.calls[region].parent
+from lowtide.simulator.planned_regions import PlannedRegions
 
 
 class _AllRecorded(Exception):
@@ -96,13 +34,26 @@ class _AllRecorded(Exception):
 
 
 class EagerEvents:
-    """Simulates one step under an eager plan, event by event."""
+    """Simulates one step under an eager plan, event by event.
+
+    `save_owner[i]` is the region that drops save `i`, -1 for none; `retained` are the saves that are not dropped
+    because their region retains the value. By region with saves: `stops`, `ends` and `last_reads` (`PlannedRegions`).
+    """
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph, self.plan = (graph := plan.segmented(graph)), plan
-        self.planned = planned = PlannedRegions(graph, plan)
-        self.regions, self.owner, self.outermost = planned.regions, planned.owner, planned.outermost
-        self.retained, self.save_owner, self.stops = planned.retained, planned.save_owner, planned.stops
+        self.regions = plan.calls(graph)
+        self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
+        planned = PlannedRegions(graph, {call: region.keep_ops for call, region in self.regions.items()})
+        calls = [*planned.calls.tolist(), -1]
+        self.save_owner = [calls[rank] for rank in planned.owner.tolist()]
+        self.retained = set(np.flatnonzero(planned.owner != planned.around).tolist())
+        columns = (planned.calls, planned.stop, planned.ends, planned.last_read)
+        rows = list(zip(*(column[planned.has_saves].tolist() for column in columns), strict=True))
+        self.stops = {call: stop for call, stop, _, _ in rows}
+        self.ends = {call: end for call, _, end, _ in rows}
+        self.last_reads = {call: read for call, _, _, read in rows}
+        self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
         self.left: set[int] = set()
         self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
         self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
@@ -126,7 +77,7 @@ class EagerEvents:
         self.clock = self.replayed_s = self.coded_s = 0.0  # `clock` is the device's, never behind `host`, the host's
         self.host = self._due_s = 0.0
         self.row: list[list[float]] = []  # by event: host seconds, device seconds, whether the host waits
-        self.engine = planned.host_costs()
+        self.engine = planned.engine
         self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
         self._wanted: frozenset[int] = frozenset()
         self._last_wanted = -1
@@ -156,7 +107,7 @@ class EagerEvents:
         for call in sorted(self.regions):
             if call in self.stops:  # a region without saves has nothing to replay
                 self.entries_at[graph.calls[call].first].append(call)
-                self.ends_at[self.planned.ends[call]].append(call)
+                self.ends_at[self.ends[call]].append(call)
         end = len(graph.ops)
         for index, value in enumerate(graph.values):
             if value.born >= 0 and value.dropped < end:
@@ -168,10 +119,11 @@ class EagerEvents:
         It can be freed if a region reads a value that is not among its inputs.
         """
         life = self.lives.get(value)
-        for outer in self.planned.around(region):
-            if value in self.scopes[outer]:
-                life = self.scopes[outer][value]
+        while (region := self.owner[region]) >= 0:
+            if value in self.scopes[region]:
+                life = self.scopes[region][value]
                 break
+            region = self.graph.calls[region].parent
         return None if life is None or life.is_over else life
 
     # Playing.
@@ -338,7 +290,7 @@ class EagerEvents:
     def _end_regions(self, position: int, is_read_here: bool) -> None:
         """End the regions whose last save autograd releases here: their inputs are no longer held."""
         for region in self.ends_at.get(position, ()):
-            if (self.planned.last_reads[region] == position) == is_read_here:
+            if (self.last_reads[region] == position) == is_read_here:
                 self._leave(region)
 
     def _release(self, index: int) -> None:
@@ -405,7 +357,7 @@ class EagerEvents:
         op = self.graph.ops[index]
         for value in op.outputs:
             scope[value] = self.ledger.add(value, self.graph.values[value])
-            if phase == 0 and index in self.planned.kept_ops:
+            if phase == 0 and index in self.kept_ops:
                 self.ledger.hold(scope[value])
         self._host_works(op.host_s + self.copies.take_num_calls() * self.graph.hardware.move_s / 2)
         self.copies.advance(self.clock)

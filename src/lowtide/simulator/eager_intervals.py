@@ -21,18 +21,12 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
-from lowtide.graph.time_lines import EngineHostCosts, StepLines, device_starts, step_seconds
+from lowtide.graph.time_lines import StepLines, device_starts, step_seconds
 from lowtide.simulator.lifetimes import largest
+from lowtide.simulator.planned_regions import NEVER, PlannedRegions
 
-_NEVER = 1 << 62
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
 _ZERO = np.zeros(1, dtype=np.int64)
-
-
-def _filled(num: int, value: int) -> np.ndarray:
-    array = np.empty(num, dtype=np.int64)
-    array.fill(value)
-    return array
 
 
 def _ends_before(
@@ -60,83 +54,26 @@ class EagerIntervals:
 
     def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.facts = graph, graph.arrays
-        self._retains = any(regions.values())
-        self._set_regions(regions)
+        self._planned = planned = PlannedRegions(graph, regions)
+        self.engine_s = planned.engine.total_s
         self._set_ticks()
         self._set_lifetimes()
         self._set_holds()
 
-    def _set_regions(self, regions: Mapping[int, Sequence[int]]) -> None:
-        """Number the regions by rank; compute where each begins and stops, when it is replayed and when it is left."""
-        facts, calls = self.facts, sorted(regions)
-        num = len(calls)
-        self._calls = np.array(calls, dtype=np.int64)
-        owner = _filled(len(self.graph.calls) + 1, -1)  # at the end, of no call
-        for rank, call in enumerate(calls):
-            owner[call : facts.after[call]] = rank
-        self._outer = owner[facts.parent[self._calls]]
-        around = owner[facts.save_call]
-        inside = (around >= 0).nonzero()[0]
-        regions_inside = around[inside]
-        self._first = facts.first[self._calls]
-        self._keeper = self._keepers(regions)
-        self._owner, dropped, owners = around, inside, regions_inside  # the region that drops each save
-        if self._retains:
-            is_retained = (around >= 0) & (facts.save_index >= 0)
-            is_retained[is_retained] = self._keeper[facts.maker[facts.save_index[is_retained]]] == around[is_retained]
-            self._owner = np.where(is_retained, -1, around)
-            dropped = (self._owner >= 0).nonzero()[0]
-            owners = self._owner[dropped]
-        self._stop = self._first.copy()
-        self._ends, last_read = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.int64)
-        trigger = _filled(num, _NEVER)  # the first read, and which save of those that are read there
-        self._has_saves = np.zeros(num, dtype=bool)
-        np.maximum.at(self._ends, regions_inside, facts.save_released[inside])
-        np.maximum.at(last_read, regions_inside, facts.save_read[inside])
-        self._has_saves[regions_inside] = True
-        np.maximum.at(self._stop, owners, facts.save_made[dropped])
-        reads = facts.save_read[dropped]
-        np.minimum.at(trigger, owners, np.where(reads >= 0, reads * len(facts.save_read) + dropped, _NEVER))
-        for rank in (self._outer >= 0).nonzero()[0][::-1].tolist():  # inner ones first
-            if self._has_saves[rank]:
-                outer = self._outer[rank]
-                self._has_saves[outer] = True
-                self._stop[outer] = max(self._stop[outer], self._first[rank])
-                self._ends[outer] = max(self._ends[outer], self._ends[rank])
-                last_read[outer] = max(last_read[outer], last_read[rank])
-                trigger[outer] = min(trigger[outer], trigger[rank])
-        self._is_last_read_at_end = last_read == self._ends
-        replayed = (trigger < _NEVER).nonzero()[0]
-        self._order = replayed[trigger[replayed].argsort(kind="stable")]  # outer ones first
-        self._replayed_at = trigger[self._order] // max(len(facts.save_read), 1)
-        has_saves = self._has_saves.tolist()
-        stops = {call: stop for call, stop, has in zip(calls, self._stop.tolist(), has_saves, strict=True) if has}
-        counts = dict(zip(calls, np.bincount(regions_inside, minlength=num).tolist(), strict=True))
-        self._engine = EngineHostCosts(self.graph, regions, stops, counts, {calls[rank] for rank in replayed.tolist()})
-        self.engine_s = self._engine.total_s
-
-    def _keepers(self, regions: Mapping[int, Sequence[int]]) -> np.ndarray:
-        """Return for each op the rank of the region that retains its outputs, -1 for none."""
-        keeper = _filled(self.facts.num_ops + 1, -1)
-        if self._retains:
-            for rank, call in enumerate(self._calls.tolist()):
-                keeper[[self._first[rank] + op for op in regions[call]]] = rank
-        return keeper
-
     def _set_ticks(self) -> None:
         """Number the ticks and the events. An event is an op that runs after a tick."""
-        facts, forward = self.facts, self.facts.num_forward
-        first = self._first[self._order]
-        lengths = self._stop[self._order] - first + 1
+        facts, planned, forward = self.facts, self._planned, self.facts.num_forward
+        first = planned.first[planned.order]
+        lengths = planned.stop[planned.order] - first + 1
         ends = lengths.cumsum()
         begun = ends - lengths
         all_ends = np.concatenate([_ZERO, ends])
         positions, doubled = facts.backward_positions, facts.backward_ticks
-        before = doubled + all_ends[self._replayed_at.searchsorted(positions, side="left")]
-        behind = doubled + 1 + all_ends[self._replayed_at.searchsorted(positions, side="right")]
-        begins = forward + 2 + 2 * (self._replayed_at - forward) + begun
-        self._begin = _filled(len(self._calls), -1)  # of each replay: its first tick
-        self._begin[self._order] = begins
+        before = doubled + all_ends[planned.replayed_at.searchsorted(positions, side="left")]
+        behind = doubled + 1 + all_ends[planned.replayed_at.searchsorted(positions, side="right")]
+        begins = forward + 2 + 2 * (planned.replayed_at - forward) + begun
+        self._begin = np.full(len(planned.calls), -1)  # of each replay: its first tick
+        self._begin[planned.order] = begins
         self._num_ticks = int(behind[-1]) + 1
         self._ticks = np.concatenate([facts.forward_ticks, before, behind, [self._num_ticks]])  # by tick row
         all_lengths = lengths.repeat(lengths)
@@ -144,10 +81,10 @@ class EagerIntervals:
         replay_ticks = begins.repeat(lengths) + inner
         replay_ops = first.repeat(lengths) + inner
         runs = inner < all_lengths - 1
-        if self._retains:
-            runs &= self._keeper[replay_ops] != self._order.repeat(lengths)
+        if planned.retains:
+            runs &= planned.keeper[replay_ops] != planned.order.repeat(lengths)
         replay_ticks = replay_ticks[runs]
-        op_at, phase_at = _filled(self._num_ticks, -2), np.zeros(self._num_ticks, dtype=np.int64)  # phase _FORWARD
+        op_at, phase_at = np.full(self._num_ticks, -2), np.zeros(self._num_ticks, dtype=np.int64)  # phase _FORWARD
         op_at[:forward] = facts.forward_ticks[:forward]
         op_at[replay_ticks], phase_at[replay_ticks] = replay_ops[runs], _REPLAY
         op_at[behind[:-1]], phase_at[behind[:-1]] = positions[:-1], _BACKWARD
@@ -159,21 +96,21 @@ class EagerIntervals:
 
     def _set_lifetimes(self) -> None:
         """Create all lifetimes: first those of the forward and backward ops, then those of each replay in turn."""
-        facts, order = self.facts, self._order
-        first, stop = self._first[order], self._stop[order]
+        facts, planned, order = self.facts, self._planned, self._planned.order
+        first, stop = planned.first[order], planned.stop[order]
         low, high = facts.starts[first], facts.starts[stop]
         counts = high - low
         begun = counts.cumsum() - counts
-        self._low, self._high = np.zeros_like(self._first), np.zeros_like(self._first)
+        self._low, self._high = np.zeros_like(planned.first), np.zeros_like(planned.first)
         self._low[order], self._high[order] = low, high
-        self._life_of_low = np.zeros_like(self._first)
+        self._life_of_low = np.zeros_like(planned.first)
         self._life_of_low[order] = len(facts.sizes) + begun
         indices = (low - begun).repeat(counts)
         indices += np.arange(len(indices))
         base = (self._begin[order] - first).repeat(counts)  # the tick of position 0
         self._again = indices  # of the values that replays make
         sizes = facts.sizes[indices]
-        if self._retains:
+        if planned.retains:
             sizes *= self._is_made_again
         self._size = np.concatenate([facts.sizes, sizes])
         self._birth = np.concatenate([self._ticks[facts.birth_rows], base + facts.maker[indices]])
@@ -183,8 +120,9 @@ class EagerIntervals:
     @property
     def _is_made_again(self) -> np.ndarray:
         """For each value of `_again`, whether the replay makes it: a retained output is not made again."""
-        rank = self._order.repeat((self._high - self._low)[self._order])
-        return self._keeper[self.facts.maker[self._again]] != rank
+        order = self._planned.order
+        rank = order.repeat((self._high - self._low)[order])
+        return self._planned.keeper[self.facts.maker[self._again]] != rank
 
     @cached_property
     def _value_index(self) -> np.ndarray:
@@ -197,7 +135,7 @@ class EagerIntervals:
 
     def _set_holds(self) -> None:
         """Compute the holds of lifetimes, each from tick to tick: by saves, as regions' inputs, as retained outputs."""
-        facts, owner = self.facts, self._owner
+        facts, planned, owner = self.facts, self._planned, self._planned.owner
         is_own = owner < 0
         ends = self._ticks[np.where(is_own, facts.release_rows, facts.last_use_rows)]
         held = (is_own & facts.is_save_of_made).nonzero()[0]
@@ -210,14 +148,15 @@ class EagerIntervals:
         made = facts.save_made[again]
         lives = self._find(facts.save_index[again], owners, made)
         holds.append((lives, self._tick(owners, made), ends[again]))
-        left = self._ticks[facts.backward_rows(self._ends, self._is_last_read_at_end)]
-        self._left, self._done = left, np.where(self._begin >= 0, self._begin + self._stop - self._first, left)
+        left = self._ticks[facts.backward_rows(planned.ends, planned.last_read == planned.ends)]
+        replay_ends = self._begin + planned.stop - planned.first
+        self._left, self._done = left, np.where(self._begin >= 0, replay_ends, left)
         entered, entry = self._entries(left)
         holds.append(self._inputs(entered, entry, left))
         life, start, end = (np.concatenate(parts) for parts in zip(*holds, strict=True))
         valid = (end > start) & (self._birth[life] < start)
         self._hold_life, self._hold_start, self._hold_end = life[valid], start[valid], end[valid]
-        if self._retains:
+        if planned.retains:
             self._hold_retained()
         self._drop_stale_holds()
         self._end = self._drop.copy()
@@ -225,13 +164,13 @@ class EagerIntervals:
 
     def _hold_retained(self) -> None:
         """Add the holds of retained outputs, until the replay of their region is over."""
-        facts = self.facts
-        ops = (self._keeper >= 0).nonzero()[0]
-        ops = ops[self._has_saves[self._keeper[ops]]]
+        facts, planned = self.facts, self._planned
+        ops = (planned.keeper >= 0).nonzero()[0]
+        ops = ops[planned.has_saves[planned.keeper[ops]]]
         counts = facts.starts[ops + 1] - facts.starts[ops]
         kept = (facts.starts[ops] - (counts.cumsum() - counts)).repeat(counts)
         kept += np.arange(len(kept))
-        until = self._done[self._keeper[ops]].repeat(counts)
+        until = self._done[planned.keeper[ops]].repeat(counts)
         self._hold_life = np.concatenate([self._hold_life, kept])
         self._hold_start = np.concatenate([self._hold_start, self._birth[kept]])
         self._hold_end = np.concatenate([self._hold_end, until])
@@ -244,35 +183,37 @@ class EagerIntervals:
         replay captures the state of the regions inside once more and also holds the present state, which it restores
         at its end; both are freed when the replay is over.
         """
-        captured, changed = self.facts.frame_bytes[self._calls], self.facts.replay_bytes[self._calls]
-        left, done = self._left, self._done
-        ranks, again = self._has_saves.nonzero()[0], self._order
-        spans = [(self._first[ranks], left[ranks], captured[ranks]), (self._begin[again], done[again], changed[again])]
-        for rank in ranks[self._outer[ranks] >= 0].tolist():
-            outer = int(self._outer[rank])
+        facts, planned, left, done = self.facts, self._planned, self._left, self._done
+        captured, changed = facts.frame_bytes[planned.calls], facts.replay_bytes[planned.calls]
+        ranks, again = planned.has_saves.nonzero()[0], planned.order
+        spans = [(planned.first[ranks], left[ranks], captured[ranks])]
+        spans.append((self._begin[again], done[again], changed[again]))
+        for rank in ranks[planned.outer[ranks] >= 0].tolist():
+            outer = int(planned.outer[rank])
             while outer >= 0:
-                if self._begin[outer] >= 0 and self._first[rank] < self._stop[outer]:
-                    entry = self._begin[outer] + self._first[rank] - self._first[outer]
+                if self._begin[outer] >= 0 and planned.first[rank] < planned.stop[outer]:
+                    entry = self._begin[outer] + planned.first[rank] - planned.first[outer]
                     spans.append((entry[None], done[outer, None], captured[rank, None]))
-                outer = int(self._outer[outer])
+                outer = int(planned.outer[outer])
         starts, ends, sizes = (np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
         return starts, ends, sizes
 
     def _tick(self, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
-        return self._begin[rank] + position - self._first[rank]
+        return self._begin[rank] + position - self._planned.first[rank]
 
     def _entries(self, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the regions that are entered, in the forward or in a replay around them, and all entry ticks."""
-        outer = self._outer
+        planned, outer = self._planned, self._planned.outer
         is_outermost, begin = outer < 0, self._begin[outer]
-        entry = np.where(is_outermost, self._first, begin + self._first - self._first[outer])
-        happens = self._has_saves & (is_outermost | ((begin >= 0) & (entry < left)))
+        entry = np.where(is_outermost, planned.first, begin + planned.first - planned.first[outer])
+        happens = planned.has_saves & (is_outermost | ((begin >= 0) & (entry < left)))
         return happens.nonzero()[0], entry
 
     def _inputs(
         self, entered: np.ndarray, entry: np.ndarray, left: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        facts, calls = self.facts, self._calls[entered]
+        facts, planned = self.facts, self._planned
+        calls = planned.calls[entered]
         starts = facts.input_starts[calls]
         counts = facts.input_starts[calls + 1] - starts
         rank = entered.repeat(counts)
@@ -281,24 +222,24 @@ class EagerIntervals:
         indices = facts.inputs[inputs]
         there = indices >= 0
         rank, indices = rank[there], indices[there]
-        return self._find(indices, self._outer[rank], self._first[rank]), entry[rank], left[rank]
+        return self._find(indices, planned.outer[rank], planned.first[rank]), entry[rank], left[rank]
 
     def _find(self, indices: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return the lifetime that a region's replay (-1: the forward) sees of each value at a position."""
-        facts, lives = self.facts, indices.copy()
+        facts, planned, lives = self.facts, self._planned, indices.copy()
         open_ = (rank >= 0).nonzero()[0]
         upto: np.ndarray | int = facts.starts[position[open_]]
         at, index = rank[open_], indices[open_]
         while len(open_):
             low = self._low[at]
             inside = (low <= index) & (index < np.minimum(self._high[at], upto))
-            if self._retains:
-                inside &= self._keeper[facts.maker[index]] != at
+            if planned.retains:
+                inside &= planned.keeper[facts.maker[index]] != at
             lives[open_[inside]] = (self._life_of_low[at] + index - low)[inside]
-            at = self._outer[at]
+            at = planned.outer[at]
             outside = ((at >= 0) & ~inside).nonzero()[0]
             open_, at, index = open_[outside], at[outside], index[outside]
-            upto = _NEVER  # the replay around has run to its end
+            upto = NEVER  # the replay around has run to its end
         return lives
 
     def _drop_stale_holds(self) -> None:
@@ -351,13 +292,13 @@ class EagerIntervals:
         as long as the replay begins and ends where it did. Regions with regions inside are left out, because the inner
         ones would drop the retained values.
         """
-        facts, event = self.facts, self._event
+        facts, planned, event = self.facts, self._planned, self._event
         num = np.arange(len(facts.sizes), len(self._value_index))
-        rank = np.repeat(self._order, (self._high - self._low)[self._order])
-        has_inner = np.zeros(len(self._calls) + 1, dtype=bool)
-        has_inner[self._outer] = True  # at the end, of none
+        rank = planned.order.repeat((self._high - self._low)[planned.order])
+        has_inner = np.zeros(len(planned.calls) + 1, dtype=bool)
+        has_inner[planned.outer] = True  # at the end, of none
         wanted = (
-            (self._outer[rank] < 0)
+            (planned.outer[rank] < 0)
             & ~has_inner[rank]
             & self._exists[num]
             & may_keep[facts.maker[self._value_index[num]]]
@@ -367,7 +308,7 @@ class EagerIntervals:
         released = np.zeros(len(facts.sizes), dtype=np.int64)  # of each value, the last tick at which it is saved
         born = facts.is_save_of_made
         np.maximum.at(released, facts.save_index[born], self._ticks[facts.release_rows[born]])
-        ends = event[np.maximum((self._begin + self._stop - self._first)[rank], released[index])]
+        ends = event[np.maximum((self._begin + planned.stop - planned.first)[rank], released[index])]
         starts = np.concatenate([event[self._end[index]], event[self._end[lives]]])
         stops = np.concatenate([event[self._birth[lives]], ends])
         ops, sizes = np.tile(facts.maker[index], 2), np.tile(self._size[lives], 2)
@@ -380,10 +321,10 @@ class EagerIntervals:
     @cached_property
     def _host_s(self) -> np.ndarray:
         """Host seconds of each event, with the engine's work before it."""
-        found = self.facts.host_s[self.ops]
-        for host_s, ticks in ((self._engine.forward_s, self._first), (self._engine.replay_s, self._begin)):
-            due = [rank for rank, call in enumerate(self._calls.tolist()) if host_s.get(call)]
-            np.add.at(found, self._event[ticks[due]], [host_s[call] for call in self._calls[due].tolist()])
+        planned, engine, found = self._planned, self._planned.engine, self.facts.host_s[self.ops]
+        for host_s, ticks in ((engine.forward_s, planned.first), (engine.replay_s, self._begin)):
+            due = [rank for rank, call in enumerate(planned.calls.tolist()) if host_s.get(call)]
+            np.add.at(found, self._event[ticks[due]], [host_s[call] for call in planned.calls[due].tolist()])
         return found
 
     @cached_property

@@ -4,17 +4,16 @@
 the blocks. A checkpoint on every k-th block is the scheme of Chen et al. (2016, "Training deep nets with sublinear
 memory cost"). The eager search always includes them, so that its plan is never slower in simulation than these rules.
 
-Cost: `replayed_s` is a lower bound on a baseline's time without simulating it, and baselines whose bound exceeds the
-best candidate so far are skipped. Never skipped as a whole.
+Cost: one simulation of a single time line each. The seconds replayed are a lower bound on a baseline's time, and
+baselines whose bound exceeds the best candidate so far are skipped. Never skipped as a whole.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 from lowtide.graph.segments import all_blocks, every_kth
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
+from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.solvers.candidate import Regions, some_subsets
 from lowtide.solvers.nesting import Nesting
 
@@ -60,7 +59,7 @@ def baseline_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regi
     for plan in plans:
         regions = nesting.without_redundant(plan.held_ops(graph))
         if regions:
-            unique.setdefault(tuple(regions.items()), (replayed_s(graph, regions), regions))
+            unique.setdefault(tuple(regions.items()), (EagerIntervals(graph, regions).replayed_s, regions))
     return sorted(unique.values(), key=lambda pair: pair[0])
 
 
@@ -68,27 +67,3 @@ def _some_blocks(graph: StepGraph) -> list[Plan]:
     """Checkpoints on every subset of few blocks, or on prefixes and suffixes of many."""
     chosen = some_subsets(all_blocks(graph), _MOST_CUTS)
     return [Plan(regions=recomputes(graph, dict.fromkeys(calls, ()))) for calls in chosen]
-
-
-def replayed_s(graph: StepGraph, regions: Regions) -> float:
-    """Seconds of the ops that these regions replay, without the host's costs: a lower bound on what the plan adds."""
-    owner = graph.innermost(regions)
-    stops: dict[int, int] = {}
-    is_read: set[int] = set()
-    for save in graph.saves:
-        region, born = owner[save.call], graph.values[save.value].born
-        if region >= 0 and born - graph.calls[region].first not in regions[region]:
-            stops[region] = max(stops.get(region, 0), save.made)
-            is_read |= {region} if save.read >= 0 else set()
-    for inner in sorted(regions, reverse=True):
-        outer = owner[graph.calls[inner].parent]
-        if outer >= 0 and inner in stops:
-            stops[outer] = max(stops.get(outer, 0), graph.calls[inner].first)
-            is_read |= {outer} if inner in is_read else set()
-    sums = np.concatenate([[0.0], np.cumsum([op.seconds for op in graph.ops[: graph.num_forward]])])
-    total = 0.0
-    for region in sorted(is_read):
-        first, stop = graph.calls[region].first, stops[region]
-        retained_s = sum(graph.ops[first + op].seconds for op in regions[region] if first + op < stop)
-        total += max(0.0, float(sums[stop] - sums[first]) - retained_s)
-    return total

@@ -40,7 +40,7 @@ from lowtide.graph.time_lines import LINES, line_of
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.simulator.timeline import Timeline, simulate
-from lowtide.solvers.baselines import baseline_plans, replayed_s
+from lowtide.solvers.baselines import baseline_plans
 from lowtide.solvers.candidate import Candidate, Codecs, Effort, Regions, faster, infeasible, smaller, with_predictions
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.hull import CriticalPoint, Pricing, critical_point_at, hull, peak_op
@@ -203,7 +203,7 @@ class EagerSearch:
             for least_bytes, _, number, share, splits, codecs in self._sample_budgets
             if not least_bytes and not share
         ]
-        ends = {tuple(regions.items()): (replayed_s(self.line, regions), regions) for regions in nested}
+        ends = {tuple(regions.items()): (EagerIntervals(self.line, regions).replayed_s, regions) for regions in nested}
         return found + self._compression.baseline_choices(plans, list(ends.values()))
 
     def plan(self, budget: int) -> Plan:
