@@ -155,8 +155,8 @@ BAD_FILES = {
     "odd elements": (column("values", "item_bytes", 0, 3), "value 0 has elements of 3 bytes"),
     "empty rows": (column("values", "row_length", 0, 0), "value 0 has rows of 0 elements"),
     "no blocks": (damaged(hardware={**json.loads(TEXT)["hardware"], "block_bytes": 0}), "rounded to 0 bytes"),
-    "negative state": (damaged(optimizer_state_bytes=-1), "is negative"),
-    "more bytes than there are": (column("values", "bytes", 0, 10**300), "301 digits"),
+    "negative state": (damaged(optimizer_state_bytes=-1), "optimizer_state_bytes is -1, not int from 0"),
+    "more bytes than there are": (column("values", "bytes", 0, 10**300), "bytes is 1000000.*, not int"),
     "unknown kind": (column("values", "kind", 0, 0), "unknown kind"),
     "unknown flag": (column("ops", "flags", 0, [0]), "unknown flags"),
     "unknown name": (column("ops", "name", 0, 10**6), "not an index of a name"),
@@ -170,12 +170,12 @@ BAD_FILES = {
     "no list": (column("ops", "inputs", 0, 1), "not a list"),
     "missing column": (damaged(saves={}), "columns of Save"),
     "short column": (damaged(values={**json.loads(TEXT)["values"], "born": []}), "differ in length"),
-    "names that are no list": (damaged(names="abc"), "expected a list of names, not str"),
+    "names that are no list": (damaged(names="abc"), "names is not a list"),
     "hardware": (damaged(hardware={"name": "H100", "__class__": "os.system"}), "hardware does not have the fields"),
     "hardware that lacks a field": (damaged(hardware=without("dispatch_s")), "hardware does not have the fields"),
     "hardware with a field too many": (damaged(hardware=without() | {"x_s": 1.0}), "hardware does not have the fields"),
     "hardware of fewer than no seconds": (damaged(hardware=without() | {"spare_s": -1.0}), "spare_s is -1.0"),
-    "versions": (damaged(versions=["torch"]), "versions is not"),
+    "versions": (damaged(versions=["torch"]), "versions is .'torch'., not dict"),
 }
 
 

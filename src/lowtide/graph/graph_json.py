@@ -4,13 +4,13 @@ Ops, values, saves and calls are stored as columns, and each name once, which ke
 Reading checks the type and range of every field, and `StepGraph` checks their consistency; damage raises `GraphError`.
 No code is executed. A file of another version is refused.
 
-`parse_json`, `checked_object` (format and version) and the readers of parts are shared with `plans.plan_json`.
+`parse_json`, `checked_object` (format and version) and `read_field` are shared with `plans.plan_json`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -20,17 +20,11 @@ from lowtide.graph.step_graph import FLAGS, Call, Hardware, Op, Save, Split, Ste
 FORMAT = "lowtide step graph"
 VERSION = 4
 
-LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
+_LARGEST = 1 << 53  # integers up to this are exact in every JSON reader
 
-_RECORDS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
-_SCALARS: dict[str, type[Any]] = {
-    "num_forward": int,
-    "optimizer_state_bytes": int,
-    "optimizer_workspace_bytes": int,
-    "other_bytes": int,
-    "step_s": float,
-    "is_measured": bool,
-}
+_COLUMNS: dict[str, type[Any]] = {"ops": Op, "values": Value, "saves": Save, "calls": Call}
+_OTHERS = {field.name: str(field.type) for field in fields(StepGraph) if field.name not in _COLUMNS}
+_RECORDS = {"Hardware": Hardware, "Split": Split}
 
 
 def encode(graph: StepGraph) -> dict[str, Any]:
@@ -41,31 +35,22 @@ def encode(graph: StepGraph) -> dict[str, Any]:
         return names.setdefault(item, len(names)) if isinstance(item, str) else item
 
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    for part, record in _RECORDS.items():
+    for part, record in _COLUMNS.items():
         rows = getattr(graph, part)
         content[part] = {f.name: [_encode(getattr(row, f.name), number) for row in rows] for f in fields(record)}
-    content |= {name: getattr(graph, name) for name in _SCALARS}
-    content |= {"hardware": asdict(graph.hardware), "notes": list(graph.notes), "versions": graph.versions}
-    content |= {"splits": [asdict(split) for split in graph.splits], "names": list(names)}
-    return content
+    content |= {name: getattr(graph, name) for name in _OTHERS}
+    content |= {"hardware": asdict(graph.hardware), "splits": [asdict(split) for split in graph.splits]}
+    return {**content, "names": list(names)}
 
 
 def decode(content: Any) -> StepGraph:
     """Return the graph that `encode` made an object of. Raises `GraphError` if the content is damaged."""
     content = checked_object(content, FORMAT, VERSION, GraphError)
     try:
-        names = _strings(content["names"])
-        parts: dict[str, Any] = {p: tuple(_rows(content[p], record, names)) for p, record in _RECORDS.items()}
-        scalars: dict[str, Any] = {name: _number(content[name], kind, name) for name, kind in _SCALARS.items()}
-        hardware = decode_hardware(content["hardware"])
-        return StepGraph(
-            **parts,
-            **scalars,
-            hardware=hardware,
-            notes=tuple(_strings(content["notes"])),
-            versions=decode_versions(content["versions"]),
-            splits=tuple(_record(each, Split, "a split") for each in content["splits"]),
-        )
+        names = read_field(content["names"], "tuple[str, ...]", "names")
+        columns: dict[str, Any] = {part: tuple(_rows(content[part], kind, names)) for part, kind in _COLUMNS.items()}
+        others = {name: read_field(content[name], kind, name, _RECORDS) for name, kind in _OTHERS.items()}
+        return StepGraph(**columns, **others)
     except GraphError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
@@ -93,11 +78,44 @@ def checked_object(content: Any, form: str, version: int, error: Callable[[str],
     return content
 
 
+def read_field(
+    item: Any, kind: str, label: str, records: Mapping[str, type[Any]] | None = None, *, least: int = 0
+) -> Any:
+    """Return a field from its JSON and the text of its annotation. Raises `ValueError` if it does not have that type.
+
+    `records` are the dataclasses that annotations may name. Integers are `least` or more, other numbers 0 or more.
+    """
+    if kind.endswith(" | None"):
+        return None if item is None else read_field(item, kind.removesuffix(" | None"), label)
+    if kind.startswith("tuple["):
+        if not isinstance(item, list):
+            raise ValueError(f"{label} is not a list")
+        kinds = [kind[6:-6]] * len(item) if kind.endswith(", ...]") else kind[6:-1].split(", ")
+        if len(item) != len(kinds):
+            raise ValueError(f"{label} holds an item of {len(item)} elements, not {len(kinds)}")
+        return tuple(read_field(each, of, label, records, least=least) for each, of in zip(item, kinds, strict=True))
+    if records and kind in records:
+        of_field = {field.name: str(field.type) for field in fields(records[kind])}
+        if not isinstance(item, dict) or item.keys() != of_field.keys():
+            raise ValueError(f"{label} does not have the fields of a {kind} of this version")
+        return records[kind](**{name: read_field(item[name], of, name) for name, of in of_field.items()})
+    if kind == "dict[str, str]" and isinstance(item, dict) and all(isinstance(each, str) for each in item.values()):
+        return item
+    if (kind == "str" and isinstance(item, str)) or (kind == "bool" and isinstance(item, bool)):
+        return item
+    if kind == "int" and type(item) is int and least <= item < _LARGEST:
+        return item
+    if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
+        return float(item)
+    bounds = {"int": f" from {least} to {_LARGEST}", "float": " of 0 or more"}.get(kind, "")
+    raise ValueError(f"{label} is {repr(item)[:50]}, not {kind}{bounds}")
+
+
 def _encode(item: Any, number: Callable[[Any], Any]) -> Any:
     return [number(each) for each in item] if isinstance(item, tuple) else number(item)
 
 
-def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
+def _rows(columns: Any, record: type[Any], names: Sequence[str]) -> Iterable[Any]:
     if not isinstance(columns, dict) or columns.keys() != {f.name for f in fields(record)}:
         raise ValueError(f"the columns of {record.__name__} are not those of version {VERSION}")
     if any(not isinstance(column, list) for column in columns.values()):
@@ -108,73 +126,20 @@ def _rows(columns: Any, record: type[Any], names: list[str]) -> Iterable[Any]:
     return (record(*row) for row in zip(*decoded, strict=True))
 
 
-def _column(column: list[Any], kind: str, names: list[str], label: str) -> list[Any]:
+def _column(column: list[Any], kind: str, names: Sequence[str], label: str) -> list[Any]:
     if kind == "str":
         return [names[_index(item, names)] for item in column]
-    if kind == "int":
-        return [_number(item, int, label) for item in column]
-    if kind == "float":
-        return [_number(item, float, label) for item in column]
-    if any(not isinstance(item, list) for item in column):
-        raise ValueError(f"{label} holds an item that is not a list")
-    if kind == "tuple[int, ...]":
-        return [tuple(_number(each, int, label) for each in item) for item in column]
-    flags = [tuple(names[_index(each, names)] for each in item) for item in column]
+    if kind != "tuple[str, ...]":
+        return [read_field(item, kind, label, least=-_LARGEST) for item in column]
+    numbers = [read_field(item, "tuple[int, ...]", label) for item in column]
+    flags = [tuple(names[_index(each, names)] for each in item) for item in numbers]
     unknown = {flag for item in flags for flag in item} - set(FLAGS)
     if unknown:
         raise ValueError(f"unknown flags {sorted(unknown)}")
     return flags
 
 
-def _index(item: Any, names: list[str]) -> int:
+def _index(item: Any, names: Sequence[str]) -> int:
     if type(item) is not int or not 0 <= item < len(names):
         raise ValueError(f"{item!r} is not an index of a name")
     return item
-
-
-def _number(item: Any, kind: type[Any], label: str) -> Any:
-    accepted = (int, float) if kind is float else (kind,)
-    if type(item) not in accepted:
-        raise ValueError(f"{label} is {item!r}, not {kind.__name__}")
-    if type(item) is int and not -LARGEST <= item < LARGEST:
-        raise ValueError(f"{label} is a number of {len(str(item))} digits")
-    number = kind(item)
-    if kind is float and not (0 <= number < float("inf")):
-        raise ValueError(f"{label} is {number}, not a number of seconds or bytes")
-    return number
-
-
-def _strings(items: Any) -> list[str]:
-    if not isinstance(items, list):
-        raise ValueError(f"expected a list of names, not {type(items).__name__}")
-    names = list(items)
-    if any(not isinstance(item, str) for item in names):
-        raise ValueError("a name is not a string")
-    return names
-
-
-def _record(content: Any, record: type[Any], label: str) -> Any:
-    """Return the record of strings and numbers that `asdict` made an object of."""
-    kinds = {field.name: str(field.type) for field in fields(record)}
-    if not isinstance(content, dict) or content.keys() != kinds.keys():
-        raise ValueError(f"{label} does not have the fields of a {record.__name__}")
-    return record(**{name: _field(content[name], kind, name) for name, kind in kinds.items()})
-
-
-def _field(item: Any, kind: str, label: str) -> Any:
-    return _strings([item])[0] if kind == "str" else _number(item, int if kind == "int" else float, label)
-
-
-def decode_versions(content: Any) -> dict[str, str]:
-    """Return the versions of libraries by name. Raises `ValueError` if the content is anything else."""
-    if not isinstance(content, dict) or not all(isinstance(version, str) for version in content.values()):
-        raise ValueError("versions is not an object of names and versions")
-    return content
-
-
-def decode_hardware(content: Any) -> Hardware:
-    """Return the `Hardware` that `asdict` wrote. Raises `ValueError` if it is damaged."""
-    hardware: Hardware = _record(content, Hardware, "hardware")
-    if min(hardware.memory_bytes, hardware.block_bytes) < 0:
-        raise ValueError("a number of hardware is negative")
-    return hardware

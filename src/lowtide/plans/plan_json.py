@@ -9,31 +9,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, replace
-from typing import Any
 
-from lowtide.errors import GraphError, PlanError
-from lowtide.graph.graph_json import (
-    LARGEST,
-    checked_object,
-    decode,
-    decode_hardware,
-    decode_versions,
-    encode,
-    parse_json,
-)
-from lowtide.graph.step_graph import Forward, Split
+from lowtide.errors import PlanError
+from lowtide.graph.graph_json import checked_object, decode, encode, parse_json, read_field
+from lowtide.graph.step_graph import Forward, Hardware, Split
 from lowtide.plans.step_plan import Move, Plan, PlannedModule, Recompute, ValueRow
 
 FORMAT = "lowtide plan"
 VERSION = 5
-_RECORDS: dict[str, type[Any]] = {
-    "regions": Recompute,
-    "moves": Move,
-    "modules": PlannedModule,
-    "forwards": Forward,
-    "rows": ValueRow,
-    "splits": Split,
-}
+_RECORDS = {kind.__name__: kind for kind in (Forward, Hardware, Move, PlannedModule, Recompute, Split, ValueRow)}
 
 
 def write_plan(plan: Plan, with_graph: bool) -> str:
@@ -46,63 +30,18 @@ def write_plan(plan: Plan, with_graph: bool) -> str:
 def read_plan(text: str) -> Plan:
     """See `Plan.from_json`."""
     content = checked_object(parse_json(text, FORMAT, PlanError), FORMAT, VERSION, PlanError)
-    del content["format"], content["version"]
-    known = {field.name: str(field.type) for field in fields(Plan)}
-    if set(content) != set(known):
-        odd = sorted(set(content) ^ set(known))
+    kinds = {field.name: str(field.type) for field in fields(Plan)}
+    if odd := sorted(content.keys() ^ {*kinds, "format", "version"}):
         raise PlanError(f"damaged plan: {', '.join(map(repr, odd[:5]))} missing or unknown")
+    del kinds["graph"]
     try:
-        for name, record in _RECORDS.items():
-            content[name] = tuple(_record(row, record) for row in _list(content[name], name))
-        content["input_shapes"] = tuple(
-            _scalar(shape, "tuple[int, ...]", "input_shapes")
-            for shape in _list(content["input_shapes"], "input_shapes")
-        )
-        content["hardware"] = decode_hardware(content["hardware"])
-        content["versions"] = decode_versions(content["versions"])
-        for name, kind in known.items():
-            if kind.removesuffix(" | None") in ("int", "float", "str", "tuple[int, ...]", "tuple[str, ...]"):
-                content[name] = _scalar(content[name], kind, name)
-        content["graph"] = None if content["graph"] is None else decode(content["graph"])
-        plan = Plan(**content)
-    except (PlanError, GraphError) as error:
-        raise PlanError(f"damaged plan: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        graph = None if content["graph"] is None else decode(content["graph"])
+        others = {name: read_field(content[name], kind, name, _RECORDS) for name, kind in kinds.items()}
+        plan = Plan(**others, graph=graph)
+    except (ValueError, TypeError, OverflowError) as error:
         raise PlanError(f"damaged plan: {error}") from error
     _check(plan)
     return plan
-
-
-def _record(row: Any, record: type[Any]) -> Any:
-    kinds = {field.name: str(field.type) for field in fields(record)}
-    if not isinstance(row, dict) or row.keys() != kinds.keys():
-        raise ValueError(f"a {record.__name__} does not have the fields of version {VERSION}")
-    return record(**{name: _scalar(row[name], kind, name) for name, kind in kinds.items()})
-
-
-def _list(items: Any, name: str) -> list[Any]:
-    if not isinstance(items, list):
-        raise ValueError(f"{name} is not a list")
-    return items
-
-
-def _scalar(item: Any, kind: str, name: str) -> Any:
-    if kind == "tuple[tuple[str, int], ...]":
-        pairs = [_list(each, name) for each in _list(item, name)]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"{name} holds an item that is not the path and number of a call")
-        return tuple((_scalar(path, "str", name), _scalar(nth, "int", name)) for path, nth in pairs)
-    if kind in ("tuple[int, ...]", "tuple[str, ...]"):
-        return tuple(_scalar(each, kind[6:9], name) for each in _list(item, name))
-    if kind == "float" and type(item) in (int, float) and 0 <= item < float("inf"):
-        return float(item)
-    if kind == "int" and type(item) is int and 0 <= item < LARGEST:
-        return item
-    if kind.endswith("| None"):
-        return None if item is None else _scalar(item, kind.removesuffix(" | None"), name)
-    if kind == "str" and isinstance(item, str):
-        return item
-    raise ValueError(f"{name} is {str(item)[:50]!r}, not a {kind} of 0 or more, within bounds")
 
 
 def _check(plan: Plan) -> None:

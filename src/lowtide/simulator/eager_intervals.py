@@ -54,7 +54,7 @@ class EagerIntervals:
 
     def __init__(self, graph: StepGraph, regions: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.facts = graph, graph.arrays
-        self._planned = planned = PlannedRegions(graph, regions)
+        self.planned = planned = PlannedRegions(graph, regions)
         self.engine_s = planned.engine.total_s
         self._set_ticks()
         self._set_lifetimes()
@@ -62,7 +62,7 @@ class EagerIntervals:
 
     def _set_ticks(self) -> None:
         """Number the ticks and the events. An event is an op that runs after a tick."""
-        facts, planned, forward = self.facts, self._planned, self.facts.num_forward
+        facts, planned, forward = self.facts, self.planned, self.facts.num_forward
         first = planned.first[planned.order]
         lengths = planned.stop[planned.order] - first + 1
         ends = lengths.cumsum()
@@ -96,7 +96,7 @@ class EagerIntervals:
 
     def _set_lifetimes(self) -> None:
         """Create all lifetimes: first those of the forward and backward ops, then those of each replay in turn."""
-        facts, planned, order = self.facts, self._planned, self._planned.order
+        facts, planned, order = self.facts, self.planned, self.planned.order
         first, stop = planned.first[order], planned.stop[order]
         low, high = facts.starts[first], facts.starts[stop]
         counts = high - low
@@ -120,9 +120,9 @@ class EagerIntervals:
     @property
     def _is_made_again(self) -> np.ndarray:
         """For each value of `_again`, whether the replay makes it: a retained output is not made again."""
-        order = self._planned.order
+        order = self.planned.order
         rank = order.repeat((self._high - self._low)[order])
-        return self._planned.keeper[self.facts.maker[self._again]] != rank
+        return self.planned.keeper[self.facts.maker[self._again]] != rank
 
     @cached_property
     def _value_index(self) -> np.ndarray:
@@ -135,7 +135,7 @@ class EagerIntervals:
 
     def _set_holds(self) -> None:
         """Compute the holds of lifetimes, each from tick to tick: by saves, as regions' inputs, as retained outputs."""
-        facts, planned, owner = self.facts, self._planned, self._planned.owner
+        facts, planned, owner = self.facts, self.planned, self.planned.owner
         is_own = owner < 0
         ends = self._ticks[np.where(is_own, facts.release_rows, facts.last_use_rows)]
         held = (is_own & facts.is_save_of_made).nonzero()[0]
@@ -164,7 +164,7 @@ class EagerIntervals:
 
     def _hold_retained(self) -> None:
         """Add the holds of retained outputs, until the replay of their region is over."""
-        facts, planned = self.facts, self._planned
+        facts, planned = self.facts, self.planned
         ops = (planned.keeper >= 0).nonzero()[0]
         ops = ops[planned.has_saves[planned.keeper[ops]]]
         counts = facts.starts[ops + 1] - facts.starts[ops]
@@ -183,7 +183,7 @@ class EagerIntervals:
         replay captures the state of the regions inside once more and also holds the present state, which it restores
         at its end; both are freed when the replay is over.
         """
-        facts, planned, left, done = self.facts, self._planned, self._left, self._done
+        facts, planned, left, done = self.facts, self.planned, self._left, self._done
         captured, changed = facts.frame_bytes[planned.calls], facts.replay_bytes[planned.calls]
         ranks, again = planned.has_saves.nonzero()[0], planned.order
         spans = [(planned.first[ranks], left[ranks], captured[ranks])]
@@ -199,11 +199,11 @@ class EagerIntervals:
         return starts, ends, sizes
 
     def _tick(self, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
-        return self._begin[rank] + position - self._planned.first[rank]
+        return self._begin[rank] + position - self.planned.first[rank]
 
     def _entries(self, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the regions that are entered, in the forward or in a replay around them, and all entry ticks."""
-        planned, outer = self._planned, self._planned.outer
+        planned, outer = self.planned, self.planned.outer
         is_outermost, begin = outer < 0, self._begin[outer]
         entry = np.where(is_outermost, planned.first, begin + planned.first - planned.first[outer])
         happens = planned.has_saves & (is_outermost | ((begin >= 0) & (entry < left)))
@@ -212,7 +212,7 @@ class EagerIntervals:
     def _inputs(
         self, entered: np.ndarray, entry: np.ndarray, left: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        facts, planned = self.facts, self._planned
+        facts, planned = self.facts, self.planned
         calls = planned.calls[entered]
         starts = facts.input_starts[calls]
         counts = facts.input_starts[calls + 1] - starts
@@ -226,7 +226,7 @@ class EagerIntervals:
 
     def _find(self, indices: np.ndarray, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return the lifetime that a region's replay (-1: the forward) sees of each value at a position."""
-        facts, planned, lives = self.facts, self._planned, indices.copy()
+        facts, planned, lives = self.facts, self.planned, indices.copy()
         open_ = (rank >= 0).nonzero()[0]
         upto: np.ndarray | int = facts.starts[position[open_]]
         at, index = rank[open_], indices[open_]
@@ -292,7 +292,7 @@ class EagerIntervals:
         as long as the replay begins and ends where it did. Regions with regions inside are left out, because the inner
         ones would drop the retained values.
         """
-        facts, planned, event = self.facts, self._planned, self._event
+        facts, planned, event = self.facts, self.planned, self._event
         num = np.arange(len(facts.sizes), len(self._value_index))
         rank = planned.order.repeat((self._high - self._low)[planned.order])
         has_inner = np.zeros(len(planned.calls) + 1, dtype=bool)
@@ -321,7 +321,7 @@ class EagerIntervals:
     @cached_property
     def _host_s(self) -> np.ndarray:
         """Host seconds of each event, with the engine's work before it."""
-        planned, engine, found = self._planned, self._planned.engine, self.facts.host_s[self.ops]
+        planned, engine, found = self.planned, self.planned.engine, self.facts.host_s[self.ops]
         for host_s, ticks in ((engine.forward_s, planned.first), (engine.replay_s, self._begin)):
             due = [rank for rank, call in enumerate(planned.calls.tolist()) if host_s.get(call)]
             np.add.at(found, self._event[ticks[due]], [host_s[call] for call in planned.calls[due].tolist()])
